@@ -1,8 +1,6 @@
 """Several role classes fused into one process per GPU, behind one API for Ray, Dask and your own machine.
 
-Names are imported on first use: a worker needs only a part of them, and starts sooner.
-
-Names are imported when they are first used: a worker needs a part of them only, and starts that much sooner.
+Names are imported on first use, so that a worker imports only the names it needs and starts sooner.
 """
 
 from importlib import import_module
@@ -122,7 +120,8 @@ _HOMES = {
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_BESIDE = {  # names of other packages, imported on first use only
+# Maps names of other packages to their modules, which are imported on first use.
+_BESIDE = {
     "Leaving": "colocate_report.record",
     "LogRecord": "colocate_report.record",
     "RunInfo": "colocate_report.record",

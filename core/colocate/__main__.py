@@ -1,4 +1,4 @@
-"""`python -m colocate`."""
+"""Run the command line: `python -m colocate`."""
 
 from colocate.cli import main
 

@@ -1,4 +1,4 @@
-"""Objects as text in columns, and as HTML for notebooks.
+"""Format objects as text in columns, and as HTML for notebooks.
 
 The HTML is self-contained, and readable in light and dark themes. Only the dot of a state has a colour of its own:
 text and lines take the page's colours.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-# The class is repeated for a higher specificity than a notebook's own rules for tables.
+# The repeated class name gives these CSS rules precedence over a notebook's own rules for tables.
 _STYLE = """
 <style>
 .colocate.colocate{font:13px/1.5 system-ui,sans-serif;color:inherit;max-width:100%;overflow-x:auto}
@@ -42,10 +42,10 @@ _LOOKS = {
     "over": ("closed", "exited", "freed"),
 }
 _LOOK_OF = {state: look for look, states in _LOOKS.items() for state in states}
-MOST = 64  # limit of rows, or children: nobody reads more
+MOST = 64  # A table shows at most 64 rows, and a tree at most 64 children of a node.
 
 
-# Not `html.escape`: this takes little code, and a user's own html.py would shadow the module.
+# `html.escape` isn't used, because a user's own html.py would shadow Python's module.
 _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 
 
@@ -61,12 +61,12 @@ def heading(kind: str, name: object, state: str, more: str = "") -> str:
 
 
 def reason(text: str, look: str = "") -> str:
-    """Format the reason why an object is unusable; `look` is "bad" for an error."""
+    """Return as HTML why an object is unusable; `look` is the CSS class, "bad" for an error."""
     return f'<pre class="{look}">{_text(text)}</pre>'
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Format rows as a table, with the keys of the first as columns; "" without rows."""
+    """Return rows as an HTML table, with the keys of the first row as columns; "" if there are no rows."""
     if not rows:
         return ""
     head = _row("th", rows[0])
@@ -75,7 +75,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def tree(children: Sequence[Mapping[str, Any]], known: Callable[[Mapping[str, Any]], str]) -> str:
-    """Format nodes of the graph as a foldable tree; nodes below workers are folded at first."""
+    """Return nodes of the ownership graph as a foldable HTML tree. Nodes below workers are folded at first."""
     if not children:
         return ""
     return f"<ul>{''.join(_item(node, known) for node in children[:MOST])}</ul>{_left_out(children)}"
@@ -102,7 +102,7 @@ def _text(value: object) -> str:
 
 
 def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
-    """Format lines of cells as text, each column as wide as its widest cell."""
+    """Format rows of cells as lines of text with aligned columns; `right` says which columns are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -114,7 +114,7 @@ def columns(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
 
 
 def weights_age(came: tuple[int, float] | None, stale: str | None) -> str:
-    """Describe a role's weights: the version, the age, and why they are out of sync, if so."""
+    """Describe a role's weights in words: the version, the age, and the reason if the weights are out of sync."""
     text = "no weights yet" if came is None else f"weights version {came[0]}"
     if came is not None and came[1]:
         text += f", {time.time() - came[1]:.0f} s old"

@@ -1,4 +1,4 @@
-"""Checks and conversions of a config's plain values for a signature."""
+"""Check a config's plain values against signatures, and convert the values for the annotations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     types.NoneType: ((types.NoneType,), "null"),
 }
 _ABC = collections.abc
-# Conversions of a config's list for annotations, and the annotations that take a mapping.
+# `_LISTS` has the conversion of a config's list for each annotation; `_MAPPINGS` has annotations of mappings.
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
     **dict.fromkeys((list, _ABC.Sequence, _ABC.MutableSequence, _ABC.Collection, _ABC.Iterable), list),
     **dict.fromkeys((set, _ABC.Set, _ABC.MutableSet), set),
@@ -60,7 +60,7 @@ _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
     collections.deque: collections.deque,
 }
 _MAPPINGS = (dict, _ABC.Mapping, _ABC.MutableMapping)
-_PLAIN = (str, bool, int, float, types.NoneType, list, dict)  # the types in a config
+_PLAIN = (str, bool, int, float, types.NoneType, list, dict)  # A config's values have only these types.
 _DATES = {
     datetime.datetime: "a date and time, as in '2026-11-29T10:00'",
     datetime.date: "a date, as in '2026-11-29'",
@@ -70,7 +70,7 @@ _DATES = {
 
 @attrs.frozen
 class Problem:
-    """A problem of a value, and the place inside the value."""
+    """A problem of a config's value: the place inside the value, and a text for the user."""
 
     place: Place
     message: str
@@ -79,7 +79,7 @@ class Problem:
 
 @attrs.frozen
 class Checked:
-    """A check in an `Annotated` kind, beyond the kind itself.
+    """An additional check of a value, written as a note in an `Annotated` annotation.
 
     Attributes:
         problem: Returns a value's problem in words; None for a good value. Not called for None.
@@ -90,7 +90,7 @@ class Checked:
 
 @attrs.frozen
 class Arguments:
-    """Parameters that can be given by name.
+    """The parameters of a class or function that can be given by name.
 
     Attributes:
         owner: Name of the parameters' owner in messages.
@@ -107,17 +107,17 @@ class Arguments:
     others: Any = Any
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield problems: names that are unknown or missing, and values of a wrong kind."""
+        """Yield the problems of some arguments: unknown names, missing names, and values of a wrong kind."""
         yield from self._made(given, ())[1]
 
     def built(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments converted for their annotations: see `built`."""
+        """Return the arguments, each converted for the parameter's annotation (see the function `built`)."""
         return self._made(given, ())[0]
 
     def _made(self, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
         converted: dict[str, Any] = {}
         wrong: list[Problem] = []
-        meant = set()  # the right names of misspelt ones, which don't count as missing
+        meant = set()  # A parameter with a misspelt name isn't reported as missing, too.
         for name, value in given.items():
             hint = self.hints.get(name, Any if name in self.parameters else self.others)
             converted[name] = _made(value, hint, (*place, name), wrong)
@@ -150,25 +150,24 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
 
 
 def path_text(place: Place) -> str:
-    """Format a place: `groups.policy.roles.actor.slots[0]`."""
+    """Format a place in a config, such as `groups.policy.roles.actor.slots[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
     return text.removeprefix(".")
 
 
 def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
-    """Yield all problems of a value for an annotation; nothing for an annotation that can't be checked."""
+    """Yield the reasons why a value doesn't fit an annotation. Annotations that can't be checked fit any value."""
     wrong: list[Problem] = []
     _made(value, annotation, place, wrong)
     yield from wrong
 
 
 def built(value: Any, annotation: Any) -> Any:
-    """Convert a value for its annotation: a text to a `Path`, a list to a set."""
+    """Convert a value for an annotation, for example a text to a `Path`, or a list to a set."""
     return _made(value, annotation, (), [])
 
 
 def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
-    """Convert a value for an annotation; append problems to a list."""
     if get_origin(annotation) is Annotated:
         return _checked(value, annotation, place, wrong)
     annotation = _bare(annotation)
@@ -183,7 +182,7 @@ def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> An
         return _of_some_arm(value, annotation, place, wrong)
     if origin is Any or not isinstance(origin, type):
         return value
-    if type(value) not in _PLAIN:  # a value from Python code
+    if type(value) not in _PLAIN:  # The value comes from Python code, not from a config's text.
         return value
     if issubclass(origin, enum.Enum):
         return _one_of(value, tuple(origin), place, wrong)
@@ -208,7 +207,7 @@ def _checked(value: Any, annotation: Any, place: Place, wrong: list[Problem]) ->
     kind, *notes = get_args(annotation)
     kind_problems: list[Problem] = []
     converted = _made(value, kind, place, kind_problems)
-    # A check of a number comes first, also for a wrong kind: its text has the reason.
+    # A number is checked even if the kind is wrong, because the check's message explains more.
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if value is not None and (number or not kind_problems):
         checks = [note.problem for note in notes if isinstance(note, Checked)]
@@ -227,21 +226,21 @@ def _scalar_problem(value: Any, annotation: Any) -> str | None:
     if annotation is str and isinstance(value, int | float):
         hint = "; put it in quotes"
     elif isinstance(value, str) and annotation in (int, float):
-        with suppress(ValueError):  # no number
+        with suppress(ValueError):
             float(value)
             hint = "; remove the quotes"
     return f"must be {kind_text}, not {shown(value)}{hint}"
 
 
 def _plain(choice: Any) -> Any:
-    """Return the form of a choice in a config: the choice itself, or the value of an enumeration's member."""
+    """Return how a config writes a choice. An enumeration's member is written as the value, or else the name."""
     if not isinstance(choice, enum.Enum):
         return choice
     return choice.value if type(choice.value) in _PLAIN else choice.name
 
 
 def _one_of(value: Any, choices: Sequence[Any], place: Place, wrong: list[Problem]) -> Any:
-    """Return the choice for a value: members of an enumeration are given by value or by name."""
+    """Return the choice that a value names. An enumeration's member can be given by value or by name."""
     plain_choices = [_plain(choice) for choice in choices]
     for choice, plain_choice in zip(choices, plain_choices, strict=True):
         if value is choice or (value == plain_choice and type(value) is type(plain_choice)):
@@ -268,7 +267,7 @@ def _of_some_arm(value: Any, annotation: Any, place: Place, wrong: list[Problem]
         if not arm_problems:
             return converted
         of_arms.append(arm_problems)
-    # The union member of the value's own kind (a list, a mapping) has the best message about nested values.
+    # Prefer a union member that accepts the value itself, and only has problems with nested values.
     deeper = [problem_list for problem_list in of_arms if all(problem.place != place for problem in problem_list)]
     real = [problem_list for arm, problem_list in zip(arms, of_arms, strict=True) if arm is not types.NoneType]
     if deeper:
@@ -294,13 +293,13 @@ def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: 
     items = [_made(item, of, (*place, i), wrong) for i, (item, of) in enumerate(zip(value, kinds, strict=True))]
     try:
         return items if len(wrong) > before else tuple(items) if kind is tuple else _LISTS[kind](items)
-    except TypeError as error:  # for unhashable items of a set
+    except TypeError as error:  # The items of a set must be hashable.
         wrong.append(Problem(place, f"must be a list of what can be in a set: {error}"))
         return value
 
 
 def _key(key: str, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
-    """Convert a mapping's key; numbers are text in a config's keys, too."""
+    """Convert a mapping's key for an annotation. Keys of a config are always text, also for numbers."""
     kind = _bare(annotation)
     if kind in (int, float):
         try:
@@ -315,7 +314,7 @@ def _typed_dict(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> An
     hints = _evaluated(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)))
     parameters = {}
     for name in kind.__annotations__:
-        # `__required_keys__` doesn't see a NotRequired inside a text annotation.
+        # `__required_keys__` overlooks a NotRequired inside an annotation that is written as text.
         needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired
         default = inspect.Parameter.empty if needed else None
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
@@ -338,17 +337,17 @@ def _record(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
         return value
     try:
         return kind(**fields)
-    except Exception as error:  # the class itself refuses the arguments
+    except Exception as error:  # The class's constructor has refused the arguments.
         wrong.append(Problem(place, f"{kind.__name__} refuses it: {type(error).__name__}: {error}"))
         return value
 
 
 def _of_kind(value: Any, kind: type, place: Place, wrong: list[Problem]) -> Any:
-    """Convert a text for a class; return other values, which must be of that class."""
+    """Convert a text to an instance of a class. Other values must be instances already, and are returned."""
     try:
         if isinstance(value, kind):
             return value
-    except TypeError:  # a protocol may not be runtime-checkable
+    except TypeError:  # `isinstance` refuses protocols that aren't runtime-checkable.
         return value
     if describe(kind) == kind.__name__:
         text = f"must be of the class {kind.__name__}, which a config can't say, not {shown(value)}: "
@@ -379,12 +378,12 @@ def _of_text(text: str, kind: Any) -> Any:
 
 
 def _is_torchs(kind: Any, name: str) -> bool:
-    """Whether a class is torch's, checked without importing torch."""
+    """Return whether a class is torch's class of this name, without importing torch."""
     return (kind.__module__, kind.__name__) == ("torch", name)
 
 
 def describe(annotation: Any) -> str:
-    """Describe the values that an annotation accepts."""
+    """Describe in words the values that an annotation accepts, for example "a list or null"."""
     annotation = _bare(annotation)
     origin = get_origin(annotation) or annotation
     if annotation in _SCALARS:
@@ -415,7 +414,7 @@ def brief(text: str, limit: int = 100) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value with its kind for a message."""
+    """Format a value for a message in a config's terms, for example "null" or "the text 'abc'"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -434,7 +433,7 @@ def _is_record(kind: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
-    """Return an annotation without notes and aliases; Any if it can't be checked."""
+    """Return the annotation inside `Annotated` and behind aliases, or Any if no check is possible."""
     while True:
         if get_origin(annotation) in (Annotated, Required, NotRequired):
             annotation = get_args(annotation)[0]
@@ -456,21 +455,21 @@ def _bare(annotation: Any) -> Any:
 
 
 def _value_of(alias: Any) -> Any:
-    """Return the type behind an alias, with the alias's arguments; Any if unknown."""
+    """Return the type behind a type alias, with the alias's arguments inserted; Any if unknown."""
     try:
         origin = get_origin(alias) or alias
         arguments = dict(zip(origin.__type_params__, get_args(alias), strict=bool(get_args(alias))))
         value = origin.__value__
         return value[tuple(arguments[parameter] for parameter in value.__parameters__)] if arguments else value
-    except Exception:  # annotations are code, and may raise anything
+    except Exception:  # Annotations are code, and may raise any exception.
         return Any
 
 
 def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Return the annotations as types, without those that can't be evaluated (imports for type checkers only)."""
+    """Return annotations as types, if these can be evaluated outside of type checkers."""
     function = inspect.unwrap(cast(Any, target).__init__ if isinstance(target, type) else target)
     names = getattr(function, "__globals__", {})
-    if _is_record(target):  # attrs defines `__init__` in a namespace of its own
+    if _is_record(target):  # attrs defines `__init__` outside of the module's namespace.
         names = vars(sys.modules.get(target.__module__, builtins))
     annotations = {name: parameter.annotation for name, parameter in parameters.items()}
     return _evaluated(
@@ -483,12 +482,12 @@ def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[st
     hints = {}
     for name, annotation in annotations.items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
-        with suppress(Exception):  # annotations are code, and may raise anything
+        with suppress(Exception):  # Annotations are code, and may raise any exception.
             hints[name] = get_type_hints(holder, globalns=names, include_extras=True)[name]
     return hints
 
 
-# Checks of options with these names, for every executor.
+# These options have a check in every executor.
 _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
     "cpus": amount_problem,
     "gpus": gpus_problem,
@@ -501,7 +500,7 @@ _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
 
 
 def options_of(executor: type) -> Arguments:
-    """Return an executor's own options: the parameters of `connect`, or else of the constructor."""
+    """Return an executor's own options: the parameters of `connect` if overridden, else of the constructor."""
     from colocate.executor import Executor
 
     assert issubclass(executor, Executor)

@@ -1,3 +1,3 @@
-"""The version, in a module without imports of the package's names."""
+"""The package's version, in a module that imports nothing."""
 
 __version__ = "0.3.0.dev0"

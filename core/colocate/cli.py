@@ -3,7 +3,7 @@
 from colocate._signals.guard import calls_users_code
 
 
-@calls_users_code  # a job's code
+@calls_users_code  # The command may run a job, which is users' code.
 def main() -> None:
     """Run the command line."""
     from colocate_run.cli import main

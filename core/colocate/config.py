@@ -1,4 +1,4 @@
-"""Configs: `load_config`, and the classes of a config's parts, implemented by `colocate_run`."""
+"""`load_config`, and the classes that describe a config's parts. The package `colocate_run` implements these."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""`connect` and `spawn`: the executor begins its preparations before the slow imports."""
+"""`connect` and `spawn`. An executor starts slow preparations before this process imports slow modules."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def spawn(
     """Connect, reserve slots and start a group on them, for a script with one group.
 
     The runtime exists for the group alone: closing the group, or leaving its `with` block, closes the pool and the
-    runtime too. They are `group.owner` and `group.owner.owner`. For several groups or pools, use `connect`,
-    `Runtime.reserve` and `Pool.spawn`.
+    runtime too. The pool is `group.owner`, and the runtime `group.owner.owner`. For several groups or pools, use
+    `connect`, `Runtime.reserve` and `Pool.spawn`.
 
     Args:
         roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
@@ -158,10 +158,6 @@ def spawn(
         PlacementTimeout: The slots don't fit now.
         CapabilityError: The executor lacks a requested capability.
         RoleStartError: A role could not be constructed. After any error, nothing is left running.
-
-    The group is all that its runtime is for: closing the group, or leaving its `with` block, closes the pool and the
-    runtime too. They are `group.owner` and `group.owner.owner`. Several groups, or pools, take the long way: `connect`,
-    `Runtime.reserve`, `Pool.spawn`.
     """
     _refuse_while_importing("spawn(...)")
     from colocate._owned.owned import Making
@@ -191,13 +187,13 @@ def spawn(
 
     try:
         return making.run(begin, fill)
-    except ColocateError as error:  # The error is complete without these frames.
+    except ColocateError as error:  # Drop the traceback if all frames are colocate's own.
         raise without_own_frames(error)  # noqa: B904 - it is the same one
 
 
 @contextmanager
 def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[None]:
-    """Add suggestions of a function's own parameters to errors about unknown executor options."""
+    """A context manager that adds similar parameter names to errors about unknown executor options."""
     try:
         yield
     except ConfigError as error:
@@ -214,12 +210,12 @@ def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[N
 
 
 def _refuse_while_importing(what: str) -> None:
-    """Refuse a connection from a module that a worker imports: the workers would connect in turn, without end.
+    """Refuse to connect from a module that a worker is importing, because workers would start workers without end.
 
     Raises:
         ColocateError: A module under import in this worker connects.
     """
-    frame = sys._getframe() if ids.find_missing is not None else None  # Only in a worker: this process has a driver.
+    frame = sys._getframe() if ids.find_missing is not None else None  # `find_missing` is None except in a worker.
     while frame is not None:
         if is_importing(frame):
             raise ColocateError(

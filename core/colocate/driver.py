@@ -1,8 +1,6 @@
 """A driver's internals: runtimes, threads, files and clocks, for packages that run or watch jobs.
 
 This module's contents may change with any version; programs only need a `Runtime` and its groups.
-
-What this module offers may change with any version; programs need a `Runtime` and its groups alone.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ running_context = current
 
 
 class Place(NamedTuple):
-    """The place of a worker."""
+    """The slot, node and device of a worker."""
 
     slot: int
     node: str
@@ -116,7 +114,7 @@ class Driver:
         self.ports = self._services.ports
 
     def require(self, capability: type, what: str) -> None:
-        """Raise `CapabilityError`, with the executors that would do, if the executor lacks a capability."""
+        """Raise `CapabilityError` if the executor lacks a capability. The error names executors that have it."""
         self._node.require(capability, what)
 
     @property
@@ -129,9 +127,10 @@ class Driver:
         self._services.observers.remove(observer)
 
     def take_weights_behind(self) -> dict[str, int]:
-        """Return how many source updates rows were behind since the last call of this method.
+        """Return the lag of the weights that produced recent rows, counted in source updates, and reset the record.
 
-        The keys are metrics: "weights_behind", or "weights_behind/<group>.<role>" with several such roles.
+        Each value is the largest for a role's rows since the last call of this method. The keys are metrics:
+        "weights_behind", or "weights_behind/<group>.<role>" with several such roles.
         """
         parts: dict[str, Any] = {
             name: part
@@ -139,26 +138,25 @@ class Driver:
             if (part := group.parts.get("weights")) is not None
         }
         counts = {f"{name}.{role}": count for name, part in parts.items() for role, count in part.take_behind().items()}
-        # All targets count, not only those with rows since the last call: the metric's name stays the same from step to
-        # step.
+        # Targets without new rows count, too, so that the metric's name stays the same from step to step.
         if sum(len(part.updates) for part in parts.values()) == 1:
             return {"weights_behind": max(counts.values())} if counts else {}
         return {f"weights_behind/{name}": count for name, count in counts.items()}
 
     def watch_devices(self) -> Callable[[], None]:
-        """Start reporting the groups' GPUs to observers, each second; return a function that stops this."""
+        """Report the use of the groups' GPUs to observers each second. Return a function that stops the reports."""
         if "devices" not in features.FEATURES:
             return lambda: None
         stop: Callable[[], None] = features.module("devices.driver").DeviceWatch(self._node).stop
         return stop
 
     def hear(self, hears: Callable[[Boot, str | None, str], bool] | None) -> bool:
-        """Set the callback for the output of workers' processes, on the receiving thread; None removes the callback.
+        """Set the callback for lines that worker processes print; None removes the callback.
 
         Args:
-            hears: Called with the worker's boot, the role and rank that printed, if known, and the line; a carriage
-                return at its end marks a line to be overwritten. The last lines of present workers come at once.
-                Must not block. True hides the line.
+            hears: Called on the receiving thread, with the worker's boot, the role and rank that printed, if known,
+                and the line; a carriage return at its end marks a line to be overwritten. The last lines of present
+                workers come at once. Must not block. True hides the line.
 
         Returns:
             Whether the callback was set: there is one at a time.
@@ -182,7 +180,7 @@ class Driver:
         return self._services.settle()
 
     def give_up_while(self, hangs: Callable[[], bool]) -> None:
-        """Skip the wait for the observers' thread at the end as long as `hangs` is true."""
+        """Skip the wait for the observers' thread when the runtime is closed, if `hangs` then returns true."""
         self._services.dispatcher.is_given_up = hangs
 
     @property
@@ -191,24 +189,24 @@ class Driver:
         return self._services.dispatcher.stack
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
-        """Return the slot of a rank of a role; for a group that is long gone, return the rank."""
+        """Return the slot of a role's rank; if the group was closed long ago, return the rank itself."""
         return self._node.slot_of(group, role, rank)
 
     def places_of(self, group: str) -> list[Place]:
-        """Return the places of a group's workers; an empty list for a group that is long gone."""
+        """Return the places of a group's workers; an empty list if the group was closed long ago."""
         worker_group = self._node.worker_group_of(group)
         workers = () if worker_group is None else worker_group.workforce.workers
         return [Place(worker.slot, worker.boot.node, worker.boot.device) for worker in workers]
 
     @property
     def foresees(self) -> bool:
-        """Whether the executor can announce nodes about to leave."""
+        """Whether the executor can report nodes that will soon leave the cluster."""
         from colocate.executor import Executor
 
         return type(self.executor).leaving is not Executor.leaving
 
     def leaving(self) -> dict[str, float | None]:
-        """Return the nodes of the groups that are about to leave, and the deadlines; see `Executor.leaving`."""
+        """Return the groups' nodes that will soon leave the cluster, with deadlines (see `Executor.leaving`)."""
         used = {place.node for group in list(self._node.worker_groups) for place in self.places_of(group)}
         return {node: until for node, until in self.executor.leaving().items() if node in used}
 
@@ -225,16 +223,13 @@ class Driver:
 
         This covers all groups of this process, later ones too: a job waits for each of these. Safe in a signal
         handler.
-
-        This covers all groups of this process, later ones too: a job waits for each of these. A signal's handler may
-        call this.
         """
         self._services.is_ending = True
         _let_all_go()
 
     @property
     def resumed(self) -> Mapping[str, Path]:
-        """Checkpoints of a resumed run, by group name: each group starts from the checkpoint of its name."""
+        """The checkpoints of a resumed run. A new group starts from the checkpoint with the group's name."""
         return self._services.resumed
 
     @resumed.setter
@@ -242,13 +237,13 @@ class Driver:
         self._services.resumed = folders
 
     def profile(self, groups: Sequence[ColocatedGroup], title: str = "", **options: Any) -> Any:
-        """Return the `colocate.profile` block of groups; without a title, only check whether profiling is possible."""
+        """Return the context manager `colocate.profile` for groups; without a title, only check for problems."""
         module = features.module("profiling.driver")
         return module.profile(groups, title=title, **options) if title else module.check_profile(groups, **options)
 
     @property
     def run(self) -> Any:
-        """The run that records calls (`Run`), for features; None for none."""
+        """The current `Run`, which records calls, for use by features; None without a run."""
         return self._services.run
 
     @run.setter
@@ -256,14 +251,14 @@ class Driver:
         self._services.run = run
 
     def mark(self, step: int) -> None:
-        """Mark the end of a step in recordings."""
+        """Mark the end of a step in all recordings."""
         for worker_group in list(self._node.worker_groups.values()):
             part: Any = worker_group.parts.get("recordings")
             if part is not None:
                 part.mark(step)
 
     def close_detached(self, name: str, force: bool) -> None:
-        """End a detached pool of the cluster, from any driver.
+        """End a detached pool of the cluster, also a pool that another driver detached.
 
         Raises:
             BorrowedError: A driver is attached (without `force`).
@@ -288,12 +283,12 @@ def is_runtime(thing: object) -> bool:
 
 
 def checkpoints_of(group: ColocatedGroup) -> CheckpointsOfGroup:
-    """Return the state of a group's checkpoints, from which restarts begin."""
+    """Return the state of a group's checkpoints."""
     return cast("CheckpointsOfGroup", features.module("checkpoints.driver").checkpoints_of(group._node))
 
 
 def regrow(group: ColocatedGroup) -> ColocateError | None:
-    """Begin to restart a smaller group if more slots are available; return the error that the group's users get."""
+    """Restart a group that has lost slots if more are available; return the error for calls until then, or None."""
     module = features.module("checkpoints.driver")
     node = group._node
 
@@ -305,5 +300,5 @@ def regrow(group: ColocatedGroup) -> ColocateError | None:
 
 
 def fail(group: ColocatedGroup, error: ColocateError) -> None:
-    """Fail a group with an error; the group restarts, if allowed."""
+    """Fail a group with an error. The group then restarts, if restarts are allowed."""
     group._node.fail(error)

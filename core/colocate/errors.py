@@ -1,4 +1,4 @@
-"""Every error that colocate raises: what happened, where, and what to do.
+"""All errors that colocate raises. Each one says what happened, where, and what to do.
 
 All derive from `ColocateError` and from the nearest builtin, carry their facts as attributes, and survive pickling
 with attributes, cause and notes.
@@ -20,14 +20,11 @@ class ColocateError(Exception):
     """Base class of all errors of colocate.
 
     Unknown attributes are None (never a guess). Each call that ends with a common failure raises an exception of its
-    own, as a traceback belongs to one thread; these exceptions are equal.
-
-    Attributes that the cause doesn't know are None (never a guess). A failure that several calls end with is raised by
-    each as an exception of its own, for a traceback belongs to one thread; these are equal.
+    own, because a traceback belongs to one thread; these exceptions are equal.
     """
 
-    _follows = False  # whether the error only follows from another rank's failure
-    _told = False  # whether a user has received the error, which may belong to several calls
+    _follows = False  # True if the error is only a consequence of another rank's failure.
+    _told = False  # True once a user has received the error. Several calls may end with one error.
 
     group: str | None = None
     role: str | None = None
@@ -42,7 +39,7 @@ class ColocateError(Exception):
     called_at: str | None = None
     row: int | None = None
 
-    _first: ColocateError | None = None  # the original of a copy
+    _first: ColocateError | None = None  # In a copy, this is the original error.
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -53,18 +50,18 @@ class ColocateError(Exception):
 
     @property
     def message(self) -> str:
-        """The text without additions of subclasses."""
+        """The error's text, without the parts that subclasses add."""
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cause = self.__cause__  # read first: a lazy cause is built here
+        cause = self.__cause__  # Read the cause before `__dict__`, because this unpickles a lazy cause.
         if cause is not None and not isinstance(cause, ColocateError):
             cause = _carried(cause)
         state = {name: value for name, value in self.__dict__.items() if name != "_first"}
         return _restore, (type(self), self.args, state, cause)
 
     def __copy__(self) -> ColocateError:
-        cause = self.__cause__  # read first, as above
+        cause = self.__cause__  # Read the cause before `__dict__`, because this unpickles a lazy cause.
         return _restore(type(self), self.args, {**self.__dict__, "_first": self._first or self}, cause)
 
     def __eq__(self, other: object) -> bool:
@@ -76,7 +73,7 @@ class ColocateError(Exception):
 
 def _carried(cause: BaseException) -> BaseException:
     """Return a picklable form of a cause: the exception itself, or a RuntimeError with the same text."""
-    with contextlib.suppress(Exception, SystemExit):  # The user's class may need other arguments to unpickle.
+    with contextlib.suppress(Exception, SystemExit):  # A user's exception class may fail to unpickle.
         if type(pickle.loads(pickle.dumps(cause))) is type(cause):
             return cause
     words = "".join(traceback.format_exception_only(cause)).strip()
@@ -109,7 +106,7 @@ class RoleError(ColocateError, RuntimeError):
     def __cause__(self) -> BaseException | None:
         if (unpickle := self._unpickle) is not None:
             cause = unpickle()
-            if self.__dict__.pop("_unpickle", None) is not None:  # no other thread was faster
+            if self.__dict__.pop("_unpickle", None) is not None:  # Another thread may have set the cause meanwhile.
                 _CAUSE.__set__(self, cause)
         original: BaseException | None = _CAUSE.__get__(self)
         return original
@@ -141,7 +138,7 @@ class RoleStartError(ColocateError, RuntimeError):
 
 
 class WorkerDied(ColocateError, RuntimeError):
-    """A worker process ended by itself; `detail` holds the cluster's own text, `running` the worker's last work."""
+    """A worker process ended by itself. `detail` is the cluster's text, and `running` the worker's last work."""
 
     detail: str | None = None
     running: str | None = None
@@ -170,7 +167,7 @@ class ChildDied(ColocateError, RuntimeError):
 
 
 class GroupRestarted(WorkerDied):
-    """The group was rebuilt; pending calls belonged to the previous generation."""
+    """The group was restarted. Calls that were pending belonged to the previous generation, and fail."""
 
 
 class CallTimeout(ColocateError, TimeoutError):
@@ -189,7 +186,7 @@ class CallCancelled(ColocateError, CancelledError, RuntimeError):
 
 
 class PlacementError(ColocateError, RuntimeError):
-    """No placement can ever fit; `nodes` has a row per node: node, wanted, total, free."""
+    """The requested slots can never fit. `nodes` has a row for each node: node, wanted, total, free."""
 
     nodes: Sequence[Mapping[str, Any]] = ()
 
@@ -209,7 +206,7 @@ class ClusterError(ColocateError, ConnectionError):
 
 
 class PlacementTimeout(PlacementError, TimeoutError):
-    """A placement that could fit didn't become free in time."""
+    """The requested slots could fit, but didn't become free in time."""
 
 
 class PluginError(ColocateError, ImportError):
@@ -222,7 +219,7 @@ class PluginError(ColocateError, ImportError):
 
 @attrs.frozen
 class Mistake:
-    """One mistake in a config: where, what, and the nearest valid key."""
+    """One mistake in a config: the place, a message, and the most similar valid key."""
 
     path: str
     line: int | None
@@ -236,7 +233,7 @@ class Mistake:
 
 
 class ConfigError(ColocateError, ValueError):
-    """A config or a declaration is wrong; `mistakes` has all of them at once."""
+    """A config or a declaration is wrong; `mistakes` has all mistakes at once."""
 
     mistakes: Sequence[Mistake] = ()
 
@@ -245,27 +242,27 @@ class ConfigError(ColocateError, ValueError):
 
 
 class DispatchError(ColocateError, ValueError):
-    """Arguments don't fit their dispatch to the ranks, or results don't fit the collect."""
+    """Arguments can't be dispatched to the ranks as declared, or results can't be collected as declared."""
 
     parameter: str | None = None
 
 
 class CapabilityError(ColocateError, NotImplementedError):
-    """An executor lacks a requested capability; `executors` names those that have it."""
+    """An executor lacks a requested capability; `executors` names the executors with this capability."""
 
     capability: str | None = None
     executors: Sequence[str] = ()
 
 
 class SerializationError(ColocateError, TypeError):
-    """A value can't be sent: `argument` names the value, `path` the faulty place inside."""
+    """A value can't be sent. `argument` names the value, and `path` the part inside that is at fault."""
 
     argument: str | None = None
     path: str | None = None
 
 
 class BorrowedError(ColocateError, RuntimeError):
-    """An object can't be closed: `borrowers` still use it. `close(force=True)` breaks the borrows."""
+    """A close is refused, because `borrowers` still use the object. `close(force=True)` breaks the borrows."""
 
     borrowers: Sequence[str] = ()
 
@@ -277,7 +274,7 @@ class ClosedError(ColocateError, RuntimeError):
 
 
 class ForkedError(ColocateError, RuntimeError):
-    """A live object was used in a forked child, which owns nothing."""
+    """A live object, such as a group, was used in a forked child process, which owns nothing."""
 
 
 class MemoryBudgetError(ColocateError, MemoryError):
@@ -291,15 +288,15 @@ class MemoryBudgetError(ColocateError, MemoryError):
 
 
 class SleepingError(ColocateError, RuntimeError):
-    """The call needs memory of a role that sleeps: `group.wake` restores the memory."""
+    """The call needs memory of a sleeping role. `group.wake` restores the memory."""
 
 
 class StaleWeightsError(ColocateError, RuntimeError):
-    """A role's weights differ from the source's, entirely or in part: `sync_weights` copies the source's again."""
+    """A role's weights differ from the source's weights, entirely or in part. `sync_weights` copies the weights."""
 
 
 class WeightsDifferError(ColocateError, RuntimeError):
-    """A role's weights after a sync differ from the source's, as `sync_weights(check=True)` has found.
+    """After a sync, `sync_weights(check=True)` has found that a role's weights differ from the source's weights.
 
     Attributes:
         names: The weights that differ, all of them, by the target's names.
@@ -326,7 +323,6 @@ def _in_the_worker(error: ColocateError) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format rows as aligned text columns, with a header."""
     if not rows:
         return []
     columns = list(rows[0])

@@ -19,11 +19,9 @@ from colocate._values.codec import BY_REFERENCE as BY_REFERENCE, BY_VALUE as BY_
 
 @attrs.frozen
 class Node:
-    """A machine for workers. `cpus` None: not counted.
+    """A machine for workers. `cpus` is None if the executor doesn't count CPUs.
 
-    `labels` and `resources` belong to an executor that is `Labelled`.
-
-    `labels` and `resources` are those of an executor that is `Labelled`.
+    `labels` and `resources` are for an executor that is `Labelled`.
     """
 
     name: str
@@ -47,7 +45,7 @@ class Request:
             (a node for each slot).
         timeout: Seconds to wait for slots that could fit but don't now.
         owner: Name of the pool, for messages.
-        env: Environment variables of the workers (`Boot.env` again), for an executor that starts processes early.
+        env: Environment variables of the workers, as in `Boot.env`, for an executor that starts processes early.
         id: Id of the future reservation, unique among all drivers: the runtime's id, a slash, the pool's name. The
             cluster's own listings should show this id for all objects of the reservation.
         detachable: Whether the pool may be given to the cluster later; only for an executor that is `Detachable`.
@@ -85,7 +83,7 @@ class Request:
 
 @attrs.frozen
 class Place:
-    """The place of one slot.
+    """The machine, GPUs and address of one slot.
 
     Attributes:
         node: Name of the machine.
@@ -104,7 +102,7 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Reservation:
-    """Reserved slots, sorted by node and device. `handle` is the executor's own."""
+    """Slots reserved together, sorted by node and device. `handle` is for the executor's own use."""
 
     places: tuple[Place, ...]
     handle: Any = None
@@ -112,7 +110,7 @@ class Reservation:
 
 @attrs.frozen
 class Boot:
-    """Settings for a host before any role is imported; plain data that pickles without colocate's help.
+    """The settings with which a worker starts, before any role is imported. They pickle without colocate's help.
 
     Attributes:
         worker: Id of the worker, unique in its runtime.
@@ -127,8 +125,8 @@ class Boot:
         host: Address under which other workers reach this one's machine.
         strict: Whether contents of residents are checked for writes.
         generation: How often the group has been restarted.
-        imports: Slow imports that the roles need, users' modules excluded: a forked worker has them imported. None:
-            no fork, as the driver has modules of its own in place of Python's.
+        imports: Slow imports that the roles need, users' modules excluded: a forked worker has them imported. None
+            prevents a fork, because the driver has modules of its own in place of Python's.
         log_levels: The levels set on the driver's loggers, by name, if the driver shows logs.
         ports: The first and the last TCP port to listen on; None for any.
         cut_s: As `Request.cut_s`.
@@ -154,7 +152,7 @@ class Boot:
 
 @attrs.frozen
 class Exit:
-    """The exit of a worker, as far as the cluster knows; unknown attributes are None (never a guess).
+    """The cluster's facts about a worker's exit. Unknown attributes are None (never a guess).
 
     Core adds the last lines of output, from `logged`.
     """
@@ -187,7 +185,7 @@ class About:
 
 @attrs.frozen
 class Running:
-    """An object that a cluster runs or holds under colocate's name, as the cluster reports it.
+    """A worker, a reservation or another object of colocate's that a cluster reports.
 
     Attributes:
         kind: "worker", "reservation", or the executor's own word for another object ("Ray actor").
@@ -211,7 +209,7 @@ class Running:
 
 
 class HostEvents(Protocol):
-    """Core's callbacks for one host. Any thread may call; calls for one host come in order."""
+    """Core's callbacks for one host (a worker). Any thread may call; calls for one host come in order."""
 
     def received(self, head: tuple[Any, ...], body: Any) -> None:
         """Handle a message from the worker; messages come in the order of sending."""
@@ -227,7 +225,7 @@ class HostEvents(Protocol):
 
 
 class Host(abc.ABC):
-    """The driver's end of one worker.
+    """The driver's handle of one worker.
 
     Attributes:
         pid: The process id, if the executor knows it first.
@@ -241,14 +239,14 @@ class Host(abc.ABC):
 
     @abc.abstractmethod
     def send(self, frame: Any) -> None:
-        """Send a frame of `Executor.frame`: in order, from any thread, never blocking. Dead hosts discard frames."""
+        """Send a frame of `Executor.frame` in order, from any thread, without blocking. Dead hosts discard frames."""
 
     @abc.abstractmethod
     def kill(self) -> None:
         """Kill the worker now, in any state; `exited` follows. Returns at once; harmless for a dead worker."""
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Look at an unresponsive worker from outside, and report the activity to a callback.
+        """Inspect an unresponsive worker from outside, and pass a description of its activity to a callback.
 
         Args:
             then: Called on any thread, soon, with None if nothing can be seen; perhaps never, for a worker that is
@@ -273,7 +271,7 @@ class Executor(abc.ABC):
 
     @classmethod
     def connect(cls, **options: Any) -> Executor:
-        """Make an executor with the user's options. An executor with several variants picks one here."""
+        """Return an executor with the user's options. An executor with several variants picks a variant here."""
         return cls(**options)
 
     @classmethod  # noqa: B027  # it may do nothing
@@ -303,7 +301,7 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def reserve(self, request: Request) -> Reservation:
-        """Reserve all slots, or none.
+        """Reserve all slots of a request, or none.
 
         Raises:
             PlacementError: The request can never fit (at once).
@@ -313,13 +311,13 @@ class Executor(abc.ABC):
         """
 
     def bear(self, cut_s: float) -> None:  # noqa: B027  # it may do nothing
-        """Set the seconds of silence after which a machine's connections count as cut (`Keepers.bear`).
+        """Set the seconds of silence after which connections to a machine count as cut (`Keepers.bear`).
 
-        Called first, if the user has given a value. `Request.cut_s` and `Boot.cut_s` are the same.
+        Called first, if the user has given a value. `Request.cut_s` and `Boot.cut_s` have the same value.
         """
 
     def withdraw(self, request: Request) -> None:  # noqa: B027  # it may do nothing
-        """End a `reserve(request)` soon, by any error or with a reservation: the caller has left (Ctrl-C).
+        """End a running `reserve(request)` soon, by an error or a return, because the user has interrupted it (Ctrl-C).
 
         Called on another thread, perhaps before `reserve` has begun or after its end.
         """
@@ -334,14 +332,14 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def release(self, reservation: Reservation) -> None:
-        """Release slots; after the return these can be reserved again. All their hosts have exited or been killed."""
+        """Release slots, so that these can be reserved again. All hosts there have exited or been killed."""
 
     def lost(self, place: Place) -> bool:
-        """Whether no worker can be launched there any more: the node, or the cluster's process in the slot, is gone."""
+        """Return whether no worker can start in a slot any more, because the node or the cluster's process is gone."""
         return False
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Reserve replacements for lost slots. The other slots stay reserved meanwhile, and their workers run on.
+        """Reserve replacements for lost slots. Other slots stay reserved meanwhile, and the workers there keep running.
 
         Args:
             reservation: The result of `reserve`, or of an earlier `replace`.
@@ -359,7 +357,7 @@ class Executor(abc.ABC):
         return None
 
     def leaving(self) -> Mapping[str, float | None]:
-        """Return the nodes about to leave, by name: the deadline, in seconds of `time.time()`; None if unknown.
+        """Return nodes that will soon leave the cluster, with deadlines in seconds of `time.time()`; None if unknown.
 
         Called every few seconds during a run, if overridden.
         """
@@ -367,30 +365,30 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def running(self) -> Sequence[Running]:
-        """Return the cluster's objects for this runtime: workers, reservations, and other objects for these.
+        """Return the objects that the cluster has for this runtime: workers, reservations, and helper objects.
 
         The audit compares these with the ownership graph, so ask the cluster itself, in bounded time; list an object
         that doesn't answer with its `doubt`.
         """
 
     def strays(self) -> Sequence[Running]:
-        """Return the cluster's objects of lost drivers, under colocate's name."""
+        """Return the objects that lost drivers of colocate have left in the cluster."""
         return ()
 
     @abc.abstractmethod
     def close(self) -> None:
         """Disconnect. Ends only processes that this executor has started itself."""
 
-    codec: Codec = BY_VALUE  # how values travel: an executor in the driver's own process may pass objects unchanged
+    codec: Codec = BY_VALUE  # This encodes values. Workers in the driver's process may get objects unchanged.
 
-    in_process: ClassVar[bool] = False  # whether workers are threads of the driver, and share its classes
+    in_process: ClassVar[bool] = False  # True if workers are threads of the driver's process, and share all classes.
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
-        """Encode a message for `Host.send`, once for any number of hosts. Later changes of the value don't show."""
+        """Encode a message for `Host.send`, once for any number of hosts. Later changes of `body` have no effect."""
         return wire.encode(head, body)
 
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
-        """Encode a message with calls; return the frame, and functions that write the calls' numbers into the frame.
+        """Encode a message with calls. Return the frame, and functions that write the calls' numbers into the frame.
 
         Args:
             message: A message of one or several calls (`message.numbered`), with numbers from `wire.HOLE` on.
@@ -400,36 +398,36 @@ class Executor(abc.ABC):
         return frame, frame.puts
 
     def discard(self, frame: Any) -> None:
-        """Close a frame after the last send: the memory may be freed once the hosts have received the frame."""
+        """Close a frame after the last send. The frame's memory may be freed once the hosts have received the frame."""
         frame.close()
 
 
 class OwnProcess:
-    """Capability: each worker is a process of its own, with an environment, and can be killed."""
+    """Capability: each worker is a separate process, which has an environment and can be killed."""
 
 
 class MultiNode:
-    """Capability: slots may lie on several machines."""
+    """Capability: slots may be on several machines."""
 
 
 class Labelled:
-    """Capability: nodes have labels, and resources beyond CPUs, GPUs and memory; placement can use both."""
+    """Capability: nodes have labels, and resources other than CPUs, GPUs and memory; requests can name both."""
 
 
 class Growing:
-    """Capability: the cluster may grow while a request waits, and is told of the request (`Request.grow`)."""
+    """Capability: the cluster is notified of waiting requests, and may add nodes for a request (`Request.grow`)."""
 
 
 class SharedSlots:
-    """Capability: several groups may have a worker each on a slot, which sees the slot's devices (`Request.groups`).
+    """Capability: several groups may each run a worker on one slot, with the same devices (`Request.groups`).
 
-    `launch` is called for a place with running workers, and the end of a worker ends no other.
+    `launch` may be called for a place with running workers. The end of one worker doesn't end another.
     """
 
 
 @attrs.frozen
 class Window:
-    """The place where a cluster's job can be inspected (`colocate top`). The key permits looking, and nothing else.
+    """The address at which a job can be inspected (`colocate top`). The key permits inspection, and nothing else.
 
     Attributes:
         name: The job's name.
@@ -446,7 +444,7 @@ class Window:
 
 @attrs.frozen
 class Reach:
-    """How other processes of the cluster reach a driver.
+    """The address and encryption by which other processes of the cluster reach a driver.
 
     Attributes:
         host: Address of the driver's machine for other machines; None without other machines.
@@ -458,15 +456,15 @@ class Reach:
 
 
 class Watchable(abc.ABC):
-    """Capability: other processes of the cluster find a job by name, and inspect it. The cluster keeps the names."""
+    """Capability: other processes can find and inspect a job by name. The cluster has the registry of names."""
 
     @abc.abstractmethod
     def reach(self) -> Reach:
-        """Return how this driver is reached, and the encryption for reaching others."""
+        """Return this driver's address, and the encryption for connections between machines."""
 
     @abc.abstractmethod
     def announce(self, window: Window) -> None:
-        """Publish a window, until its retraction or the end of this driver, of whatever kind.
+        """Publish a window until this driver retracts the window, or ends for any reason.
 
         Raises:
             ClusterError: The cluster doesn't confirm it.
@@ -474,7 +472,7 @@ class Watchable(abc.ABC):
 
     @abc.abstractmethod
     def retract(self, window: Window) -> None:
-        """Retract a window. Harmless if the cluster is gone."""
+        """Remove a published window. Harmless if the cluster is gone."""
 
     @abc.abstractmethod
     def windows(self) -> Sequence[Window]:
@@ -483,10 +481,10 @@ class Watchable(abc.ABC):
 
 @attrs.frozen
 class Lease:
-    """The lease under which a pool was given to the cluster.
+    """The terms under which a detached pool lives in the cluster without a driver.
 
     Attributes:
-        name: The pool's name there.
+        name: The pool's name in the cluster.
         ttl: Seconds that the pool lives without a driver.
         workers: The tokens of the pool's workers; other workers end with the driver that started them.
         record: The data from which a driver takes the pool over; empty except for the lead.
@@ -521,7 +519,7 @@ class Adopted:
 
 
 class Detachable(abc.ABC):
-    """Capability: a pool can outlive its driver, and be commanded by later drivers, one at a time.
+    """Capability: a pool can outlive the driver that made the pool. Later drivers command the pool, one at a time.
 
     `DetachableByKeepers` in `colocate.keeper` implements all but two things, which belong to the cluster: a registry
     of names, and freeing a pool's resources when the lead keeper ends by itself.
@@ -529,7 +527,7 @@ class Detachable(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, reservation: Reservation, lease: Lease) -> None:
-        """Give a reservation that was made `detachable` to the cluster. Nothing has changed if this raises.
+        """Hand a `detachable` reservation over to the cluster. An error means that nothing has changed.
 
         Raises:
             ConfigError: Another pool has that name.
@@ -551,7 +549,7 @@ class Detachable(abc.ABC):
 
     @abc.abstractmethod
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Take the command of a detached pool.
+        """Take command of a detached pool for this driver.
 
         Args:
             name: The pool's name.
@@ -568,7 +566,7 @@ class Detachable(abc.ABC):
 
     @abc.abstractmethod
     def end(self, name: str) -> None:
-        """End a detached pool by the cluster's own means: the pool's keepers don't answer.
+        """End a detached pool by the cluster's own means, because the pool's keepers don't answer.
 
         Raises:
             ConfigError: There is no such pool.
@@ -577,19 +575,19 @@ class Detachable(abc.ABC):
 
     @abc.abstractmethod
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
-        """Take over a running worker of an adopted reservation; its first message is `hello`, as after `launch`."""
+        """Take over a running worker of an adopted reservation. The first message is `hello`, as after `launch`."""
 
     @abc.abstractmethod
     def renew(self, reservation: Reservation, lease: Lease) -> None:
-        """Update a pool's lease: the record, or the pool's workers, have changed."""
+        """Update a pool's lease after a change of the record or of the pool's workers."""
 
     @abc.abstractmethod
     def retain(self, reservation: Reservation) -> bool:
-        """Take a published reservation back, until published again; return False if another driver has taken it."""
+        """Take a published reservation back until the next `publish`; return False if another driver has the pool."""
 
     @abc.abstractmethod
     def let_go(self, reservation: Reservation) -> None:
-        """Leave a reservation that lives on: published, adopted without `own`, or taken by another driver.
+        """Leave a reservation that stays alive: published, adopted without `own`, or taken by another driver.
 
         After the return, another driver can adopt the reservation.
         """

@@ -1,7 +1,7 @@
-"""The GPUs of a process: counted without initialising CUDA, and named for workers.
+"""Count a process's GPUs without initialising CUDA, and choose which GPUs a worker sees.
 
 A scheduler gives a job GPUs by a variable, `CUDA_VISIBLE_DEVICES` for NVIDIA's: by number, by UUID, or as parts of
-one (MIG). A job's workers see a subset, so executors use indices into that list, and `shown` returns the variable
+one GPU (MIG). A job's workers see a subset, so executors use indices into that list, and `shown` returns the variable
 for some indices. `KINDS` has the names for other makers' GPUs; a cluster has one kind.
 """
 
@@ -22,7 +22,7 @@ from colocate.errors import ConfigError
 
 @attrs.frozen
 class Kind:
-    """GPUs of one maker, with the names in torch and the environment.
+    """A kind of GPU, by maker, with the names that torch and the environment use.
 
     Attributes:
         device: Torch's name for the type of device.
@@ -39,7 +39,7 @@ class Kind:
 
 KINDS = {
     "NVIDIA": Kind("cuda", "CUDA_VISIBLE_DEVICES", "nccl", vmm=True),
-    "AMD": Kind("cuda", "HIP_VISIBLE_DEVICES", "nccl"),  # ROCm's torch says cuda, and nccl for RCCL
+    "AMD": Kind("cuda", "HIP_VISIBLE_DEVICES", "nccl"),  # Torch uses the names cuda and nccl for ROCm and RCCL, too.
     "Intel": Kind("xpu", "ZE_AFFINITY_MASK", "xccl"),
 }
 SHOWING = frozenset({"ROCR_VISIBLE_DEVICES", *(kind.variable for kind in KINDS.values())})
@@ -47,7 +47,7 @@ SHOWING = frozenset({"ROCR_VISIBLE_DEVICES", *(kind.variable for kind in KINDS.v
 
 
 def kind_in(devices: Path, classes: Path) -> Kind:
-    """Return the kind of a machine's GPUs, by the kernel's device and class folders; NVIDIA's if unknown."""
+    """Return the kind of a machine's GPUs, found in the kernel's device and class folders; NVIDIA if unknown."""
     if any(devices.glob("nvidia[0-9]*")):
         return KINDS["NVIDIA"]
     if (devices / "kfd").exists():
@@ -61,11 +61,11 @@ KIND = kind_in(Path("/dev"), Path("/sys/class"))
 """The kind of this machine's GPUs."""
 VARIABLE = KIND.variable
 _PREFIXES = ("GPU-", "MIG-")
-_UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+_UUID_BYTES = 96  # This is NVML's constant NVML_DEVICE_UUID_V2_BUFFER_SIZE.
 
 
 def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """Return the GPUs that an environment names, as CUDA reads the variable; None if all are visible.
+    """Return the GPUs that an environment makes visible to CUDA; None if all GPUs are visible.
 
     CUDA reads the list up to the first entry that names no GPU, and ignores a list that names a GPU twice.
 
@@ -88,7 +88,8 @@ def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()
             name = str(int(digits[1]))
         else:
             name = entry
-            is_known = prefix == "GPU-" and machine and all(machine)  # a prefix of a UUID is then enough
+            # If all UUIDs are known, an entry may be just the beginning of a UUID.
+            is_known = prefix == "GPU-" and machine and all(machine)
             if not entry.startswith(prefix) or entry == prefix:
                 break
             if is_known and not any(uuid.startswith(entry) for uuid in machine):
@@ -125,22 +126,22 @@ def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ..
 
 
 def shown(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
-    """Return the environment in which a worker sees the GPUs at some indices, numbered from 0; empty for no indices."""
+    """Return the variable that makes the GPUs at some indices visible to a worker; empty for no indices."""
     return {VARIABLE: ",".join(gpus[index] for index in indices)} if indices else {}
 
 
 def torch_device(index: int | None) -> str:
-    """Return torch's name for a slot's device: a visible GPU by number, or the CPU for None."""
+    """Return torch's name for a slot's device: for example "cuda:1" for GPU 1, and "cpu" for None."""
     return "cpu" if index is None else f"{KIND.device}:{index}"
 
 
 def backend_for(device: str) -> str | None:
-    """Return torch.distributed's backend for a device, in the form "device:backend"; None for the host."""
+    """Return torch.distributed's backend for a device, in the form "device:backend"; None for the CPU."""
     return next((f"{kind.device}:{kind.backend}" for kind in KINDS.values() if device.startswith(kind.device)), None)
 
 
 def indices(some: Iterable[str], gpus: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the indices of GPUs in a list; an unknown name counts by number, or else by position."""
+    """Return the index of each GPU in a list. The index of an unlisted GPU is its number, or else its position."""
     positions = {name: index for index, name in enumerate(gpus)}
     return tuple(positions.get(name, int(name) if name.isdigit() else index) for index, name in enumerate(some))
 
@@ -165,7 +166,7 @@ def machine_gpus() -> tuple[str, ...]:
 
 
 def _by_nvml(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...] | None:
-    """Ask NVML; return None without the library or a driver."""
+    """Return the UUIDs of the GPUs according to NVML; None without the NVML library or a driver."""
     try:
         nvml = load("libnvidia-ml.so.1")
     except OSError:
@@ -192,7 +193,7 @@ def _by_device_files(folder: Path = Path("/dev")) -> int:
 
 
 def _by_amd_topology(folder: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
-    # CPUs are nodes, too: those without SIMD units.
+    # CPUs are nodes, too, but have no SIMD units.
     matches = (re.search(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*/properties"))
     return sum(1 for count in matches if count is not None and int(count[1]))
 
@@ -204,7 +205,7 @@ def gpu_names(torch: Any) -> list[str]:
 
 
 def in_use(device: str) -> Any:
-    """Return torch's module for a kind of device, such as `torch.cuda`; None for an unused kind, and for the host.
+    """Return torch's module for a device, such as `torch.cuda`; None for the CPU, or if the module isn't in use yet.
 
     Args:
         device: Torch's name for the device, such as "cuda:0".
@@ -216,5 +217,5 @@ def in_use(device: str) -> Any:
 
 
 def number_of(device: str) -> int:
-    """Return a device's number in torch; 0 for "cuda"."""
+    """Return the device number in a name of torch's, such as 1 for "cuda:1"; 0 for "cuda"."""
     return int(device.partition(":")[2] or 0)

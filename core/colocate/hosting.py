@@ -24,7 +24,7 @@ from colocate.worker.holdings import Storages as Storages, held_by as held_by, o
 
 @contextlib.contextmanager
 def hosted(ctx: Context) -> Iterator[None]:
-    """Run the block as code of a role: `colocate.context()` returns the role's context."""
+    """Run a block as code of a role, so that `colocate.context()` returns the role's context there."""
     token = set_current(ctx)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A ledger of nodes, for executors without one in the cluster. Requests get all slots or none, perhaps after a wait."""
+"""A ledger of free resources, for executors of clusters without a scheduler. A request gets all slots or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Account:
 
     @property
     def free(self) -> Node:
-        """The free part of the node."""
+        """The node's resources that no reservation has taken."""
         cpus = None if self.node.cpus is None else self.cpus
         memory = None if self.node.host_memory_bytes is None else int(self.memory)
         return attrs.evolve(
@@ -39,7 +39,6 @@ class _Account:
         )
 
     def fits(self, request: Request) -> int:
-        """Return how many slots of a request fit now."""
         if not matches(self.node.labels, request.labels):
             return 0
         counts = [
@@ -48,7 +47,7 @@ class _Account:
             self.memory / request.host_memory_bytes if request.host_memory_bytes else float("inf"),
             *(self.resources.get(name, 0.0) / amount for name, amount in request.resources.items()),
         ]
-        # Slightly more than the quotient: 0.3 CPUs have room for three slots of 0.1, although 0.3 / 0.1 is below 3.
+        # The small addition corrects rounding: 0.3 / 0.1 is below 3, although three slots of 0.1 CPUs fit.
         return int(min(min(counts) + 1e-6, request.slots))
 
     def take(self, request: Request, device: Callable[[tuple[int, ...]], str]) -> Place:
@@ -83,7 +82,7 @@ class Ledger:
         self._device = device
         self._news = threading.Condition()
         self._held: dict[int, tuple[Reservation, float]] = {}
-        self._withdrawn: set[str] = set()  # ids of requests; each id is used once
+        self._withdrawn: set[str] = set()  # Ids of requests that must not wait any longer.
 
     def reserve(self, request: Request) -> Reservation:
         """Reserve all slots of a request, waiting up to the timeout.
@@ -113,7 +112,7 @@ class Ledger:
                     )
 
     def withdraw(self, request: Request) -> None:
-        """Stop a waiting request (for `Executor.withdraw`)."""
+        """Stop the wait of a request for slots (for `Executor.withdraw`)."""
         with self._news:
             self._withdrawn.add(request.id)
             self._news.notify_all()
@@ -124,13 +123,13 @@ class Ledger:
         with self._news:
             by_name = {account.node.name: account for account in self._accounts}
             for place in reservation.places:
-                if place.node in by_name:  # other nodes were removed
+                if place.node in by_name:  # The node may have been removed by `without`.
                     by_name[place.node].give(place, request)
             self._held.pop(id(reservation), None)
             self._news.notify_all()
 
     def without(self, node: str) -> list[Reservation]:
-        """Remove a lost node: no more slots are placed there, and the node's slots aren't returned.
+        """Remove a lost node. Slots are neither placed there any more, nor returned to the ledger by a release.
 
         Waiting requests that can't fit without the node fail at once.
 
@@ -138,8 +137,8 @@ class Ledger:
             node: The node's name. An unknown name changes nothing.
 
         Returns:
-            The reservations with slots on the node. These are still to be released, when their pools are closed or
-                reserved again; `Executor.lost` must report their slots as lost.
+            The reservations with slots on the node. These must still be released, when their pools are closed or
+                reserved again; `Executor.lost` must report the slots on the node as lost.
         """
         with self._news:
             self._accounts = [account for account in self._accounts if account.node.name != node]
@@ -168,12 +167,12 @@ class Ledger:
 
 
 def can_ever_fit(nodes: Sequence[Node], request: Request) -> bool:
-    """Whether the nodes, if all are free, have room for a request."""
+    """Return whether the nodes have room for a request when nothing else is reserved."""
     return _assign([_Account.of(node) for node in nodes], request) is not None
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether a node has the requested labels.
+    """Return whether a node has the requested labels.
 
     Args:
         labels: The node's labels.
@@ -189,7 +188,7 @@ def _is_one_of(value: str | None, wanted: str) -> bool:
 
 
 class Placed(Protocol):
-    """Constraints on the places of slots: a request, or a pool of a config. The attributes are those of `Request`."""
+    """An object with constraints on the places of slots: a `Request`, or a pool in a config."""
 
     @property
     def strategy(self) -> str: ...  # noqa: D102
@@ -205,7 +204,7 @@ class Placed(Protocol):
 
 
 def words(request: Request, how: str) -> str:
-    """Describe a request, as the line above a table: "pool of 2 slots with 1 CPU each can never fit:"."""
+    """Describe a request for the line above a table: "pool of 2 slots with 1 CPU each can never fit:"."""
     amounts = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
     if request.host_memory_bytes:
         amounts.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
@@ -216,7 +215,7 @@ def words(request: Request, how: str) -> str:
 
 
 def where(placed: Placed) -> str:
-    """Describe the constraints on the places of slots; "" for none."""
+    """Describe the constraints on the places of slots in words; "" if there are none."""
     return ", ".join([*(f"{amount} each" for amount in _named(placed.resources)), *_places(placed)])
 
 
@@ -232,7 +231,7 @@ def _labels(labels: Mapping[str, str | None]) -> str:
 
 
 def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
-    """Return an account for each slot, or None."""
+    """Choose a node's account for each requested slot; return None if the slots don't fit."""
     domains: dict[str | None, list[_Account]] = {}
     for account in accounts:
         if (domain := account.node.labels.get(request.together)) is not None or not request.together:
@@ -242,7 +241,7 @@ def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | 
 
 
 def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
-    """Return an account for each slot within one domain, or None."""
+    """Choose one of the accounts for each requested slot; return None if the slots don't fit."""
     room = {id(account): account.fits(request) for account in accounts}
     if request.strategy == "strict_pack":
         whole = next((account for account in accounts if room[id(account)] >= request.slots), None)
@@ -254,7 +253,7 @@ def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Accou
         return None
     chosen: list[_Account] = []
     if request.strategy == "pack":
-        # Use as few nodes as possible: those with the most room first.
+        # To use as few nodes as possible, take the nodes with the most room first.
         for account in sorted(accounts, key=lambda account: -room[id(account)]):
             chosen += [account] * min(room[id(account)], request.slots - len(chosen))
         return chosen
@@ -267,7 +266,7 @@ def _assign_among(accounts: Sequence[_Account], request: Request) -> list[_Accou
 
 
 def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[str, str], ...]:
-    """Return a row for each node: the whole request, the node's resources, and the free part.
+    """Return a table with a row for each node: the whole request, the node's resources, and the free resources.
 
     Args:
         request: The request.
@@ -289,13 +288,12 @@ def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[st
 
 
 def labels_column(labels: Mapping[str, str], request: Request) -> dict[str, str]:
-    """Return a table column with a node's values of the labels in a request; empty without such labels."""
+    """Return a table column with a node's values of the requested labels; empty if no labels are requested."""
     label_names = dict.fromkeys([*request.labels, *filter(None, [request.together])])
     return {"labels": _labels({name: labels.get(name) for name in label_names})} if label_names else {}
 
 
 def _amounts(node: Node, request: Request) -> str:
-    """Format a node's amounts of the kinds in a request."""
     words = [f"{'any' if node.cpus is None else f'{node.cpus:g}'} CPU", f"{node.gpus} GPU"]
     if request.host_memory_bytes and node.host_memory_bytes is not None:
         words.append(f"{node.host_memory_bytes / 2**30:.1f} GiB")

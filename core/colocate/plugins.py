@@ -1,4 +1,4 @@
-"""The installed plugins and their roles, jobs and executors, for packages beside core.
+"""The installed plugins, and their roles, jobs and executors, for packages other than core.
 
 This module's contents may change with any version; plugins themselves use `colocate.hookimpl`, `colocate.needs` and
 `colocate.checks`.

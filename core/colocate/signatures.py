@@ -1,6 +1,6 @@
-"""Checks of values against signatures before a start, for packages beside core.
+"""Check values against signatures before a start, for packages other than core.
 
-Also checks beyond signatures: amounts, variables, meshes and budgets. This module's contents may change with any
+Other checks are of amounts, variables, meshes and budgets. This module's contents may change with any
 version.
 """
 

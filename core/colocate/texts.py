@@ -1,4 +1,4 @@
-"""Formats of numbers, sizes, names and errors in messages, for packages beside core.
+"""Format numbers, sizes, names and errors for messages, for packages other than core.
 
 This module's contents may change with any version.
 """

@@ -1,4 +1,4 @@
-"""Helpers for roles with torch: models that survive a failed call, weights of modules, states to save."""
+"""Helpers for roles with torch: renew models after a failed call, load weights, and save states."""
 
 from __future__ import annotations
 

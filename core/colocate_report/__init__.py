@@ -1,4 +1,4 @@
-"""Write `report.html`: one page that shows a finished run, without network, scripts or other files."""
+"""Write `report.html`, a page that shows a finished run and needs no network, scripts or other files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Pa
     Returns:
         The page's path.
     """
-    from colocate.driver import write_whole  # imported late: needs all of core, which a list of running jobs doesn't
+    # Imported here, because this needs all of core, which a list of running jobs doesn't need.
+    from colocate.driver import write_whole
     from colocate_report.page import render
 
     path = directory / "report.html"

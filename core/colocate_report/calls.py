@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Restart:
-    """A restart of a group."""
+    """A restart of a group after a failure."""
 
-    group: str  # name of the group
-    what: str  # the cause in words: "worker 1 was killed"
-    at: float  # time of the failure, in seconds of time.time()
-    ready: float  # time when the group could be called again
-    since: float  # time of the restored state; all work since is lost
+    group: str
+    what: str  # The cause in words, such as "worker 1 was killed".
+    at: float  # The time of the failure, in seconds of time.time().
+    ready: float  # The time when the group could be called again.
+    since: float  # The time of the restored state. Work since this time is lost.
 
     @property
     def lost(self) -> float:
-        """Seconds of repeated work, plus seconds without the group."""
+        """The seconds of lost work, plus the seconds without the group."""
         return self.ready - self.since
 
 
@@ -48,20 +48,20 @@ def lost_by(group: str, cause: ColocateError | None) -> str:
 
 
 class Naps:
-    """Counts the time that each role was awake since a run's beginning, rank by rank."""
+    """A counter of the time that each role's ranks were awake since a run's beginning."""
 
     def __init__(self, began: float) -> None:
         self._began = began
         self._ranks: set[tuple[str, str, int]] = set()
-        self._asleep: dict[tuple[str, str, int], float] = {}  # time of falling asleep, by rank
+        self._asleep: dict[tuple[str, str, int], float] = {}  # The time when each sleeping rank fell asleep.
         self._slept: dict[tuple[str, str], float] = {}
 
     def see(self, group: str, role: str, rank: int) -> None:
-        """Add a rank."""
+        """Register a rank of a role."""
         self._ranks.add((group, role, rank))
 
     def note(self, record: MoveRecord) -> None:
-        """Record a sleep or a wake; a part counts, too."""
+        """Record that a rank fell asleep or woke up, completely or in part."""
         rank = record.group, record.role, record.rank
         self._ranks.add(rank)
         if record.asleep:
@@ -91,12 +91,12 @@ class Naps:
 
 K = TypeVar("K")
 N = TypeVar("N", int, float)
-KEPT_SPANS = 100_000  # of a long run, the report shows the last spans only; totals count all
+KEPT_SPANS = 100_000  # The most spans that are stored, which are the last ones. Totals count all calls.
 
 
 @attrs.frozen
 class Span:
-    """A stretch of time of one rank: a call, or a move of the role's memory ("sleep", "wake")."""
+    """A time span in which one rank ran a call or moved the role's memory ("sleep", "wake")."""
 
     group: str
     slot: int
@@ -108,41 +108,42 @@ class Span:
 
 @attrs.frozen
 class Total:
-    """Totals of one method's calls."""
+    """The number and time of one method's calls."""
 
     group: str
     role: str
     method: str
-    calls: int  # number of calls
-    seconds: float  # seconds, for each call those of the slowest rank
+    calls: int
+    seconds: float  # The total seconds. The slowest rank of each call counts.
 
 
 @attrs.define(eq=False)
 class CallLog:
-    """An observer that keeps totals of all calls and the spans of the last ones."""
+    """An observer that stores totals of all calls and the time spans of the last calls."""
 
-    _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
+    _slot: Callable[[str, str, int], int]  # Returns the slot of a group's, a role's and a rank's worker.
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
-    # Each span with its earliest possible start, and the kind of a memory move, or None.
+    # Each span with the earliest possible start, and the kind of a memory move (None for a call).
     _busy: deque[tuple[Span, float, Move | None]] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _moved: dict[tuple[str, str], tuple[int, int]] = attrs.field(factory=dict, init=False)
     _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
     _naps: Naps = attrs.field(factory=lambda: Naps(time.time()), init=False)
-    _saved: dict[str, float] = attrs.field(factory=dict, init=False)  # time of a group's last checkpoint
+    _saved: dict[str, float] = attrs.field(factory=dict, init=False)  # The time of each group's last checkpoint.
     _idling: Idling = attrs.field(init=False)
-    _lost: dict[str, Restart] = attrs.field(factory=dict, init=False)  # restarts that aren't complete yet
+    _lost: dict[str, Restart] = attrs.field(factory=dict, init=False)  # Restarts that aren't complete yet.
     _restarts: list[Restart] = attrs.field(factory=list, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def __attrs_post_init__(self) -> None:
-        from colocate.driver import Idling  # imported late: belongs to a feature that a reader of records may lack
+        # Imported here, because this belongs to a feature that a reader of records may lack.
+        from colocate.driver import Idling
 
         self._idling = Idling(self._slot, KEPT_SPANS)
 
     @hookimpl
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """Count a call, except sleeps and wakes, which arrive as memory moves. Runs on the runtime's thread."""
+        """Count a call, on the runtime's thread. Sleeps and wakes don't count, because they arrive as memory moves."""
         if CALLS.get(record.method) == "memory":
             return
         key = (record.group, record.role, record.method)
@@ -169,7 +170,7 @@ class CallLog:
 
     @hookimpl
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """Record a sleep or a wake. Runs on the runtime's thread."""
+        """Record that a role fell asleep or woke up. Runs on the runtime's thread."""
         with self._lock:
             slot = self._slot(record.group, record.role, record.rank)
             span = Span(record.group, slot, record.role, record.kind, record.start, record.end)
@@ -181,7 +182,7 @@ class CallLog:
 
     @hookimpl
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
-        """Record the failure, restart or return of a group; new roles are awake."""
+        """Record the failure, restart or recovery of a group. New roles are awake."""
         now = time.time()
         with self._lock:
             if state == "failed":
@@ -197,7 +198,7 @@ class CallLog:
             return tuple(Total(*key, *counts) for key, counts in self._totals.items())
 
     def contention(self) -> tuple[RoleUse, ...]:
-        """Return the use of slots by roles, and the time that roles waited for each other, from the kept spans."""
+        """Return the roles' use of slots, and the time that roles waited for each other, from the stored spans."""
         with self._lock:
             stretches, moved = list(self._busy), dict(self._moved)
             transferred, awake = dict(self._transferred), self._naps.awake(time.time())
@@ -208,7 +209,7 @@ class CallLog:
         return tuple(contention(slots, moved, transferred, awake))
 
     def idle(self, since: float, until: float) -> Mapping[str, float]:
-        """Return why slots were idle: seconds of all slots, most first.
+        """Return the causes of idle slots, with the seconds of all slots; the longest comes first.
 
         Only the last part of a long run counts.
         """
@@ -235,7 +236,7 @@ class CallLog:
         )
 
     def handed_over(self) -> tuple[HandedOver, ...]:
-        """Return the results that roles used on the slots where other roles had made them, most bytes first."""
+        """Return the results that roles used on the slots of other roles' results; most bytes come first."""
         with self._lock:
             rows = [HandedOver(*key, nbytes) for key, nbytes in self._handed_over.items()]
         return tuple(sorted(rows, key=lambda each: -each.nbytes))

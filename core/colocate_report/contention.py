@@ -14,52 +14,49 @@ from colocate.texts import size_text
 
 
 class Move(enum.Enum):
-    """A move of a role's memory: alone, or as part of the time of a waiting call."""
+    """How a role's memory was moved: alone, or within the time of a waiting call."""
 
     ALONE = enum.auto()
     IN_CALL = enum.auto()
 
 
 class Busy(NamedTuple):
-    """A stretch of time in which a slot ran a role."""
+    """A time span in which a slot ran a role."""
 
     start: float
     end: float
     role: str
-    ready: float  # earliest possible start on a free slot: the call and all inputs had arrived
-    move: Move | None = None  # how the role's memory moved; None for a call
+    ready: float  # The time when the call and all inputs had arrived.
+    move: Move | None = None  # How the role's memory moved; None for a call.
 
 
 @attrs.frozen
 class RoleUse:
-    """A role's use of shared slots, and the waiting for other roles."""
+    """A role's use of shared slots, and the time that the role waited for other roles."""
 
     group: str
     role: str
-    # Seconds of running, summed over ranks, with requested sleeps and wakes, and with calls' waits for memory moves.
-    # Overlapping calls of a rank count once.
+    # Seconds of calls, with their memory moves, and of requested sleeps and wakes, summed over ranks.
     busy: float
-    # Seconds in which a call was ready while another role ran on the slot, by name of the other role. Overlapping
-    # waits count once; slots are summed.
+    # Seconds in which a call was ready while another role ran on the slot, by the other role, summed over slots.
     waited: Mapping[str, float]
-    moved: int  # bytes that all sleeps and wakes have moved
-    transferred: int = 0  # bytes of residents that calls received from other workers
+    moved: int  # The bytes that all sleeps and wakes have moved.
+    transferred: int = 0  # The bytes of residents that calls received from other workers.
     # Seconds that the role was awake, at least in part, summed over ranks; None if no role has slept.
     awake: float | None = None
-    # Seconds of moving memory while the slot computed nothing; a part of `busy`, of this role and of roles that got the
-    # room.
+    # Seconds of memory moves in which the slot computed nothing. `busy` of this or another role includes these.
     moving: float = 0.0
-    moves: int = 0  # number of sleeps and wakes, on all ranks
+    moves: int = 0  # The number of sleeps and wakes on all ranks.
 
 
 @attrs.frozen
 class HandedOver:
-    """Copies avoided by fusing: residents used on the slots where another role had made them."""
+    """The copies that fusing has avoided, because one role used another role's residents on the same slots."""
 
     group: str
     maker: str
     user: str
-    nbytes: int  # bytes of tensors and arrays, each use counted
+    nbytes: int  # The bytes of tensors and arrays, counted for each use.
 
 
 def contention(
@@ -68,7 +65,7 @@ def contention(
     transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
     awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> list[RoleUse]:
-    """Compute use and waiting times of roles, by group and role, from the stretches of each slot."""
+    """Compute the busy and waiting times of each role from the time spans of each slot."""
     busy: dict[tuple[str, str], float] = {}
     moving: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}
@@ -104,7 +101,7 @@ CAUSES = 12
 
 
 def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
-    """Return table rows of idle causes: seconds, and the share of all idle time."""
+    """Return a table row for each cause of idle time, with seconds and share."""
     whole = sum(found.values())
     causes = sorted(found.items(), key=lambda each: -each[1])
     rest = sum(seconds for _, seconds in causes[CAUSES:])
@@ -115,9 +112,9 @@ def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
 
 
 def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
-    """Return table rows of the roles' use: seconds busy, waiting, awake and moving, and bytes.
+    """Return a table row for each role, with busy, waiting and awake seconds, and moved bytes.
 
-    Empty without sharing.
+    Empty if no role slept, received residents or waited.
     """
     slept, transferred = any(use.moved for use in found), any(use.transferred for use in found)
     if not (slept or transferred or any(use.waited for use in found)):

@@ -1,4 +1,4 @@
-"""The learning curves of a run: logged numbers over steps."""
+"""Draw the learning curves of a run, which show logged numbers over steps."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import attrs
 from colocate.texts import plural
 from colocate_report.scale import Axis, number, percent, words
 
-WIDTH, HEIGHT = 2000, 1000  # units of a plot; the page scales both
+WIDTH, HEIGHT = 2000, 1000  # The size of a plot in SVG units, which the page scales.
 LARGE_LINES = 4
 SMALL_CHARTS = 24
-DOTTED = 40  # points of a line up to which each has a dot
+DOTTED = 40  # A line with at most this many points shows dots.
 
 Point = tuple[int, float | None]
 
 
 @attrs.frozen(eq=False)
 class Series:
-    """The values of one metric."""
+    """The logged values of one metric."""
 
-    name: str  # the job's name of the metric
-    points: Sequence[Point]  # steps and values in order; None for NaN and infinities
-    values: Sequence[float]  # the finite values in order; may be empty
+    name: str  # The metric's name in the job.
+    points: Sequence[Point]  # Steps and values in order. NaN and infinities are None.
+    values: Sequence[float]  # The finite values in order. The list may be empty.
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """The metric's name in words."""
         return words(self.name)
 
     @property
@@ -40,7 +40,7 @@ class Series:
 
     @property
     def gap(self) -> str:
-        """A sentence about values that weren't finite; empty if all were."""
+        """A sentence about values that weren't finite; empty if all values were finite."""
         steps = [step for step, value in self.points if value is None]
         if not steps:
             return ""
@@ -52,40 +52,40 @@ class Series:
 
 @attrs.frozen
 class Line:
-    """The SVG form of a series."""
+    """A line of a chart, as SVG paths."""
 
-    label: str  # the metric's name for people
-    path: str  # SVG path of the line; of means if there are many points
-    band: str  # SVG path of the area between lowest and highest points; empty if the line has all points
-    dots: str  # SVG path of the points as zero-length strokes; empty for many points
-    first: str  # the first value, as text
-    last: str  # the last value, as text
-    strong: bool  # whether to draw bold: a held-out result
+    label: str  # The metric's name in words.
+    path: str  # The SVG path of the line, or of mean values if there are many points.
+    band: str  # The SVG path of the area between lowest and highest points; empty if the line has all points.
+    dots: str  # The SVG path of dots at the points; empty for many points.
+    first: str
+    last: str
+    strong: bool  # Whether to draw a bold line, for a held-out result.
 
 
 @attrs.frozen
 class Chart:
-    """One plot."""
+    """A chart of metrics over steps."""
 
-    title: str  # names of the lines
-    lines: tuple[Line, ...]  # lines to draw
-    x_ticks: tuple[tuple[float, str], ...]  # steps: place in %, label
-    y_ticks: tuple[tuple[float, str], ...]  # values: place in % from the top, label
-    summary: str  # a description for people who don't see the plot
+    title: str
+    lines: tuple[Line, ...]
+    x_ticks: tuple[tuple[float, str], ...]  # The place in % and the label of each tick for steps.
+    y_ticks: tuple[tuple[float, str], ...]  # The place in % from the top and the label of each tick for values.
+    summary: str  # A description of the chart in words, for blind readers.
 
 
 @attrs.frozen
 class Curves:
     """All charts of a run."""
 
-    large: tuple[Chart, ...]  # important charts
-    small: tuple[Chart, ...]  # further charts
-    rest: tuple[tuple[str, ...], ...]  # metrics without a chart: name, first, last, lowest, highest
-    gaps: tuple[str, ...]  # sentences about values that weren't finite
+    large: tuple[Chart, ...]
+    small: tuple[Chart, ...]
+    rest: tuple[tuple[str, ...], ...]  # Metrics without a chart: name, and first, last, lowest and highest value.
+    gaps: tuple[str, ...]  # Sentences about values that weren't finite.
 
     @property
     def banded(self) -> bool:
-        """Whether any line shows a mean."""
+        """Whether any line shows mean values."""
         return any(line.band for chart in (*self.large, *self.small) for line in chart.lines)
 
 
@@ -116,7 +116,7 @@ def curves(series: Sequence[Series]) -> Curves:
     leading = headline(series)
     remaining = [line for line in series if line.values and line not in leading]
     shown, rest = remaining[:SMALL_CHARTS], remaining[SMALL_CHARTS:]
-    # Values between 0 and 1 share an axis for comparison. Other values would flatten each other.
+    # Values between 0 and 1 share a chart for comparison. Other values get separate charts with suitable axes.
     fractions = [line for line in leading if min(line.values) >= 0 and max(line.values) <= 1]
     large = [fractions] if fractions else []
     large += [[line] for line in leading if line not in fractions]
@@ -148,7 +148,7 @@ def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Ch
     values = [value for curve in group for value in curve.values]
     low, high = min(values), max(values)
     if 0 <= low < high / 2:
-        low = 0.0  # zero is near enough to be shown, and keeps slopes honest
+        low = 0.0  # Start the axis at zero if zero is near, so that slopes aren't exaggerated.
     if large and len(group) > 1 and high > 0.6:
         high = 1.0
     x = Axis.within(*span, 8 if large else 4, whole=True)
@@ -190,7 +190,7 @@ def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
 
 
 def _path(places: Sequence[tuple[int, int] | None]) -> str:
-    """Draw an SVG path through the places, broken at each None."""
+    """Return an SVG path through the places, with a gap at each None."""
     text, pen = [], "M"
     for place in places:
         if place is None:
@@ -202,7 +202,7 @@ def _path(places: Sequence[tuple[int, int] | None]) -> str:
 
 
 def _buckets(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float, float, float, float]]:
-    """Group points into columns; return middle step, mean, lowest and highest value per column with finite values."""
+    """Group points into columns; return each column's middle step, and mean, lowest and highest value."""
     buckets: dict[int, list[tuple[int, float]]] = {}
     for step, value in points:
         if value is not None:

@@ -1,4 +1,4 @@
-"""The GPUs of a run: totals for a table, and a lane per GPU below the timeline."""
+"""Show the GPUs of a run: totals in a table, and a lane for each GPU below the timeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_POINTS = 1024
 
 
 class Point(NamedTuple):
-    """The means of a GPU over a stretch of time, with the end of that stretch."""
+    """A GPU's mean use and memory over a time span, which ends at `time`."""
 
     time: float
     use: float
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 @attrs.frozen
 class DeviceUse:
-    """A GPU over a run; None for values that the GPU couldn't report.
+    """The use of a GPU in a run; None for values that the GPU couldn't report.
 
     Attributes:
         node: The GPU's node.
@@ -58,7 +58,7 @@ class DeviceUse:
 
 
 class _Kept:
-    """The samples of one GPU, condensed to bounded memory."""
+    """A summary of one GPU's samples, of bounded size."""
 
     def __init__(self) -> None:
         self.last: DeviceSample | None = None
@@ -100,13 +100,13 @@ def _mean(points: Sequence[Point]) -> Point:
 
 
 class DeviceLog:
-    """An observer that keeps samples of GPUs, in bounded memory."""
+    """An observer that stores a summary of each GPU's samples, of bounded size."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], _Kept] = {}
 
     def colocate_devices_sampled(self, samples: Sequence[DeviceSample]) -> None:
-        """Add samples of GPUs."""
+        """Add samples of GPUs to the summaries."""
         for sample in samples:
             self._kept.setdefault((sample.node, sample.uuid), _Kept()).add(sample)
 
@@ -137,7 +137,7 @@ class DeviceLog:
 
 @attrs.frozen
 class DeviceLane:
-    """The lane of a GPU on the page.
+    """The lane of a GPU below the page's timeline.
 
     Attributes:
         label: The GPU's slots.

@@ -1,4 +1,4 @@
-"""List the jobs that run on this machine, by the abstract sockets of their windows."""
+"""List the jobs that run on this machine, which are found by the abstract sockets of their windows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from colocate.driver import listening
 
 _NAME = "colocate-job"
-_LONGEST = 64  # bytes of a name in a socket's address, whose length is limited
+_LONGEST = 64  # The most bytes of a name, because a socket's address has a limited length.
 
 
 class Job(NamedTuple):
-    """A running job."""
+    """A job that runs on this machine."""
 
     name: str
-    pid: int  # process of the driver
-    number: int = 1  # number of the job within the process, from 1
+    pid: int  # The process id of the driver.
+    number: int = 1  # The job's number within the process, counted from 1.
 
     @property
     def id(self) -> str:
@@ -38,7 +38,7 @@ def short(name: str) -> str:
 
 
 def is_called(job: str, given: str) -> bool:
-    """Return whether a given name or folder means this job; the name of a run's first folder means later runs, too."""
+    """Return whether a name or folder refers to a job. The name of a first run also refers to the later runs."""
     name = short(Path(given).name)
     return job in (short(given), name) or re.fullmatch(rf"{re.escape(name)}-\d+", job) is not None
 

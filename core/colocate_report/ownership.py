@@ -1,4 +1,4 @@
-"""Show the ownership graph as nested nodes, and memory as bars and a table."""
+"""Lay out the ownership graph as nested nodes, and memory as bars and tables."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from colocate_report.times import Bar, role_label, share_bar
 if TYPE_CHECKING:
     from colocate.driver import GroupMemory, SlotMemory
 
-SLOTS = 4  # slots of a group that have a bar
+SLOTS = 4  # The most slots of a group that have a bar.
 
 
 @attrs.frozen
 class Memory:
-    """The memory of a group."""
+    """The memory of a group, as bars and a table."""
 
     group: str
-    # For each slot a label, and the roles' shares of the process or the device.
+    # For each slot, a label and a bar of the roles' shares of the memory of the process or the device.
     bars: tuple[tuple[str, Bar], ...]
-    hidden: str  # the number of slots without a bar, in words
-    table: Table  # bytes by role and kind
+    hidden: str  # The number of slots without a bar, in words.
+    table: Table  # The bytes by role and kind of memory.
 
 
 def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
@@ -52,34 +52,34 @@ def _bars(slots: Sequence[SlotMemory], roles: Mapping[str, int]) -> Iterator[tup
         on_device = slot.device != "cpu"
         held = [(role.role, sum(role.device.values()) if on_device else role.total) for role in slot.roles]
         parts = [(roles[name], role_label(name), size) for name, size in held if size]
-        # The empty part of a bar is free, or belongs to no role.
+        # The empty part of a bar is memory that is free or belongs to no role.
         whole = slot.gpu["used"] if slot.gpu is not None else slot.process
         total = max(whole or 0, sum(size for _, _, size in parts))
         yield f"slot {slot.slot}, {slot.device}: {size_text(total)}", share_bar(parts, total, size_text)
 
 
-PER_OWNER = 24  # nodes of one kind under one owner
+PER_OWNER = 24  # The most nodes of one kind that are shown under one owner.
 ALTOGETHER = 600
-FEW = 4  # workers of a group that are unfolded at first
+FEW = 4  # The number of workers of a group that are unfolded at first.
 
 
 @attrs.frozen
 class Node:
-    """A node of the ownership graph."""
+    """A node of the ownership graph on the page."""
 
-    kind: str  # runtime, pool, group, worker, role, resident or call
+    kind: str  # One of: runtime, pool, group, worker, role, resident, call.
     name: str
-    facts: tuple[str, ...]  # short phrases: state, class, process, node, device, size
-    role: int | None  # the role's colour number; None for other kinds
-    children: tuple[Node, ...]  # owned nodes
-    hidden: str  # the number of further owned nodes, in words; empty for none
-    closed: bool = False  # whether the node is folded at first: one of many alike
+    facts: tuple[str, ...]  # Short phrases about state, class, process, node, device and size.
+    role: int | None  # The role's colour number; None if the node isn't a role.
+    children: tuple[Node, ...]
+    hidden: str  # The number of owned nodes that aren't shown, in words; empty for none.
+    closed: bool = False  # Whether the node is folded at first, because there are many such nodes.
 
 
 def ownership(graph: str, roles: Mapping[str, int]) -> Node | None:
     """Return the root of the ownership graph; None for an empty graph.
 
-    Names of hosts and folders are left out, so that a page can be passed on without a thought.
+    Names of hosts and folders are left out, so that a page can be shared.
     """
     if not graph.strip():
         return None

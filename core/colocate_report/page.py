@@ -1,4 +1,4 @@
-"""Convert a run's record to the data of the page's template, and render."""
+"""Convert a run's record to the data of the page's template, and render the page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INVISIBLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff
 
 @attrs.frozen
 class Tile:
-    """A figure at the page's head: label, value, and the value at the start; empty for none."""
+    """A number at the top of the page, with a label, and with the first value (empty if there is none)."""
 
     label: str
     value: str
@@ -39,7 +39,7 @@ class Tile:
 
 @attrs.frozen
 class Page:
-    """The data of the template."""
+    """The data that the page's template shows."""
 
     name: str
     verdict: str
@@ -79,7 +79,7 @@ def render(record: RunRecord, error: str | None) -> str:
 
 
 def visible(value: Any) -> Any:
-    """Replace characters in a string that HTML forbids or nobody can see by visible signs."""
+    """Replace characters in a string that are invisible, or that HTML forbids, by visible signs."""
     return _INVISIBLE.sub(_sign, value) if type(value) is str else value
 
 
@@ -87,7 +87,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
     """Convert a run's record to the data of the template."""
     holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
     names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
-    # In the order of first calls; the number is the role's colour on the whole page.
+    # Roles are numbered by first calls. The number is the role's colour on the whole page.
     roles, waiting = {name: index % COLOURS for index, name in enumerate(names)}, waits(record.contention)
     idle_rows = idling(record.idle)
     series = series_of(record.metrics)
@@ -127,7 +127,7 @@ def _tiles(record: RunRecord, series: Sequence[Series]) -> list[Tile]:
     if record.metrics:
         tiles.append(Tile("Last step", number(max(row["step"] for row in record.metrics))))
     tiles.append(Tile("Wall time", duration(record.seconds)))
-    called = [total for total in record.totals if total.role]  # without functions, sleeps and checkpoints
+    called = [total for total in record.totals if total.role]  # Leave out functions, sleeps and checkpoints.
     if called:
         slots = len({(span.group, span.slot) for span in record.spans})
         count = len({(total.group, total.role) for total in called})

@@ -22,7 +22,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 @attrs.frozen
 class RunInfo:
-    """A new run, for observers.
+    """The description of a new run, which observers get.
 
     Attributes:
         name: The config's name, or the name of the folder given to `record`.
@@ -42,7 +42,7 @@ class RunInfo:
 
 @attrs.frozen
 class LogRecord:
-    """A logged step, for observers.
+    """A logged step, which observers get.
 
     Attributes:
         step: The step. After a failure a run may go back, and log the same step again.
@@ -59,7 +59,7 @@ class LogRecord:
 
 @attrs.frozen
 class Leaving:
-    """A node or batch job under this run that is about to go; work since the last checkpoint would be lost.
+    """A node or batch job that a run will soon lose. Work since the last checkpoint would then be lost.
 
     Attributes:
         who: The node, as in "node n2", or the batch job.
@@ -129,7 +129,7 @@ class RunRecord:
     devices: Sequence[DeviceUse] = ()
 
     def __repr__(self) -> str:
-        """Omit the metrics and spans: a notebook shows the repr, and a long run has a hundred thousand spans."""
+        """Return a text without metrics and spans, because a notebook shows the repr, and a long run has many spans."""
         return f"<record of run {self.name!r} in {self.directory}, {self.seconds:.1f} s>"
 
 
@@ -150,7 +150,7 @@ def timed_phases(record: RunRecord) -> dict[str, float]:
     """Return the seconds of a run by phase: the start-up, the job's phases, and the untimed rest."""
     phases = {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
     rest = record.seconds - sum(phases.values())
-    if phases and rest >= 0.005 * record.seconds:  # smaller rests round to 0 %
+    if phases and rest >= 0.005 * record.seconds:  # A smaller rest would be shown as 0 %.
         phases["(rest)"] = rest
     return phases
 
@@ -164,9 +164,9 @@ def _sentences(record: RunRecord) -> Iterator[str]:
     processes = [slot for group in record.memory for slot in group.slots if slot.empty is not None]
     fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
     if fewer > 0:
-        # Processes forked from one template share a part of this memory.
+        # This is an upper limit, because processes that are forked from one template share memory.
         empty = f"up to {size_text(max(slot.empty or 0 for slot in processes))}"
-        # The memory of foreign processes counts as context, too: the smallest value is nearest to a real context.
+        # Other processes' memory counts as context, too, so the smallest value is nearest to a real context.
         if contexts := [slot.unowned["context"] for slot in processes if slot.gpu is not None]:
             empty += f", and {size_text(min(contexts))} of its GPU, a context"
         yield (

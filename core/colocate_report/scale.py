@@ -1,4 +1,4 @@
-"""Format numbers for people, and choose the ticks of an axis."""
+"""Format numbers for readers, and choose the ticks of an axis."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 
 import attrs
 
-_NOTHING = 1e-300  # too small a range for ticks: such numbers have no digits left
-_CONSTANT = 1e-4  # relative range below which values are drawn as nearly constant
+_NOTHING = 1e-300  # A smaller range is too small for ticks.
+_CONSTANT = 1e-4  # Values with a smaller relative range are drawn as nearly constant.
 
 
 @attrs.frozen
 class Axis:
-    """A range of values, drawn from 0 to 100 %."""
+    """An axis of a chart: a range of values, with ticks."""
 
-    low: float  # the value at 0 %
-    high: float  # the value at 100 %; above `low`
-    ticks: tuple[float, ...]  # values with labels, ascending, inside the range
+    low: float  # The value at 0 % of the axis.
+    high: float  # The value at 100 % of the axis, which is above `low`.
+    ticks: tuple[float, ...]  # The values with labels, in ascending order.
 
     @classmethod
     def around(cls, low: float, high: float, count: int) -> Axis:
@@ -52,11 +52,11 @@ class Axis:
         """Return the labels of the ticks, all with the same number of decimals."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0] if self.ticks else 1) or 1
         largest = max(map(abs, self.ticks), default=0.0)
-        if largest >= 1e6 or 0 < largest < 1e-3:  # with enough digits to tell neighbours apart
+        if largest >= 1e6 or 0 < largest < 1e-3:  # Use enough digits to tell neighbouring ticks apart.
             digits = max(3, 1 + math.floor(math.log10(largest)) - math.floor(math.log10(step) + 1e-9))
             return tuple(_minus(f"{tick:.{digits}g}") for tick in self.ticks)
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        return tuple(_minus(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks)  # + 0.0 turns -0 into 0
+        return tuple(_minus(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks)  # Adding 0.0 turns -0 into 0.
 
 
 def number(value: float) -> str:
@@ -67,7 +67,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time span in a unit that suits the length."""
+    """Format a duration in seconds with a suitable unit."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-6 else "0 ms"
     if seconds < 59.95:
@@ -78,7 +78,7 @@ def duration(seconds: float) -> str:
 
 
 def offset(seconds: float, longest: float) -> str:
-    """Format a moment on a time axis; all labels of an axis that ends at `longest` have one unit."""
+    """Format a time on a time axis, in the unit that suits an axis up to `longest` seconds."""
     for limit, divisor, unit in ((1.0, 1e-3, "ms"), (180.0, 1.0, "s"), (10800.0, 60.0, "min")):
         if longest < limit:
             return f"{seconds / divisor:.4g} {unit}"
@@ -86,7 +86,7 @@ def offset(seconds: float, longest: float) -> str:
 
 
 def time_ticks(longest: float, count: int) -> tuple[tuple[float, str], ...]:
-    """Return the ticks of a time axis from 0: places in %, and labels."""
+    """Return the place in % and the label of each tick on a time axis that starts at 0."""
     if longest <= 0:
         return ()
     unit = 1.0 if longest < 180 else 60.0 if longest < 10800 else 3600.0
@@ -100,14 +100,14 @@ def percent(fraction: float) -> float:
 
 
 def words(name: str) -> str:
-    """Convert the name of a metric or phase to words for people."""
+    """Convert the name of a metric or phase to readable words."""
     special = {"kl": "KL", "lr": "learning rate", "grad": "gradient", "eval": "held-out"}
     text = " ".join(special.get(part, part) for part in name.replace("/", " ").replace("_", " ").split())
     return (text[:1].upper() + text[1:]) or name
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return a text of at most `limit` characters; longer ones are cut, with a note on the rest."""
+    """Cut a text after `limit` characters, and append the number of the remaining characters."""
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
 
 

@@ -1,4 +1,4 @@
-"""The tables that a job has shown, cut to the size of a page; answers are marked as right or wrong."""
+"""Convert the tables of a job for the page. Long tables are cut, and answers are marked as right or wrong."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from colocate.texts import plural
 from colocate_report.scale import number, shorten, words
 
 ROWS = 200
-CHARACTERS = 600  # of a cell
+CHARACTERS = 600  # The most characters of a cell.
 
 
 @attrs.frozen
 class Cell:
-    """A cell: text, alignment, and whether the value equals the row's `right`; None for no comparison."""
+    """A cell of a table: text, alignment, and whether the value is a right answer (None for other values)."""
 
     text: str
     numeric: bool
@@ -25,7 +25,7 @@ class Cell:
 
 @attrs.frozen
 class Table:
-    """A table: title, heads, rows, and a note on omitted rows."""
+    """A table for the page: title, column heads, rows, and a note on omitted rows."""
 
     title: str
     heads: tuple[str, ...]
@@ -34,7 +34,7 @@ class Table:
 
 
 def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...]:
-    """Convert a job's tables for the page, cut to a fitting size.
+    """Convert a job's tables for the page; long tables are cut.
 
     In a row with a `right`, the answers `before` and `after` are marked as right or wrong.
     """
@@ -42,7 +42,7 @@ def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], sizes: Collection[str] = ()) -> Table:
-    """Convert one table.
+    """Convert one table for the page.
 
     Args:
         title: The title.

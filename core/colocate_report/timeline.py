@@ -1,4 +1,4 @@
-"""The timeline: a lane for each slot, with the roles that ran there."""
+"""Draw a run's timeline, with a lane for each slot that shows the running roles."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from colocate_report.scale import percent, time_ticks
 if TYPE_CHECKING:
     from colocate_report.calls import Restart, Span
 
-LEVELS = 100  # a lane's height, in SVG units; full height is busy all the time
+LEVELS = 100  # The height of a lane in SVG units. A slot that is always busy fills the height.
 
 
 @attrs.frozen
 class Mark:
-    """A time without workers: left edge and width in %, and text."""
+    """A time span without workers: left edge and width in %, and a text."""
 
     left: float
     width: float
@@ -29,17 +29,16 @@ class Mark:
 class Lane:
     """The lane of one slot over the whole run."""
 
-    label: str  # the slot
-    # For each colour the number and the SVG path of the area down to the bottom; largest first, so that later areas are
-    # drawn on top.
+    label: str
+    # The number and the SVG area of each colour; the largest area comes first, so that later areas are drawn on top.
     areas: tuple[tuple[int, str], ...]
-    busy: str  # the busy share of the time, as text
-    marks: tuple[Mark, ...] = ()  # times without the slot's worker
+    busy: str  # The busy share of the time, as text.
+    marks: tuple[Mark, ...] = ()  # The times without the slot's worker.
 
 
 @attrs.frozen
 class Grid:
-    """A time span in equal columns."""
+    """A time span that is divided into equal columns."""
 
     start: float
     end: float
@@ -47,11 +46,11 @@ class Grid:
 
     @property
     def unit(self) -> float:
-        """Seconds of a column."""
+        """The seconds of one column."""
         return ((self.end - self.start) or 1.0) / self.columns
 
     def column(self, moment: float) -> int:
-        """Return the column of a moment."""
+        """Return the number of the column that contains a time."""
         return max(0, min(self.columns - 1, int((moment - self.start) / self.unit)))
 
     def spread(self, span: Span) -> Iterator[tuple[int, float]]:
@@ -63,7 +62,7 @@ class Grid:
 
 
 def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid, marks: Sequence[Mark] = ()) -> Lane:
-    """Draw the lane of a slot."""
+    """Draw the lane of a slot as SVG areas."""
     busy: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(grid.columns)]
     for span in spans:
         for column, seconds in grid.spread(span):
@@ -76,7 +75,7 @@ def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid
 
 
 def _heights(counts: Mapping[int, float], colours: Sequence[int], unit: float) -> list[int]:
-    """Return the height of the stack after each colour. Overlapping calls don't exceed the full height."""
+    """Return the height of the stacked colours after each colour. Overlapping calls fill at most the full height."""
     full = max(unit, sum(counts.values()))
     height, heights = 0.0, []
     for colour in colours:
@@ -86,7 +85,7 @@ def _heights(counts: Mapping[int, float], colours: Sequence[int], unit: float) -
 
 
 def _area(heights: Sequence[int]) -> str:
-    """Draw the area under a staircase as an SVG path."""
+    """Return the SVG path of the area below columns of the given heights."""
     text, level = [f"M0 {LEVELS}"], 0
     for column, height in enumerate(heights):
         if height != level:
@@ -96,23 +95,23 @@ def _area(heights: Sequence[int]) -> str:
 
 
 MAX_LANES = 48
-AREAS = 40_000  # columns of all lanes and colours together
+AREAS = 40_000  # The most columns of all lanes and colours together.
 
 
 @attrs.frozen
 class Timeline:
-    """All lanes of a run."""
+    """The timeline of a run."""
 
-    lanes: tuple[Lane, ...]  # one per slot
-    hidden: int  # number of slots without a lane
-    columns: int  # width of a lane, in SVG units
-    ticks: tuple[tuple[float, str], ...]  # places in % and labels of the time axis
+    lanes: tuple[Lane, ...]
+    hidden: int  # The number of slots without a lane.
+    columns: int  # The width of a lane in SVG units.
+    ticks: tuple[tuple[float, str], ...]  # The place in % and the label of each tick on the time axis.
 
 
 def timeline(
     spans: Sequence[Span], roles: Mapping[str, int], start: float, end: float, restarts: Sequence[Restart] = ()
 ) -> Timeline:
-    """Lay out the lanes of a run."""
+    """Lay out the timeline of a run."""
     slots: dict[tuple[str, int], list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         slots.setdefault((span.group, span.slot), []).append(span)

@@ -13,12 +13,12 @@ from colocate_report.scale import duration, number, percent, words
 if TYPE_CHECKING:
     from colocate_report.calls import Total
 
-COLOURS = 8  # colours in the style sheet, for roles and for phases; further ones repeat
+COLOURS = 8  # The number of colours in the style sheet. Further roles and phases repeat colours.
 
 
 @attrs.frozen
 class Segment:
-    """A part of a bar: name, number of the colour, width and middle in %, and text."""
+    """A segment of a bar: name, colour number, width and middle in %, and a text."""
 
     label: str
     number: int
@@ -29,7 +29,7 @@ class Segment:
 
 @attrs.frozen
 class MethodRow:
-    """A method of a role with calls, seconds, seconds per call, and share of the wall time, as text."""
+    """A table row about a role's method: calls, seconds, seconds per call, and share of the wall time, as text."""
 
     role: str
     number: int
@@ -42,7 +42,7 @@ class MethodRow:
 
 @attrs.frozen
 class Bar:
-    """A bar of parts of a whole, with table rows: colour number, name, size, share."""
+    """A bar of segments, with a table row for each segment: colour number, name, size and share."""
 
     segments: tuple[Segment, ...]
     rows: tuple[tuple[int, str, str, str], ...]
@@ -78,7 +78,7 @@ def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[s
 
 
 def role_label(role: str) -> str:
-    """Return a role's name; "functions" for plain functions on workers."""
+    """Return a role's name, or "functions" for functions that have no role."""
     return role or "functions"
 
 
@@ -86,7 +86,7 @@ N = TypeVar("N", int, float)
 
 
 def share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], str]) -> Bar:
-    """Return a bar for parts of a whole; for the parts' sum if that is larger, because parts overlap."""
+    """Return a bar for parts of the whole `of`. If overlapping parts add up to more, the bar shows their sum."""
     whole = max(of, sum(size for _, _, size in parts)) or 1.0
     rows = tuple((number, label, text(size), _share(size, of)) for number, label, size in parts)
     widths = [percent(size / whole) for _, _, size in parts]

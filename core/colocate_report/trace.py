@@ -27,19 +27,19 @@ from colocate.driver import (
 )
 from colocate.errors import ColocateError
 
-_DRIVER = 1  # viewers reserve 0 for the kernel
+_DRIVER = 1  # Viewers reserve process 0 for the kernel.
 _RUNS, _MEMORY, _TRANSFERS, _BELOW = "", ": memory", ": from other workers", ": what others know of it"
 _ROWS = (_RUNS, _MEMORY, _TRANSFERS, _BELOW)
-# Above all process numbers: a thread with the process's number would be the main thread
+# Thread numbers are above all process numbers, because a thread with the process's number is the main thread.
 _FIRST_ROW, _ROWS_OF_SLOT = 1 << 20, 1 << 12
 _LINES = _ROWS_OF_SLOT // len(_ROWS)
-_LOOKED_AT = 64  # spans to compare with for overlaps: spans of a slot arrive nearly in order
+_LOOKED_AT = 64  # Compare only this many recent spans, because spans arrive nearly in order.
 _END = "\n]\n"
 _log = logging.getLogger("colocate")
 
 
 class Trace:
-    """Writes a trace; a context manager that ends the file.
+    """An observer that writes a trace file; as a context manager, this ends the file.
 
     The format is Chrome's trace events. Each group is a process; each slot is a thread with the calls of its roles, and
     the calls that these had to wait for. Further threads have moves of memory, and transfers from other workers.
@@ -56,7 +56,7 @@ class Trace:
         zero: float = 0.0,
         without: Collection[str] = (),
     ) -> None:
-        """Use `runtime.trace`.
+        """Open the trace file; users call `runtime.trace`.
 
         Args:
             runtime: The runtime to trace.
@@ -77,10 +77,10 @@ class Trace:
         self._without = without
         self._file: GrowingFile | None = GrowingFile(path, anew=True)
         self._process = os.getpid()
-        self._lock = threading.Lock()  # observers run on one thread, `close` on any
+        self._lock = threading.Lock()  # Hooks run on one thread, but `close` runs on any thread.
         self._lines: list[str] = []
         self._groups: dict[str, int] = {}
-        self._last: dict[tuple[int, int], tuple[float, str]] = {}  # name and end of the last call on a slot
+        self._last: dict[tuple[int, int], tuple[float, str]] = {}  # The end and the name of each slot's last call.
         self._asleep: dict[tuple[int, int], dict[str, int]] = {}
         # Threads by group, slot and kind, each with the bounds of recent spans in microseconds.
         self._rows: dict[tuple[int, int, str], list[tuple[int, deque[tuple[int, int]]]]] = {}
@@ -103,7 +103,7 @@ class Trace:
 
     def close(self) -> None:
         """Write all events so far, and end the file."""
-        if os.getpid() != self._process:  # in a forked child, which must not write
+        if os.getpid() != self._process:  # This is a forked child, which must not write.
             return
         try:
             self._driver.settle()
@@ -120,7 +120,7 @@ class Trace:
             self._stop()
 
     def below(self, group: str, slot: int) -> tuple[int, int, int, int]:
-        """Return the place of rows below a slot for events that are added to the file later.
+        """Return the free threads below a slot, for events that are added to the file later.
 
         Returns:
             The group's process, the first free thread number, the number of free threads, and the sort index.
@@ -134,14 +134,14 @@ class Trace:
     # -- hooks, on the dispatcher's thread
 
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """Write a finished call."""
+        """Write a finished call to the trace."""
         if record.role or record.method not in self._without:
             with self._lock:
                 self._call(record)
                 self._write()
 
     def colocate_result_fetched(self, record: FetchRecord) -> None:
-        """Write a fetch of a resident."""
+        """Write the fetch of a resident to the trace."""
         with self._lock:
             name = f"fetch of {_label(record.role, record.method)}"
             args = {"group": record.group, "ranks": list(record.ranks), "received_bytes": record.nbytes}
@@ -149,7 +149,7 @@ class Trace:
             self._write()
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """Write a sleep or a wake."""
+        """Write that a role fell asleep or woke up."""
         with self._lock:
             group, slot = self._group(record.group), self._driver.slot_of(record.group, record.role, record.rank)
             asleep = self._asleep.setdefault((group, slot), {})
@@ -172,7 +172,7 @@ class Trace:
             event = {"pid": group, "tid": group, "name": f"group {name} is {state}", "args": args}
             now = time.time()
             self._event(now, ph="i", s="p", **event)
-            if state == "restarting":  # all roles are new, and awake
+            if state == "restarting":  # All roles of the group are new and awake.
                 for where in [where for where in self._asleep if where[0] == group]:
                     self._asleep[where] = dict.fromkeys(self._asleep[where], 0)
                     self._count(*where, now)
@@ -187,7 +187,7 @@ class Trace:
             self._write()
 
     def step(self, number: int) -> None:
-        """Write a mark at a logged step."""
+        """Write a mark for a logged step."""
         with self._lock:
             self._event(time.time(), ph="i", s="g", pid=_DRIVER, tid=_DRIVER, name=f"step {number}")
             self._write()
@@ -263,7 +263,7 @@ class Trace:
         self._event(start, ph="X", dur=last - first, cat=role, pid=group, tid=row, name=name, args=args)
 
     def _row(self, group: int, slot: int, kind: str, start: int, end: int) -> int:
-        """Return the first thread of a slot and kind that is free at that time; add a thread if none is."""
+        """Return a thread of a slot and kind that is free in the given time span; add a thread if none is free."""
         rows = self._rows.get((group, slot, kind), ())
         for row, spans in rows:
             if all(end <= first or last <= start for first, last in spans):
@@ -275,7 +275,7 @@ class Trace:
 
     def _new_row(self, group: int, slot: int, kind: str, name: str) -> tuple[int, deque[tuple[int, int]]]:
         rows = self._rows.setdefault((group, slot, kind), [])
-        # Viewers sort by thread number and by `sort_index`: threads of a slot stay together.
+        # Viewers sort by thread number or by `sort_index`, so both numbers keep the threads of a slot together.
         row = _FIRST_ROW + _ROWS_OF_SLOT * slot + _LINES * _ROWS.index(kind) + len(rows)
         rows.append((row, deque(maxlen=_LOOKED_AT)))
         self._named("thread_name", group, row, name=name)
@@ -284,18 +284,18 @@ class Trace:
 
     def _process_named(self, number: int, name: str) -> None:
         self._named("process_name", number, name=name)
-        self._named("process_sort_index", number, sort_index=number)  # processes without an index would come last
+        self._named("process_sort_index", number, sort_index=number)  # Processes without an index would come last.
 
     def _named(self, kind: str, process: int, thread: int | None = None, **args: str | int) -> None:
         self._event(self._zero, ph="M", pid=process, tid=thread or process, name=kind, args=args)
 
     def _event(self, ts: float, **event: Any) -> None:
-        """Queue an event; `ts` in seconds."""
+        """Queue an event at the time `ts`, in seconds."""
         self._lines.append(json.dumps({"ts": self._at(ts), **event}))
 
     def _at(self, seconds: float) -> int:
-        # Whole microseconds: with fractions, rounding would make adjacent spans overlap.
-        return max(0, int((seconds - self._zero) * 1e6))  # viewers drop negative times
+        # Use whole microseconds, because rounded fractions would make adjacent spans overlap.
+        return max(0, int((seconds - self._zero) * 1e6))  # Viewers drop negative times.
 
     def _write(self) -> None:
         lines, self._lines = self._lines, []
@@ -307,9 +307,9 @@ class Trace:
         if self._file is not None:
             try:
                 self._file.add(text)
-            except OSError as error:  # a full disk must not stop the traced run
+            except OSError as error:  # A full disk must not stop the traced run.
                 _log.warning("the trace ends here, and so it isn't whole: %s", error)
-                with contextlib.suppress(OSError):  # a few bytes may still fit
+                with contextlib.suppress(OSError):  # A few bytes may still fit on the disk.
                     self._file.add(_END)
                 self._stop()
 

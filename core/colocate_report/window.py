@@ -1,8 +1,8 @@
-"""Open windows into a running job for other processes, without changing the job.
+"""Open windows, through which other processes can look at a running job without changing the job.
 
-For the same user on the same machine this is an abstract socket with process and job in the name. Other machines of the
-cluster find the window by name, and prove by a key that the cluster has told them. A peer gets the present state of the
-groups; nothing is read from the peer but a short question.
+For the same user on the same machine a window is an abstract socket, with process and job in the name. Other machines
+of the cluster find the window by name, and authenticate with a key that they get from the cluster. A peer gets the
+present state of the groups; only a short question is read from the peer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _QUESTION_BYTES = 16
 
 
 class ClusterWindow:
-    """A job's window that is announced to the cluster."""
+    """A window into a job for other machines of the cluster."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ClusterWindow:
 
     def close(self) -> None:
         """Close the window: retract the announcement, and stop the threads."""
-        if os.getpid() == self._process:  # a forked child must not retract the parent's window
+        if os.getpid() == self._process:  # A forked child must not close the parent's window.
             run_deferred(self._close)
 
     def _close(self) -> None:
@@ -91,14 +91,14 @@ class ClusterWindow:
             sock.close()
             return
         reply = Seen(dict(self._seen())).head()
-        with contextlib.suppress(ClosedError):  # the event loop is closing, and has closed the socket
+        with contextlib.suppress(ClosedError):  # The closing event loop may have closed the socket.
             lane = self._event_loop.attach(sock, lambda head, body: None, lambda reason: None)
             lane.send(reply)
-            self._event_loop.later(PATIENCE_S, lane.close)  # normally the peer closes the lane first, after the answer
+            self._event_loop.later(PATIENCE_S, lane.close)  # Normally the peer closes the connection earlier.
 
 
 def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
-    """Ask a job of the cluster for the present state of its groups."""
+    """Ask a job of the cluster for the present state of the job's groups."""
     looks: Requests[None, Mapping[str, Any]] = Requests()
     question = looks.open([None])
 
@@ -137,14 +137,14 @@ _numbers = itertools.count(1)
 
 @contextlib.contextmanager
 def window(runtime: Runtime, name: str) -> Iterator[None]:
-    """Open a job's windows in a block. A window that fails to open is skipped."""
+    """A context manager that opens a job's windows. A window that fails to open is skipped."""
     job, scene = Job(name, os.getpid(), next(_numbers)), Scene(runtime, name)
     driver = Driver(runtime)
     executor = driver.executor
     with contextlib.ExitStack() as windows:
         runtime.observe(scene.recent)
         windows.callback(driver.forget, scene.recent)
-        # No free descriptor, or a job of the same name in another container of this network
+        # This fails if no descriptor is free, or if a job in another container of this network has the address.
         with contextlib.suppress(OSError):
             windows.callback(_Window(job, scene).close)
         if isinstance(executor, Watchable):
@@ -157,24 +157,25 @@ def window(runtime: Runtime, name: str) -> Iterator[None]:
 
 
 class Scene:
-    """The state of a job for windows."""
+    """The state of a job that the job's windows show."""
 
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
         self._name = name
         self._since = time.time()
-        from colocate.driver import Recent  # imported late: belongs to a feature that a mere viewer may lack
+        # Imported here, because this belongs to a feature that a viewer's process may lack.
+        from colocate.driver import Recent
 
         self.recent = Recent(Driver(runtime).slot_of)
 
     def seen(self) -> dict[str, Any]:
-        """Return the present state of all groups."""
+        """Return the present state of all groups of the job."""
         groups = Driver(self._runtime).glance(self.recent) if self._runtime.alive else []
         seconds = round(time.time() - self._since, 3)
         return {"job": self._name, "node": platform.node(), "pid": os.getpid(), "seconds": seconds, "groups": groups}
 
     def stacks(self) -> dict[str, Any]:
-        """Return the stacks of all workers."""
+        """Return the stacks of all workers of the job."""
         return {"job": self._name, "stacks": Driver(self._runtime).stacks() if self._runtime.alive else []}
 
 
@@ -195,18 +196,18 @@ class _Window:
 
     def close(self) -> None:
         self._closing = True
-        mine = os.getpid() == self._process  # a forked child shares the socket
+        mine = os.getpid() == self._process  # A forked child only shares the socket.
         if mine:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
+            self._socket.shutdown(socket.SHUT_RDWR)  # Wake up the thread in `accept`.
         self._socket.close()
         if mine:
-            self._thread.join(_STEP_S)  # the socket stays listed while the thread is in `accept`
+            self._thread.join(_STEP_S)  # The socket stays listed while the thread is in `accept`.
 
     def _serve(self) -> None:
         while not self._closing:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:  # the socket was closed, or no descriptor is free just now
+            except OSError:  # The socket was closed, or no descriptor is free.
                 if not self._closing:
                     time.sleep(_STEP_S)
                 continue
@@ -216,13 +217,13 @@ class _Window:
                     if user_of(peer) in (os.getuid(), 0):
                         get_answer = self._scene.stacks if peer.recv(_QUESTION_BYTES) == STACKS else self._scene.seen
                         peer.sendall(json.dumps(get_answer()).encode() + b"\n")
-                except Exception as error:  # the peer has gone, say: no error of a viewer may harm the job
+                except Exception as error:  # No error of a viewer may harm the job.
                     if not isinstance(error, OSError):
                         report_exception()
 
 
 def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
-    """Ask a job of this machine for the present state of the groups.
+    """Ask a job on this machine for the present state of the job's groups.
 
     Args:
         job: The job.
@@ -251,6 +252,6 @@ def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
             return None
     try:
         reply: dict[str, Any] = json.loads(received)
-    except ValueError:  # the job ended during the answer, or refused
+    except ValueError:  # The job ended during the answer, or refused to answer.
         return None
     return reply

@@ -1,1 +1,1 @@
-"""Run jobs: configs, the command line, and the folder of a run."""
+"""Run jobs from configs: reading a config, the command line, and the folder of a run."""

@@ -1,4 +1,4 @@
-"""The machine, the software and the command of a run."""
+"""Describe the machine, the software and the command of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def origin() -> dict[str, str]:
     try:
         commit = _git("rev-parse", "HEAD")
         facts["commit"] = commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow one
+    except (OSError, subprocess.SubprocessError):  # There is no git or no repository, or git is too slow.
         pass
     return facts
 
@@ -32,7 +32,7 @@ def _git(*arguments: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions and the machine that matter if numbers differ."""
+    """Return the versions and the machine, which may explain why two runs differ."""
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -1,4 +1,4 @@
-"""The folder of a run: config, metrics, and checkpoints that are complete or absent."""
+"""Manage the folder of a run, with the config, the metrics, and complete checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STEP = re.compile(r"step-(\d+)")
 
 @attrs.define(eq=False)
 class RunFolder:
-    """The folder runs/<name>; runs/<name>-2, <name>-3 … if that name is taken."""
+    """The folder of a run: runs/<name>, or runs/<name>-2 and so on if the name is taken."""
 
     path: Path  # absolute
-    # Raises if another driver has taken the folder
+    # Raises an error if another driver has taken the folder.
     check: Callable[[], object] = attrs.field(default=lambda: None, kw_only=True)
     _metrics: GrowingFile | None = attrs.field(default=None, init=False)
 
@@ -33,9 +33,9 @@ class RunFolder:
     def create(
         cls, name: str, root: Path, is_taken: Callable[[str], bool] = lambda name: False, *, shared: bool = False
     ) -> RunFolder:
-        """Create a new folder for a run, with a name that is free both here and elsewhere (`is_taken`).
+        """Create a new folder for a run, with a name that is unused here and for which `is_taken` is false.
 
-        If shared, a folder that another driver has just made is returned, too: only one of the drivers gets the lock.
+        If `shared`, return a folder that another driver has just made; later only one of these drivers gets the lock.
         """
         path = root
         try:
@@ -53,7 +53,7 @@ class RunFolder:
         return cls(path)
 
     def free(self, stem: str, suffix: str) -> Path:
-        """Return a free path for a file. A resumed run keeps the files of earlier attempts."""
+        """Return an unused path for a file, because a resumed run keeps the files of earlier attempts."""
         names = (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}" for number in itertools.count(1))
         return next(path for name in names if not (path := self.path / name).exists())
 
@@ -64,7 +64,7 @@ class RunFolder:
         named = [(pattern.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
         numbered = sorted(((int(match[1] or 1), path) for match, path in named if match), reverse=True)
         folders = [cls(path.absolute()) for _, path in numbered]
-        # demo-2 may also be the first run of a config called "demo-2"
+        # The folder demo-2 may also be the first run of a config called "demo-2".
         return [folder for folder in folders if folder.is_of(name)]
 
     @classmethod
@@ -78,36 +78,36 @@ class RunFolder:
         )
 
     def config(self) -> str:
-        """Return the text of the last config; empty if there is none."""
+        """Return the text of the run's last config; empty if there is no config."""
         path = self.path / "config.yaml"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def is_of(self, name: str) -> bool:
         """Return whether a config of this name has run in the folder."""
-        from colocate_run.config.source import read_file  # imported late: needs YAML
+        from colocate_run.config.source import read_file  # Imported here, because this module imports YAML.
 
-        with contextlib.suppress(ConfigError):  # a missing or invalid config
+        with contextlib.suppress(ConfigError):  # The config may be missing or invalid.
             return read_file(self.path / "config.yaml").data.get("name") == name
         return False
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file atomically."""
         write_whole(self.path / name, text)
 
     def set_aside(self, stem: str, suffix: str) -> None:
-        """Rename a file, if present, to a free name."""
+        """Rename a file to an unused name, if the file exists."""
         path = self.path / f"{stem}{suffix}"
         if path.exists():
             path.rename(self.free(stem, suffix))
 
     def remove(self, name: str) -> None:
-        """Remove a file, if present."""
+        """Remove a file, if there is one."""
         (self.path / name).unlink(missing_ok=True)
 
     # -- metrics
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append one object to metrics.jsonl. JSON has no NaN and no infinity: both become null."""
+        """Append a row to metrics.jsonl. NaN and infinity become null, because JSON has neither."""
         if self._metrics is None:
             self._metrics = GrowingFile(self.path / "metrics.jsonl")
         self._metrics.add(json.dumps(finite(row), allow_nan=False) + "\n")
@@ -119,7 +119,7 @@ class RunFolder:
             metrics.close()
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Remove the rows of metrics.jsonl after a step, and return the rest."""
+        """Remove the rows of metrics.jsonl after a step, and return the remaining rows."""
         self.close()
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -135,7 +135,7 @@ class RunFolder:
         return sorted((int(match[1]), path) for name, path in folders.items() if (match := _STEP.fullmatch(name)))
 
     def tidy(self) -> None:
-        """Remove unfinished checkpoints of a killed driver. Only for the driver that holds the folder's lock."""
+        """Remove unfinished checkpoints of a killed driver. Only the driver with the folder's lock may call this."""
         if (folder := self.path / "checkpoints").is_dir():
             tidy(folder, _STEP.pattern, is_alone=True)
 
@@ -145,9 +145,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def checkpoint(self, step: int, keep: int = 2) -> Iterator[Path]:
-        """Yield a folder for the checkpoint of a step.
+        """A context manager that yields a folder for a step's checkpoint.
 
-        The checkpoint counts if the block ends well; then all but the last `keep` are removed.
+        If the block raises no error, the checkpoint is complete, and all but the last `keep` checkpoints are removed.
         """
         with atomic_folder(self.of(step)) as part:
             yield part
@@ -157,13 +157,13 @@ class RunFolder:
 
 
 def _just_made(path: Path) -> bool:
-    """Return whether a driver has just made this folder and not yet written the config."""
+    """Return whether a driver has just made this folder, but hasn't written the config yet."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {""}
     return not names or (LOCK in names and "config.yaml" not in names)
 
 
 def finite(value: Any) -> Any:
-    """Return a value with NaN and infinities replaced by None, which JSON lacks."""
+    """Replace NaN and infinities in a value by None, because JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -172,7 +172,7 @@ def finite(value: Any) -> Any:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl; None for an invalid one, such as the torn last line of a killed run."""
+    """Parse a line of metrics.jsonl; return None for an invalid line, such as a killed run's incomplete last line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`launch`: a config's runtime, pools and groups, opened in order and closed with the block."""
+"""`launch` opens the runtime, pools and groups of a config, and closes all at the end of a block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class Launched:
-    """A running config.
+    """A launched config, with a runtime and groups.
 
     Attributes:
         config: The config.
@@ -44,9 +44,9 @@ class Launched:
         """Run the config's job to the end.
 
         Args:
-            resume: Go on from the last complete checkpoint of a run of this name; "auto": if there is one, else from
+            resume: Continue from the last complete checkpoint of a run of this name; "auto": if there is one, else from
                 its start.
-            quiet: Whether nothing is shown; the run's folder gets everything either way.
+            quiet: Whether nothing is shown; the run's folder gets all output either way.
 
         Raises:
             ConfigError: There is no job, or nothing to resume, or another driver writes into that run's folder.
@@ -66,7 +66,7 @@ class Launched:
 
 
 def launch(config: Config) -> AbstractContextManager[Launched]:
-    """Open a config's runtime, then pools and groups in order; the end of the block closes all of them.
+    """A context manager that opens a config's runtime, pools and groups, and closes all at the end of the block.
 
     Args:
         config: From `load_config`.
@@ -76,7 +76,7 @@ def launch(config: Config) -> AbstractContextManager[Launched]:
 
 @contextlib.contextmanager
 def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object]) -> Iterator[Launched]:
-    """Open a config like `launch`, and report each stage.
+    """A context manager that opens a config like `launch`, and reports each stage.
 
     `connected` is called with the runtime, before the first worker starts.
     """
@@ -100,7 +100,7 @@ def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object])
 
 
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
-    """Reserve a pool by an entry of the config."""
+    """Reserve the pool that an entry of the config describes."""
     with made_for(config.origins.get(f"pools.{name}")):
         options = attrs.asdict(config.pools[name], recurse=False)
         if (least := options.pop("at_least")) is not None:

@@ -1,4 +1,4 @@
-"""Watch for announced losses, on a thread beside the job: nodes that the cluster removes, and the batch job's end."""
+"""Watch for announced losses on a separate thread: nodes that the cluster will remove, and the batch job's end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate_report.record import Leaving
 from colocate_run.slurm import ask_end, ends_at, is_asked
 
 LOOKS_S = 2.0
-"""Seconds between two looks."""
+"""Seconds between two checks for notices."""
 
 NOTICE_S = 600.0
 """Seconds before a known end at which a notice is given: enough for a step and a checkpoint."""
@@ -25,20 +25,20 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Notices:
-    """The notices of a run; a thread looks for new ones between enter and exit.
+    """The notices of losses that a run has received. In its block, a thread looks for new notices.
 
     Attributes:
-        found: What is about to go, soonest first.
+        found: The announced losses, soonest first.
         last: The number of notices so far. A checkpoint answers all earlier notices.
     """
 
     _driver: Driver
-    _told: Callable[[Leaving], object]  # called on the watching thread
+    _told: Callable[[Leaving], object]  # Called with each new notice, on the watching thread.
     found: tuple[Leaving, ...] = attrs.field(default=(), init=False)
     last: int = attrs.field(default=0, init=False)
-    # The end of the batch job, in seconds of `time.time()`
+    # The end of the batch job, as a time of `time.time()`.
     _ends_at: float | None = attrs.field(factory=ends_at, init=False)
-    # The time of a signal, or None to stop. A SimpleQueue: its `put` is safe in a signal handler.
+    # Times of signals, or None to stop the thread. A SimpleQueue's `put` is safe in a signal handler.
     _signals: queue.SimpleQueue[float | None] = attrs.field(factory=queue.SimpleQueue, init=False)
 
     def __enter__(self) -> Notices:
@@ -50,9 +50,9 @@ class Notices:
         self._signals.put(None)
 
     def on_signal(self) -> None:
-        """Ask the batch system for the job's end.
+        """Ask the batch system when the job will end.
 
-        Safe in a signal handler: another thread asks, and logs the answer.
+        This is safe in a signal handler, because another thread asks and logs the answer.
         """
         if is_asked():
             self._signals.put(time.time())
@@ -63,7 +63,7 @@ class Notices:
             try:
                 self._note(self._driver.leaving())
                 failed = False
-            except ColocateError as error:  # the next call of the job reports the cluster's failure
+            except ColocateError as error:  # The job's next call reports a failure of the cluster.
                 if not failed:
                     _log.info("which nodes are to go isn't known for now: %s", error)
                 failed = True

@@ -1,4 +1,4 @@
-"""Lock a run's folder for one driver: a kernel lock, plus a heartbeat for file systems shared by machines."""
+"""Lock a run's folder for one driver, with a kernel lock, and with a heartbeat for file systems of several machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMED_WITHIN_S = 1.0
 _log = logging.getLogger("colocate")
 
 _files: set[int] = set()
-"""File descriptors that hold a lock, or are about to: a forked child closes these copies, which would keep the lock."""
+"""File descriptors that hold a lock, or soon will. A forked child closes its copies, which would keep the lock."""
 
 
 def _in_child() -> None:
@@ -55,7 +55,7 @@ class FolderLock:
     _owner: dict[str, Any]
     _process: int = attrs.field(factory=os.getpid, init=False)
     _over: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _beating: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # keeps the file open during a heartbeat
+    _beating: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # Held during a heartbeat and a close.
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None] = lambda text: None) -> FolderLock:
@@ -63,7 +63,7 @@ class FolderLock:
 
         Args:
             folder: The run's folder.
-            say: Called with the reason if this takes a while.
+            say: Called with the reason if the lock isn't acquired at once.
 
         Raises:
             ConfigError: Another driver writes into the folder; the message names machine, process and job.
@@ -74,16 +74,16 @@ class FolderLock:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _files.add(file)
             try:
-                # Not lockf: such a lock ends as soon as any code in this process closes the file.
+                # Don't use lockf, because such a lock ends as soon as any code in this process closes the file.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 _close(file)
                 raise _refused(folder, _named(path)) from None
-            except OSError:  # a file system without locks: only the heartbeat protects
+            except OSError:  # The file system has no locks, so rely on the heartbeat.
                 pass
             if _is_there(path, file):
                 break
-            _close(file)  # the previous owner has removed the file meanwhile
+            _close(file)  # The previous owner has just removed the file.
         owner = {
             "host": platform.node(),
             "boot": _boot(),
@@ -99,7 +99,7 @@ class FolderLock:
         return lock
 
     def check(self) -> None:
-        """Raise if another driver has taken the folder, because this one's heartbeats failed for too long.
+        """Raise an error if another driver has taken the folder after this driver's heartbeats failed for too long.
 
         Raises:
             ClosedError: Another driver has taken the folder.
@@ -137,13 +137,13 @@ class FolderLock:
                 failed = True
 
     def _beat(self, number: int) -> None:
-        # The length is fixed, so that a concurrent reader finds one entry or the other.
+        # All entries have the same length, so that a concurrent reader finds the old or the new entry.
         os.pwrite(self._file, json.dumps({**self._owner, "beat": f"{number:012d}"}).encode(), 0)
 
 
 @contextlib.contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
-    """Hold the lock of a run's folder in a block. See `FolderLock.take`."""
+    """A context manager that holds the lock of a run's folder; see `FolderLock.take`."""
     lock = FolderLock.take(folder, say)
     try:
         yield lock
@@ -152,12 +152,12 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
 
 
 def _watch(folder: Path, path: Path, say: Callable[[str], None]) -> None:
-    """Wait until no driver on another machine can be writing: the kernel's lock may hold on each machine alone."""
+    """Wait until no driver on another machine can be writing, because kernel locks may not work across machines."""
     owner = _read(path)
     if not owner:
         return
     if owner.get("boot") == _boot():
-        if _lives(owner):  # decisive on a file system without locks
+        if _lives(owner):  # This matters on a file system without locks.
             raise _refused(folder, owner)
         return
     say(f"{_name(owner)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
@@ -177,7 +177,7 @@ def _close(file: int) -> None:
 
 
 def _named(path: Path) -> dict[str, Any]:
-    """Return the entry of a lock's owner; wait up to `NAMED_WITHIN_S` seconds for a new owner to write one."""
+    """Return the entry of a lock's owner; wait up to `NAMED_WITHIN_S` seconds for a new owner's entry."""
     until = time.monotonic() + NAMED_WITHIN_S
     while not (owner := _read(path)) and time.monotonic() < until:
         time.sleep(NAMED_WITHIN_S / 100)
@@ -224,5 +224,5 @@ def _is_there(path: Path, file: int) -> bool:
 
 
 def _boot() -> str:
-    """Return the kernel's boot id. The kernel's locks hold only within one boot of one machine."""
+    """Return the kernel's boot id, because kernel locks are valid only within one boot of one machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""Keep all output of a run in a file: the driver's and the workers'."""
+"""Write all output of a run, from the driver and the workers, to a file."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _TAIL_BYTES = 64 * 1024
 
 @attrs.define(eq=False)
 class RunLog:
-    """Keeps all printed text, in memory at first, then in the run's folder.
+    """A log of all printed text, which is in memory at first and then in the run's folder.
 
     A full disk ends the log, not the run; `fault` has the reason. Writing takes no lock, so that signal handlers may
     print.
     """
 
-    fault: str | None = None  # why nothing is written any more; None for no fault
-    workers: WorkerLogs | None = None  # takes prints of roles on threads of this process
+    fault: str | None = None  # The reason why writing has failed; None without a failure.
+    workers: WorkerLogs | None = None  # Gets the output of roles on threads of this process.
     _early: list[str] = attrs.field(factory=list, init=False)
     _file: FileIO | None = attrs.field(default=None, init=False)
 
     def open(self, path: Path) -> None:
-        """Open the log file; append to a resumed run's log, beginning with the text in memory."""
+        """Open the log file, which may exist from before a resume, and append the text in memory."""
         self._file = FileIO(path, "a")
         self.write("".join(self._early))
         self._early.clear()
@@ -45,7 +45,7 @@ class RunLog:
         elif not self._file.closed:
             try:
                 self._file.write(text.encode("utf-8", "backslashreplace"))
-            except (OSError, ValueError) as error:  # ValueError: another thread is closing the file
+            except (OSError, ValueError) as error:  # A ValueError means that another thread is closing the file.
                 self.fault = self.fault or (str(error) if isinstance(error, OSError) else None)
 
     def close(self) -> None:
@@ -55,28 +55,28 @@ class RunLog:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Copy standard output and error into the log in a block."""
+        """A context manager that copies standard output and standard error to the log."""
         output, error = Tee(sys.stdout, self), Tee(sys.stderr, self)
         before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = output, error
         try:
             yield
         finally:
-            if sys.stdout is output:  # other code may have replaced the stream, and not restored it
+            if sys.stdout is output:  # Other code may have replaced the stream.
                 sys.stdout = before[0]
             if sys.stderr is error:
                 sys.stderr = before[1]
 
 
 class Tee:
-    """A stream that also writes into a log."""
+    """A stream that also writes to a log."""
 
     def __init__(self, stream: Any, log: RunLog) -> None:
         self._stream = stream
         self._log = log
 
     def write(self, text: str) -> int:
-        """Write to the stream and the log; also to the worker's log if a role on a thread of this process prints."""
+        """Write to the stream and the log, and to a worker's log if a role on a thread of this process prints."""
         written: int = self._stream.write(text)
         self._log.write(text)
         if self._log.workers is not None and (ctx := running_context()) is not None and ctx.hosted:

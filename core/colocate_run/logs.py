@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 FOLDER = "logs"
 MOST_BYTES = 16 << 20
-"""Size of a log file, in bytes, at which the file is renamed with a number and a new one begins."""
+"""Size of a log file, in bytes, at which the file is renamed with a number and a new file begins."""
 OLDER = 3
 """Number of older files kept per worker."""
 EQUAL_WITHIN_S = 5.0
 """Seconds within which equal lines of several ranks are shown only once."""
 _WAITING_CHARS = 16 << 20
 _ENDS_WITHIN_S = 5.0
-_CLOCK = re.compile(r"\d\d:\d\d:\d\d[.,\d]*")  # lines that differ in their time of day alone are equal
+_CLOCK = re.compile(r"\d\d:\d\d:\d\d[.,\d]*")  # Lines that differ only in a time of day count as equal.
 _FILE = re.compile(r"(?P<group>.+)-(?P<slot>\d+)(?:\.(?P<older>\d+))?\.txt")
 
 
 class LogFile(NamedTuple):
-    """A worker's log, or an older part of one (`older` is 1 for the last of these)."""
+    """A worker's log file. `older` is 0 for the current file, 1 for the file before it, and so on."""
 
     group: str
     slot: int
@@ -46,7 +46,7 @@ def log_files(folder: Path) -> list[LogFile]:
     """Return the logs of a run's workers, older parts first.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
     """
     files = []
     for path in (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ():
@@ -56,14 +56,14 @@ def log_files(folder: Path) -> list[LogFile]:
 
 
 class EqualLines:
-    """Lines that several ranks print alike, of which one is to be shown.
+    """A filter that shows only one of the equal lines that several ranks print.
 
-    A line that a rank prints n times is shown n times, however many ranks do.
+    A line that a rank prints n times is shown n times, however many ranks print it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By group, role and text: the time of the first such line, and the number of such lines by slot.
+        # Maps group, role and text to the time of the first such line, and to the number of such lines by slot.
         self._recent: dict[tuple[str, str, str], tuple[float, Counter[int]]] = {}
 
     def is_repeated(self, group: str, slot: int, label: str | None, text: str) -> bool:
@@ -80,29 +80,29 @@ class EqualLines:
 
 
 class WorkerLogs:
-    """Writes the output of workers.
+    """A writer of the workers' output to log files.
 
     Attributes:
-        fault: Why lines are missing; None if all are written.
+        fault: The reason why lines are missing; None if all are written.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: The run's."""
+        """Create a writer for a run's folder."""
         self.fault: str | None = None
         self._folder = folder / FOLDER
         self._jobs = JobThread("colocate-logs", lambda error: report_exception())
-        self._lock = threading.Lock()  # protects the queue of lines; no file is written under this lock
+        self._lock = threading.Lock()  # Protects the queue of lines. No file is written under this lock.
         self._lines: deque[tuple[Path, str]] = deque()
         self._waiting = self._dropped = 0
         self._is_closed = False
-        self._begun: dict[Path, int] = {}  # the generation of the last lines in each file
-        self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # unfinished lines of roles on threads, by label
+        self._begun: dict[Path, int] = {}  # The generation of the worker that wrote last to each file.
+        self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # The unfinished lines of each file, by label.
         self._equal = EqualLines()
 
     def heard(self, boot: Boot, label: str | None, text: str) -> bool:
-        """Queue a line of a worker's process. Never blocks.
+        """Queue a line of a worker's process, without blocking.
 
-        A line that ends in a carriage return is replaced by the next one.
+        A line that ends in a carriage return is replaced by the next line.
 
         Returns:
             Whether an equal line of another rank was shown already.
@@ -120,7 +120,7 @@ class WorkerLogs:
         return self._equal.is_repeated(boot.group, boot.slot, label, text)
 
     def printed(self, ctx: Context, text: str) -> None:
-        """Queue prints of a role on a thread of this process. Never blocks."""
+        """Queue the output of a role on a thread of this process, without blocking."""
         path, label = self._path(ctx.group, ctx.slot), f"{ctx.role or 'run'} {ctx.rank}"
         *lines, rest = (self._unended[path].pop(label, "") + text).split("\n")
         for line in lines:
@@ -159,7 +159,7 @@ class WorkerLogs:
             self._lines.append((path, line))
             self._waiting += len(line)
         if idle:
-            with suppress(RuntimeError):  # no new thread can start: the next line tries again
+            with suppress(RuntimeError):  # If no new thread can start, the next line tries again.
                 self._jobs.soon(self._write)
 
     # -- on the thread
@@ -177,7 +177,7 @@ class WorkerLogs:
             for path, parts in by_file.items():
                 try:
                     self._append(path, "".join(parts).encode("utf-8", "backslashreplace"))
-                except OSError as error:  # a full disk ends the logs, not the run
+                except OSError as error:  # A full disk ends the logs, but not the run.
                     self.fault = self.fault or str(error)
 
     @staticmethod

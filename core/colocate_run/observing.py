@@ -1,4 +1,4 @@
-"""Call a run's observers, named by the config, from before the workers start until the report is written."""
+"""Call the observers of a run, from before the workers start until the report is written."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Guarded:
-    """An observer with harmless errors: after the first one, only the end of the run is reported to the observer."""
+    """A wrapper that catches an observer's errors. After an error, the observer is notified only of the run's end."""
 
-    name: str  # the name in messages
+    name: str
     _observer: object
     _screen: Screen
-    hook: str | None = attrs.field(default=None, init=False)  # the hook that is running now
-    stopped: bool = attrs.field(default=False, init=False)  # whether only the end is still reported
+    hook: str | None = attrs.field(default=None, init=False)  # The hook that is running now, if any.
+    stopped: bool = attrs.field(default=False, init=False)  # Whether only the run's end will be reported.
 
     def begin(self, info: RunInfo) -> None:
         """Report the run's start. The run doesn't begin if the observer raises.
@@ -52,7 +52,7 @@ class Guarded:
             raise PluginError(f"{text}{type(error).__name__}: {error}", name=self.name) from error
 
     def tell(self, hook: str, *args: object) -> None:
-        """Call a hook, if the observer has one of this name and hasn't been stopped."""
+        """Call a hook of the observer, unless the observer lacks the hook or has been stopped."""
         if self.has(hook) and not self.stopped:
             self.hook = hook
             try:
@@ -61,12 +61,12 @@ class Guarded:
                 self.hook = None
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
-        """Report the end of the run."""
+        """Report the end of the run to the observer."""
         if self.has(_FINISHED):
             self._call(_FINISHED, record, error)
 
     def has(self, hook: str) -> bool:
-        """Return whether the observer has a hook."""
+        """Return whether the observer has a hook with this name."""
         return getattr(self._observer, hook, None) is not None
 
     def _call(self, hook: str, *args: object) -> None:
@@ -82,7 +82,7 @@ class Guarded:
 
 @attrs.define(eq=False)
 class RunObservers:
-    """The observers of a run, as one observer for the runtime."""
+    """All observers of a run, which the runtime sees as one observer."""
 
     _screen: Screen
     _all: list[Guarded] = attrs.field(factory=list, init=False)
@@ -101,7 +101,7 @@ class RunObservers:
             observer.tell(hook, *args)
 
     def add(self, observe: Sequence[object]) -> None:
-        """Add the observers of a config: names, entries of the config, or observer objects."""
+        """Add observers, which are names, entries of the config, or observer objects."""
         if not isinstance(observe, Iterable):
             raise ConfigError(f"observe={shown(observe)} is no list of observers")
         for entry in [observe] if isinstance(observe, str) else observe:
@@ -151,7 +151,7 @@ class RunObservers:
         slow = next((observer for observer in self._told if observer.hook is not None), None)
         for observer in self._told:
             observer.stopped = True
-        # A hanging observer may keep the runtime's thread: the run itself has ended well.
+        # Closing the runtime doesn't wait for a hanging observer, because the run itself has ended well.
         if slow is not None:
             driver.give_up_while(lambda: slow.hook is not None)
         in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"

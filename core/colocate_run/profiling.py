@@ -22,7 +22,7 @@ _NEVER = sys.maxsize
 
 @attrs.frozen
 class Wanted:
-    """A request to profile, from `--profile`.
+    """A parsed request of the option `--profile`.
 
     Attributes:
         first: The first step.
@@ -61,7 +61,7 @@ class Wanted:
                 options[key].append(name)
             else:
                 raise ConfigError(f"--profile {text}: {word!r} says nothing; it is like steps=3:5,roles=actor,memory")
-        sampled = "py-spy" in options  # small enough for a whole run
+        sampled = "py-spy" in options  # py-spy's samples are small enough for a whole run.
         first, _, last = (options.get("steps") or [f"0:{_NEVER}" if sampled else ""])[0].partition(":")
         numbers = [first, last or first, *options.get("ranks", ())]
         if not all(number.isdecimal() for number in numbers):
@@ -75,12 +75,12 @@ class Wanted:
 
 
 class StepProfile:
-    """Profiles some steps of a run, from the log of the step before until the log of the last one."""
+    """A profile of some steps of a run, from the log of the preceding step to the log of the last step."""
 
     def __init__(
         self, wanted: Wanted, driver: Driver, groups: Mapping[str, ColocatedGroup], say: Callable[[str], object]
     ) -> None:
-        """Check the request, and start at once if step 0 is included.
+        """Check the request, and start the profile at once if step 0 is included.
 
         Raises:
             ConfigError: A role or a rank doesn't exist.
@@ -97,7 +97,7 @@ class StepProfile:
             self._begin(0)
 
     def logged(self, step: int) -> None:
-        """Start or end the profile, after a step was logged."""
+        """Start or end the profile after a step was logged."""
         if self._open is not None:
             if step >= self._wanted.last:
                 self._end()
@@ -110,7 +110,7 @@ class StepProfile:
             self._begin(step + 1)
 
     def close(self) -> None:
-        """End the profile with the run."""
+        """End the profile at the end of the run."""
         if self._open is not None:
             self._end()
         elif not self._is_over:
@@ -130,7 +130,7 @@ class StepProfile:
         title = "Profile of the run" if last == _NEVER else title
         try:
             self._profile = self._open.enter_context(self._driver.profile(self._groups, title, **self._given))
-        except (ColocateError, TimeoutError) as error:  # a worker has died, say: the job sees the error, too
+        except (ColocateError, TimeoutError) as error:  # Only print this error, which the job gets, too.
             self._open, self._is_over = None, True
             self._say(f"nothing is profiled: {error_text(error)}")
 
@@ -146,4 +146,4 @@ class StepProfile:
 
 
 class _Dropped(Exception):
-    """Ends the block of a dropped profile."""
+    """Raised to end a dropped profile's block."""

@@ -27,7 +27,7 @@ _log = logging.getLogger("colocate")
 
 
 def roles_called(config: Config, name: str) -> list[tuple[str, str]]:
-    """Return the roles (group, name) that a name in the config's recordings means: "role" or "group.role"."""
+    """Return the group and name of each role that matches a name of the form "role" or "group.role"."""
     roles = [(group, role) for group, entry in config.groups.items() for role in entry.roles]
     return [(group, role) for group, role in roles if name in (role, f"{group}.{role}")]
 
@@ -69,7 +69,7 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
 
 
 def played(config: Config, group: str, name: str, role: RoleSpec[Any]) -> RoleSpec[Any]:
-    """Return a role's spec, replayed or compared if the config says so."""
+    """Return a role's spec with the config's settings to replay or compare the role."""
     from colocate.driver import Compare, Replay
 
     for key, folder in config.replay.items():
@@ -90,7 +90,7 @@ class RecordedRoles:
         limit: Maximum size of the recording, in bytes or as text.
         inputs: Recorded roles with recorded inputs.
         compare: Folders of earlier runs, by compared role.
-        differs: Whether a compared role gave other results, or was never called.
+        differs: Whether a compared role returned different results, or was never called.
     """
 
     record: tuple[tuple[str, str], ...] = ()
@@ -113,7 +113,7 @@ class RecordedRoles:
     def recording(
         self, runtime: Runtime, groups: Mapping[str, ColocatedGroup], folder: RunFolder, run: Run
     ) -> Iterator[None]:
-        """Record the roles in a block; at the end, add the tables of comparisons to the run."""
+        """A context manager that records the roles, and at the end adds the tables of comparisons to the run."""
         with contextlib.ExitStack() as stack:
             if self.record:
                 views = {(group, role): groups[group].role(role) for group, role in self.record}
@@ -136,7 +136,7 @@ class RecordedRoles:
             shown = [{key: value for key, value in row.items() if key not in ("first", "origin")} for row in rows]
             run._tables[f"{role} compared with {before}"] = [{**row, **_rounded(row)} for row in shown]
         if origins:
-            is_one = len({group for group, _ in origins}) == 1  # one group has one order of calls
+            is_one = len({group for group, _ in origins}) == 1  # Only the calls of one group have an order.
             _, origin = min(origins, key=lambda each: each[1].seq if is_one else each[1].begun)
             _log.warning("begin here: %s", origin.words)
         if whole:

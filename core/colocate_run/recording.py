@@ -1,4 +1,4 @@
-"""Keep a run: create the folder, count calls, write the report, and notify observers."""
+"""Record a run: create the run's folder, count calls, write the report, and notify observers."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ Resume: TypeAlias = Literal[False, True, "auto"]
 
 @attrs.define(eq=False)
 class Begun:
-    """A run with a folder, before the job begins."""
+    """A run that has a folder, before the job begins."""
 
     name: str
     folder: RunFolder
-    step: int | None  # the step to resume from; None for a new run
-    metrics: list[Row]  # rows logged up to that step
+    step: int | None  # The step to resume from; None for a new run.
+    metrics: list[Row]  # The rows that were logged up to `step`.
     screen: Screen
-    config: Mapping[str, Any] = attrs.field(factory=dict)  # the config as plain data; empty for a run without config
-    trace: bool = False  # whether to write a trace
-    job: Callable[[Run], object] | None = None  # the job; None for a script's block
-    store: Store | None = None  # the store for copies of checkpoints
-    profile: Wanted | None = None  # the requested profile
-    recorded: RecordedRoles = attrs.field(factory=RecordedRoles)  # the recorded and compared roles
-    observers: RunObservers = attrs.field(init=False)  # the observers of the run
-    logs: WorkerLogs = attrs.field(init=False)  # the workers' output
-    environment: Mapping[str, str] = attrs.field(init=False)  # versions, machine, command line and commit
-    # Whether runtime and groups are ready; before, a report has only the error.
+    config: Mapping[str, Any] = attrs.field(factory=dict)  # The config as plain data; empty for a run without config.
+    trace: bool = False
+    job: Callable[[Run], object] | None = None  # The job; None for a script's block.
+    store: Store | None = None
+    profile: Wanted | None = None
+    recorded: RecordedRoles = attrs.field(factory=RecordedRoles)
+    observers: RunObservers = attrs.field(init=False)
+    logs: WorkerLogs = attrs.field(init=False)
+    environment: Mapping[str, str] = attrs.field(init=False)  # Software versions, machine, command line and commit.
+    # Whether runtime and groups are ready. Until then, a report has only the error.
     started: bool = attrs.field(default=False, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
 
@@ -78,18 +78,18 @@ class Begun:
         self.environment = {**environment(), **origin()}
 
     def hear(self, runtime: Runtime) -> bool:
-        """Write the output of a runtime's workers to the run's logs; return False if that was already arranged."""
+        """Write the output of a runtime's workers to the run's logs; return False if this was set up before."""
         return Driver(runtime).hear(self.logs.heard)
 
     @property
     def is_here(self) -> bool:
-        """Whether this process began the run. The end of a forked child in the block isn't the run's end."""
+        """Whether this process began the run. A forked child of this process must not end the run."""
         return os.getpid() == self._process
 
     def ends_at_once(self, error: BaseException) -> bool:
-        """Return whether the run ends without a report: on a job's second Ctrl-C.
+        """Return whether the run ends without a report, after a job's second Ctrl-C or in a forked child.
 
-        In a script's block the first Ctrl-C is reported. A forked child never reports.
+        In a script's block the first Ctrl-C is reported.
         """
         return not self.is_here or (self.job is not None and isinstance(error, KeyboardInterrupt))
 
@@ -99,7 +99,7 @@ def begin(
 ) -> AbstractContextManager[Begun]:
     """Create the folder of a config's run, or choose the folder to resume.
 
-    In the returned block the log goes to that folder; an error that ends the block is recorded there.
+    In the returned block the log is written to that folder, and so is an error that ends the block.
     """
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
@@ -124,7 +124,7 @@ def execute(
     with _recording(begun, runtime, groups, signals, start_up) as run:
         _until_done(run, lambda: job(run))
     if run.record is None:
-        sys.exit()  # a forked child of the job has come to the end
+        sys.exit()  # This is a forked child of the job, which ends here.
     return run.record
 
 
@@ -132,7 +132,7 @@ def execute(
 def record(
     runtime: Runtime, directory: str | os.PathLike[str], *, observe: Sequence[object] = (), trace: bool = False
 ) -> Iterator[Run]:
-    """Record a block of a script or notebook as a run: a folder with metrics, log and report.
+    """Record a block of a script or notebook as a run, in a folder with metrics, log and report.
 
     The block gets the same object as a job: `run.log`, `run.timed`, `run.show`, `run.checkpoint`. `run.groups` are the
     groups at the beginning of the block. No signal handlers are installed.
@@ -149,7 +149,7 @@ def record(
     """
     if not is_runtime(runtime):
         raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
-    path = Path(os.path.abspath(directory))  # absolute first: "." and ".." have no names
+    path = Path(os.path.abspath(directory))  # Make the path absolute, because "." and ".." have no names.
     screen, log = Screen(quiet=True), RunLog()
     folder = RunFolder.create(path.name, path.parent)
     begun = Begun(folder.path.name, folder, None, [], screen, trace=trace)
@@ -165,7 +165,7 @@ def record(
 def _in_its_folder(
     begun: Begun, log: RunLog, observe: Sequence[object], then: Callable[[], object] = lambda: None
 ) -> Iterator[Begun]:
-    """Keep the run's output and error in a block; notify observers of the start. Then close the logs."""
+    """A context manager that logs a run's output and error, notifies observers of the start, and closes the logs."""
     folder, screen, since = begun.folder, begun.screen, time.time()
     folder.remove("error.txt")
     log.open(folder.path / "log.txt")
@@ -203,7 +203,7 @@ def _in_its_folder(
 def _recording(
     begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], signals: StopSignals, start_up: float
 ) -> Iterator[Run]:
-    """Count the calls in a block; then write the report, and notify observers of the end."""
+    """A context manager that counts a run's calls, then writes the report and notifies observers of the end."""
     begun.started = True
     name, folder, screen = begun.name, begun.folder, begun.screen
     driver = Driver(runtime)
@@ -213,7 +213,7 @@ def _recording(
     observers = (calls, devices, *([begun.observers] if begun.observers else []))
     for observer in observers:
         runtime.observe(observer)
-    # existing groups were spawned before the observers
+    # Report the groups that were spawned before the observers were added.
     for group in runtime.groups.values() if begun.observers else ():
         driver.soon(partial(begun.observers.colocate_group_spawned, group))
     started = time.time() - start_up
@@ -224,7 +224,7 @@ def _recording(
     driver.run = run
 
     def on_signal() -> None:
-        driver.let_go()  # a stopped rank would never finish the step
+        driver.let_go()  # Resume stopped ranks, which would never finish the step.
         notices.on_signal()
 
     signals.then = on_signal
@@ -282,10 +282,10 @@ def _devices_watched(driver: Driver) -> Iterator[None]:
 
 
 def _until_done(run: Run, job: Callable[[], object]) -> None:
-    """Run the job; run again from the last checkpoint after each restart of a group.
+    """Run the job, and run the job again from the last checkpoint after each restart of a group.
 
     A job that calls `sys.exit()` or `sys.exit(0)` has ended well. So has a run that is asked to end during a restore or
-    restart: there is nothing to save.
+    restart, because there is nothing to save.
     """
     back: str | None = None
     signals = run._signals
@@ -317,7 +317,7 @@ def _is_good(error: BaseException) -> bool:
 
 def _finish(begun: Begun, run: Run, record: Callable[[], RunRecord]) -> None:
     run.record = record()
-    with contextlib.suppress(Unread):  # in `colocate run FILE | head` nobody reads any more: nothing is lost
+    with contextlib.suppress(Unread):  # In `colocate run FILE | head` nobody reads the whole output.
         begun.screen.finished(run.record)
     try:
         report = _report(run.record)
@@ -392,7 +392,7 @@ def _never_started(begun: Begun, started: float) -> RunRecord:
 def _folder(
     name: str, resume: Resume, screen: Screen, stack: contextlib.ExitStack, store: Store | None
 ) -> tuple[RunFolder, int | None, list[Row]]:
-    """Create or find the folder of a run, and lock the folder; return the folder, with step and rows to resume from."""
+    """Create or find a run's folder, and lock the folder; return the folder, and the step and rows to resume from."""
     root = Path("runs")
     if resume and store is not None:
         store.bring(name, root, screen.say)
@@ -402,14 +402,14 @@ def _folder(
     folder.check = stack.enter_context(locked(folder.path, screen.say)).check
     folder.tidy()
     if not (complete := folder.checkpoints()):
-        folder.set_aside("metrics", ".jsonl")  # metrics of an attempt that ended before the first checkpoint
+        folder.set_aside("metrics", ".jsonl")  # These rows are from an attempt without a checkpoint.
         return folder, None, []
     step, _ = complete[-1]
     return folder, step, [*folder.rewind(step)]
 
 
 def _to_resume(name: str, root: Path, resume: Resume) -> RunFolder | None:
-    """Return the folder to resume or to restart in; None for "auto" without an earlier run."""
+    """Return the folder to resume or to restart in; None if `resume` is "auto" and there is no earlier run."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None and not re.search(rf"(?<!\d){re.escape(task)}(?!\d)", name):
         raise ConfigError(
@@ -427,7 +427,7 @@ def _report(record: RunRecord, error: str | None = None) -> Path:
 
 
 def _failed(begun: Begun, record: Callable[[], RunRecord], error: BaseException) -> None:
-    """Report a failed run; a failure of the report itself is only a note on the run's error."""
+    """Write the report of a failed run. If the report itself fails, only add a note to the run's error."""
     run_record = _never_started(begun, time.time())
     try:
         run_record = record()

@@ -1,4 +1,4 @@
-"""Give a job access to the run: groups, metrics, checkpoints, and the wish to stop."""
+"""Give a job access to the run: groups, metrics, checkpoints, and requests to stop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RESTART = "(restart)"
 
 @attrs.define(eq=False, repr=False)
 class Run:
-    """A job's access to the run: `job(run, **options)`.
+    """A job's interface to the run, passed as `job(run, **options)`.
 
     Attributes:
         name: The config's name.
@@ -68,7 +68,7 @@ class Run:
     _is_over: bool = attrs.field(default=False, init=False)
     _warned: set[str] = attrs.field(factory=set, init=False)
     _profile: StepProfile | None = attrs.field(default=None, init=False)
-    # Whether a new checkpoint exists: groups may restart from there on more slots.
+    # Whether there is a new checkpoint, from which groups may restart on more slots.
     _looks_for_slots: bool = attrs.field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -81,12 +81,12 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether the user (Ctrl-C) or the system (SIGTERM) wants the run to end: write a checkpoint and return."""
+        """Whether the user (Ctrl-C) or the system (SIGTERM) wants the job to write a checkpoint and return."""
         return self._signals.received is not None
 
     @property
     def leaving(self) -> Leaving | None:
-        """The first node or batch job under this run that is about to go; None for none.
+        """The node or batch job that will be lost first, if the run has a notice of a loss; otherwise None.
 
         Clusters announce the removal of a node (Ray drains the node, a Dask worker's `--lifetime` ends), and Slurm a
         job's end by the time limit. After the loss of a node, a group with `on_failure: restart` restarts elsewhere.
@@ -95,7 +95,7 @@ class Run:
         return departures[0] if departures else None
 
     def is_due(self, step: int, every: int = 0) -> bool:
-        """Return whether a checkpoint is due: each `every` steps, before a stop, and once after each notice.
+        """Return whether a checkpoint is due: each `every` steps, before a stop, and once after each notice of a loss.
 
         A checkpoint in progress answers a notice; if the checkpoint fails, a new one is due.
 
@@ -153,11 +153,11 @@ class Run:
         self._screen.total(steps)
 
     def progress(self, done: int, total: int) -> None:
-        """Set the progress bar of a job that does more than the logged steps, such as a warm-up."""
+        """Set the progress bar of a job with more work than the logged steps, such as a warm-up."""
         self._screen.progress(done, total)
 
     def show(self, title: str, rows: Iterable[Row]) -> None:
-        """Keep a table for the end of the run and the report; a table of the same title is replaced.
+        """Store a table for the end of the run and the report; replace a table with the same title.
 
         Raises:
             ClosedError: The run is over.
@@ -167,7 +167,7 @@ class Run:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the block's time under a phase; the next `log` has the seconds of all phases since the last."""
+        """A context manager that adds the block's seconds to a phase. The next `log` includes these seconds."""
         start, began = time.perf_counter(), time.time()
         self._screen.entered(phase)
         try:
@@ -189,7 +189,7 @@ class Run:
         The job must then restore its groups from there, by `group.restore`.
 
         Returns:
-            The checkpoint's step; None if there is no checkpoint yet: then nothing is removed.
+            The checkpoint's step. None if there is no checkpoint yet; then nothing is removed.
         """
         self._checkpoints.settle_quietly(self._screen.say)
         complete = self._folder.checkpoints()
@@ -223,7 +223,7 @@ class Run:
         """
         for name, folder in Driver(self.runtime).resumed.items():
             group = self.groups.get(name)
-            if group is None or not group.alive:  # a group that the job spawns, or has closed
+            if group is None or not group.alive:  # The job itself spawns this group, or has closed the group.
                 continue
             checkpoints = checkpoints_of(group)
             last = checkpoints.checkpoint
@@ -233,8 +233,8 @@ class Run:
                     group.restore(folder)
 
     def _restart(self, restarted: GroupRestarted) -> None:
-        """Return to the last checkpoint after a group's restart; without one all groups are constructed anew."""
-        if self.stopping:  # the resumed run restarts all groups anyway
+        """Return to the last checkpoint after a group's restart; without a checkpoint, construct all groups again."""
+        if self.stopping:  # A resumed run starts all groups anyway.
             self._screen.say(f"{restarted.message.partition(chr(10))[0]}: not restarted, as the run is to end")
             raise Asked
         began = time.perf_counter()
@@ -249,12 +249,12 @@ class Run:
             raise restarted
         self._screen.say(f"{restarted.message.partition(chr(10))[0]}: restarting group {restarted.group!r}")
         for group in self.groups.values():
-            if not group.alive:  # the job has closed the group
+            if not group.alive:  # The job has closed this group.
                 continue
             if not complete and group.name != restarted.group:
-                fail(group, restarted)  # all groups begin anew, or none can
+                fail(group, restarted)  # Without a checkpoint, all groups must start again.
             group.wait_ready()
-            # the group restored a checkpoint that the run doesn't have
+            # Restart a group again that has restored a checkpoint which the run doesn't have.
             if not complete and not checkpoints_of(group).is_current:
                 fail(group, restarted)
                 group.wait_ready()
@@ -266,10 +266,11 @@ class Run:
 
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
-        """Yield a folder for a checkpoint. The checkpoint counts if the block ends well; the last two are kept.
+        """A context manager that yields a folder for a checkpoint, which is complete if the block raises no error.
 
-        If a group writes in the background (`group.checkpoint(directory / name, wait=False)`), the checkpoint counts
-        when those files are complete, too. The job goes on meanwhile. The next checkpoint, and the job's end, wait.
+        If a group writes in the background (`group.checkpoint(directory / name, wait=False)`), the checkpoint is
+        complete when these files are. The job continues meanwhile; the next checkpoint, and the job's end, wait. The
+        last two checkpoints are kept.
 
         Args:
             step: The step, an integer of 0 or more, not before the last checkpoint's.
@@ -295,7 +296,7 @@ class Run:
             yield directory
 
     def _regrow(self) -> None:
-        """Restart groups that run on fewer slots, if more slots have come and there is a new checkpoint.
+        """Restart groups that run on fewer slots, if more slots are available and there is a new checkpoint.
 
         Raises:
             GroupRestarted: A group restarts: the job begins again at the checkpoint, and repeats the steps since.
@@ -306,14 +307,13 @@ class Run:
             try:
                 if group.alive and (restarts := regrow(group)) is not None:
                     failures.append(restarts)
-            except ColocateError as error:  # the cluster doesn't answer, say: the group keeps the present slots
+            except ColocateError as error:  # If the cluster doesn't answer, for example, the slots don't change.
                 words = error_text(error).partition("\n")[0]
                 self._screen.say(f"whether there are more slots for group {name} isn't known: {words}")
         if failures:
             raise failures[0]
 
     def _complete(self, step: int, directory: Path) -> None:
-        """Handle a complete checkpoint: warn of groups saved elsewhere, and notify observers."""
         self._looks_for_slots = True
         self._warn_of_others(directory)
         if self._observers:
@@ -323,7 +323,7 @@ class Run:
         return [checkpoints_of(group) for group in self.runtime.groups.values()]
 
     def _warn_of_others(self, directory: Path) -> None:
-        """Warn once about groups that were saved outside of the run's checkpoint: resuming ignores those files."""
+        """Warn once about each group that was saved outside of the run's checkpoint, which a resume would ignore."""
         for name, group in self.groups.items():
             last = checkpoints_of(group).written
             if last is not None and name not in self._warned and not last.folder.is_relative_to(directory):
@@ -355,7 +355,7 @@ def _whole(what: str, step: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return the single element of a tensor, an array or a NumPy scalar; any other value unchanged."""
+    """Return the single element of a tensor, an array or a NumPy scalar; return any other value unchanged."""
     if isinstance(value, bool | int | float):
         return value
     try:

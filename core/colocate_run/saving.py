@@ -1,4 +1,4 @@
-"""Write a run's checkpoints, each complete or absent, also while groups write beside the job."""
+"""Write a run's checkpoints atomically, even if groups write in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate_run.folder import RunFolder
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The writer of a run's checkpoints.
 
     Args:
         folder: The run's folder.
@@ -46,7 +46,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def write(self, step: int, answers: int) -> Iterator[Path]:
-        """Yield a folder for the checkpoint of a step, which counts if the block ends well.
+        """A context manager that yields a folder for a step's checkpoint, which is complete if the block doesn't raise.
 
         If groups write in the background, or a store gets a copy, a thread completes the checkpoint.
 
@@ -77,7 +77,7 @@ class Checkpoints:
         go_on = partial(self._go_on, step, whole, begun, over, before)
         try:
             Thread(target=go_on, name=f"colocate-checkpoint-{step}").start()
-        except RuntimeError:  # no new thread can start
+        except RuntimeError:  # If no new thread can start, complete the checkpoint here.
             go_on()
 
     def _go_on(
@@ -103,7 +103,7 @@ class Checkpoints:
             over.set_result(None)
 
     def settle(self) -> None:
-        """Wait for the unfinished checkpoint, if any. A forked child doesn't wait: the thread is in its parent.
+        """Wait for the unfinished checkpoint, if any. A forked child doesn't wait, because it lacks the thread.
 
         Raises:
             BaseException: The error of the checkpoint, which is reported only here.
@@ -117,7 +117,7 @@ class Checkpoints:
                     self._under_way = None
 
     def settle_quietly(self, say: Callable[[str], object]) -> None:
-        """Wait for the unfinished checkpoint, and print a failure instead of raising: another error is on the way."""
+        """Wait for the unfinished checkpoint, and print a failure instead of raising an error."""
         step = None if self._under_way is None else self._under_way[0]
         try:
             self.settle()
@@ -142,6 +142,6 @@ class Checkpoints:
             group.progressed()
 
     def _begun_in(self, directory: Path) -> list[Saving]:
-        """Return the groups' background writes into a folder that are running or failed without a report."""
+        """Return the groups' background writes into a folder that are still running, or have an unreported failure."""
         begun = [item.saving for item in self._groups()]
         return [item for item in begun if item is not None and item.is_open and item.folder.is_relative_to(directory)]

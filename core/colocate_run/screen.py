@@ -1,4 +1,4 @@
-"""Show a run: a progress bar with the last numbers on a terminal, plain lines elsewhere, tables at the end."""
+"""Show a run, with a progress bar on a terminal, plain lines elsewhere, and tables at the end."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ Stage: TypeAlias = Callable[[str, str], AbstractContextManager[object]]
 """A context manager for each stage of a start, called with the stage's name and a description."""
 
 
-PLAIN_WIDTH = 160  # columns; files and pipes have no width, and 80 would break tables
-STEP_WIDTH = 100  # columns of a step's line in a log; metrics.jsonl has the remaining numbers
+PLAIN_WIDTH = 160  # In columns. Files and pipes have no width, and 80 columns would break tables.
+STEP_WIDTH = 100  # The most columns of a step's line. metrics.jsonl has the other numbers.
 
 
 class Unread(SystemExit):
-    """Raised if nobody reads standard output any more, as in `colocate run FILE | head`."""
+    """Raised if the reader of standard output has closed the pipe, as in `colocate run FILE | head`."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         try:
             super().on_broken_pipe()
-        except SystemExit as ended:  # rich raises a plain SystemExit, which a job could raise, too
+        except SystemExit as ended:  # rich raises a plain SystemExit, which a job may raise, too.
             raise Unread(ended.code) from ended
 
 
 def console(*, error: bool = False) -> Console:
     """Return a console for standard output or error: styled on a terminal, plain text elsewhere."""
-    # Bound to the present stream: a later replacement is for other code's prints.
+    # Use the present stream, because a later replacement of sys.stdout is for other code's prints.
     file = sys.stderr if error else sys.stdout
     terminal = _Console(file=file, highlight=False)
     return terminal if terminal.is_terminal and not terminal.is_jupyter else _plain(file)
 
 
 def _plain(file: IO[str]) -> Console:
-    # Rich displays differently in a notebook, whatever the file, and FORCE_COLOR makes any file a terminal.
+    # Otherwise rich would treat any file as a notebook, or as a terminal if FORCE_COLOR is set.
     return _Console(
         file=file, highlight=False, width=PLAIN_WIDTH, no_color=True, force_jupyter=False, force_terminal=False
     )
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, spare: Sequence[str] = ()) -> None:
-    """Print rows under a title: keys are columns, numbers are right-aligned."""
+    """Print rows as a table under a title. Keys are columns, and numbers are right-aligned."""
     names = keys_of(rows)
     if not names:
         return
@@ -83,7 +83,7 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, sp
 
 
 def table_that_fits(rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = ()) -> Group:
-    """Return a table for a terminal, without spare columns that don't fit; a note names the missing columns."""
+    """Return a table for a terminal. Spare columns that don't fit are left out and named in a note."""
     cells = {name: [name, *(text_of(row.get(name)) for row in rows)] for name in keys_of(rows)}
     left_out: list[str] = []
     for name in spare:
@@ -113,19 +113,19 @@ def text_of(value: Any) -> str:
 
 @attrs.define(eq=False)
 class Screen:
-    """Shows a run. Methods run on the job's thread; `stopping` also in a signal handler."""
+    """The display of a run. Its methods run on the job's thread; `stopping` also runs in a signal handler."""
 
     console: Console = attrs.field(factory=console)
     quiet: bool = False
     _live: Live | None = attrs.field(default=None, init=False)
-    # held while the live display starts or stops
+    # Held while the live display starts or stops.
     _drawing: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     _bar: Progress = attrs.field(init=False)
     _last: dict[str, Any] = attrs.field(factory=dict, init=False)
     _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
     _running: list[tuple[str, float]] = attrs.field(factory=list, init=False)
     _total: int | None = attrs.field(default=None, init=False)
-    _counts_steps: bool = attrs.field(default=True, init=False)  # whether the bar counts steps
+    _counts_steps: bool = attrs.field(default=True, init=False)
     _log: RunLog | None = attrs.field(default=None, init=False)
     _stages: list[tuple[str, float]] = attrs.field(factory=list, init=False)
 
@@ -136,7 +136,7 @@ class Screen:
 
     @contextlib.contextmanager
     def logging(self, log: RunLog) -> Iterator[None]:
-        """Copy all shown text into a log in a block."""
+        """A context manager that copies all shown text to a log."""
         self._log = log
         try:
             yield
@@ -145,7 +145,7 @@ class Screen:
 
     @contextlib.contextmanager
     def starting(self, name: str) -> Iterator[Stage]:
-        """Show the stages of a run's start in a block; at the end, print the seconds of each stage."""
+        """A context manager that shows the stages of a run's start, and prints the seconds of each stage at the end."""
         self._stages = []
         began = time.monotonic()
         with self._shown_live(self._starting):
@@ -169,11 +169,11 @@ class Screen:
 
     @contextlib.contextmanager
     def _shown_live(self, renderable: Callable[[], RenderableType], *, transient: bool = True) -> Iterator[None]:
-        """Show a live display in a block, on a terminal only; prints appear above the display."""
+        """A context manager that shows a live display on a terminal. Other output appears above the display."""
         if self.quiet or not self.console.is_terminal:
             yield
             return
-        # Prints pass through rich's streams then: the log must copy them first.
+        # Copy prints to the log first, because prints pass through rich's streams during a live display.
         hears = contextlib.nullcontext() if self._log is None else self._log.listening()
         with Live(get_renderable=renderable, console=self.console, refresh_per_second=5, transient=transient) as live:
             self._live = live
@@ -188,7 +188,7 @@ class Screen:
 
     @contextlib.contextmanager
     def _undrawn(self) -> Iterator[None]:
-        """Pause the live display in a block. Runs on another thread."""
+        """A context manager that pauses the live display. It may run on any thread."""
         with self._drawing:
             if (live := self._live) is not None:
                 live.stop()
@@ -205,9 +205,9 @@ class Screen:
 
     @contextlib.contextmanager
     def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
-        """Show progress in a block."""
+        """A context manager that shows a run's progress."""
         self.say(f"{name}: running in {short(directory)}" + ("" if step is None else f", going on after step {step}"))
-        # Not `update`: steps of an earlier run say nothing about the present speed.
+        # Don't use `update`, because steps of an earlier run say nothing about the present speed.
         self._bar.reset(self._bar.task_ids[0], completed=step or 0, description=name)
         with self._shown_live(self._renderable, transient=False):
             yield
@@ -218,15 +218,15 @@ class Screen:
         self._bar.update(self._bar.task_ids[0], total=steps)
 
     def progress(self, done: int, total: int) -> None:
-        """Set the progress directly; logged steps no longer move the bar."""
+        """Set the progress bar directly. Logged steps no longer move the bar."""
         task, self._counts_steps = self._bar.task_ids[0], False
-        if self._bar.tasks[0].total != total:  # earlier progress says nothing about the present speed
+        if self._bar.tasks[0].total != total:  # Earlier progress says nothing about the present speed.
             self._bar.reset(task, total=total, completed=done)
         else:
             self._bar.update(task, completed=done)
 
     def entered(self, phase: str) -> None:
-        """Begin a phase; a nested phase is shown instead of the outer one."""
+        """Begin a phase. A nested phase is shown instead of the outer phase."""
         self._running.append((phase, time.monotonic()))
 
     def left(self) -> None:
@@ -246,11 +246,11 @@ class Screen:
         line = _step_line(step, scalars, self._seconds)
         if not self.console.is_terminal:
             self.say(line)
-        elif self._log is not None:  # on a terminal the bar shows the numbers
+        elif self._log is not None:  # On a terminal, the bar shows the numbers.
             self._log.write(f"{line}\n")
 
     def stopping(self, received: str) -> None:
-        """Report a stop signal. Runs in a signal handler: no locks, and no writes to buffered streams."""
+        """Report a stop signal. This runs in a signal handler, so it takes no locks and uses no buffered streams."""
         hint = " (a second one ends it at once)" if received == "SIGINT" else ""
         self._bar.tasks[0].description = f"stopping after a checkpoint{hint}"
         limit = None if is_asked() else time_limit()
@@ -258,7 +258,7 @@ class Screen:
         if self._log is not None:
             self._log.write(line)
         if self._live is None and not self.quiet:
-            with contextlib.suppress(OSError):  # standard error may be closed
+            with contextlib.suppress(OSError):  # Standard error may be closed.
                 os.write(2, line.encode())
 
     def finished(self, record: RunRecord) -> None:
@@ -291,7 +291,7 @@ class Screen:
         self.say(f"\nreport: {short(path)}")
 
     def say(self, text: str, wraps: bool = False) -> None:
-        """Print one or several lines; if `wraps`, long lines break between words."""
+        """Print one or several lines. If `wraps` is set, long lines break between words."""
         if not self.quiet:
             self.console.print(Text(text), soft_wrap=not wraps)
         if self._log is not None:
@@ -312,7 +312,7 @@ class Screen:
             self._log.write(text.getvalue())
 
     def _renderable(self) -> Group:
-        now = self._running[-1:]  # a copy: the job's thread changes the list
+        now = self._running[-1:]  # Copy the last item, because the job's thread changes the list.
         doing = "".join(f"  now {phase} {time.monotonic() - since:.0f}s" for phase, since in now)
         numbers, times = _numbers(self._last), _times(self._seconds) + doing
         lines = [Text(f"  {numbers}"), Text(f"  {times.strip()}", style="dim")]
@@ -324,7 +324,7 @@ def _numbers(scalars: Mapping[str, Any]) -> str:
 
 
 def _step_line(step: str, scalars: Mapping[str, Any], seconds: Mapping[str, float]) -> str:
-    """Format a step's line with as many numbers as fit, the most telling metrics first."""
+    """Format a step's line with as many numbers as fit, the most important metrics first."""
     parts = [f"{name} {text_of(scalars[name])}" for name in sorted(scalars, key=rank_metric)]
     parts += [f"{phase} {spent:.2f}s" for phase, spent in seconds.items()]
     line = "  ".join([step, *parts])
@@ -341,6 +341,6 @@ def _times(seconds: Mapping[str, float]) -> str:
 
 
 def short(directory: Path) -> str:
-    """Return a folder's path relative to the working directory, if below."""
+    """Return a folder's path, relative to the working directory if the folder is inside."""
     cwd = Path.cwd()
     return str(directory.relative_to(cwd)) if directory.is_relative_to(cwd) else str(directory)

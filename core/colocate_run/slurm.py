@@ -1,4 +1,4 @@
-"""Slurm's facts about the job of a run: the end time, and the number of tasks that srun has started."""
+"""Ask Slurm about the batch job of a run: the end time, and the number of tasks that srun has started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANSWERS_WITHIN_S = 10.0
 
 
 def ends_at() -> float | None:
-    """Return the end of this job by Slurm's environment, in seconds of `time.time()`; None if not set."""
+    """Return this job's end time from the environment, in seconds of `time.time()`; None if there is none."""
     try:
         return float(int(os.environ["SLURM_JOB_END_TIME"]))
     except (KeyError, ValueError):
@@ -23,7 +23,7 @@ def ends_at() -> float | None:
 
 
 def time_limit() -> str | None:
-    """Describe the job's time after SIGTERM in words, by the environment; None if the environment has no limit."""
+    """Describe the time that the job has after SIGTERM, from the environment; return None without a limit."""
     if (ends := ends_at()) is not None:
         return _said("Slurm's time limit is", ends)
     grace = os.environ.get("COLOCATE_GRACE_S", "")
@@ -31,12 +31,12 @@ def time_limit() -> str | None:
 
 
 def is_asked() -> bool:
-    """Return whether `ask_end` has a job to ask Slurm about."""
+    """Return whether this process belongs to a Slurm job."""
     return "SLURM_JOB_ID" in os.environ
 
 
 def ask_end(signalled: float) -> tuple[float | None, str | None]:
-    """Ask Slurm for the end of this job after SIGTERM; return the time, and a sentence about the time.
+    """Ask Slurm when this job will end after SIGTERM; return the time, and a sentence about the time.
 
     A job that Slurm is ending (preempted, cancelled, requeued) has `KillWait` seconds from SIGTERM to SIGKILL. A
     running job has until the end time, which a preemption with `GraceTime` sets earlier. Without an answer the time
@@ -51,13 +51,13 @@ def ask_end(signalled: float) -> tuple[float | None, str | None]:
             ends = datetime.fromisoformat(end).timestamp()
             return ends, _said("Slurm's time limit is" if ends == ends_at() else "Slurm ends this job", ends)
         (wait,) = re.findall(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config"), re.MULTILINE)
-    except (OSError, subprocess.SubprocessError, ValueError):  # no such command, or no such answer
+    except (OSError, subprocess.SubprocessError, ValueError):  # The command is missing or fails.
         return ends_at(), time_limit()
     return signalled + int(wait), _said("Slurm kills this job", signalled + int(wait)) + " (KillWait)"
 
 
 def _ask(*command: str) -> str:
-    # Slurm sends SIGTERM to all processes of a job, repeatedly. The command inherits this mask, and survives.
+    # Slurm sends SIGTERM to all processes of a job. The command inherits this mask, and so ignores the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWERS_WITHIN_S, check=True).stdout
@@ -70,10 +70,10 @@ def _said(what: str, at: float) -> str:
 
 
 def refuse_many_tasks() -> None:
-    """Raise if srun has started this run several times.
+    """Refuse a run that srun has started several times.
 
-    SLURM_NTASKS doesn't tell: a batch script has it, too, as one process. `ray symmetric-run` starts as several tasks,
-    and starts the command once.
+    SLURM_NTASKS doesn't show this, because a batch script has it, too, as one process. `ray symmetric-run` starts as
+    several tasks, and starts the command once.
 
     Raises:
         ConfigError: There are several tasks.
@@ -86,7 +86,7 @@ def refuse_many_tasks() -> None:
     try:
         if any("symmetric-run" in parent.cmdline() for parent in psutil.Process().parents()):
             return
-    except psutil.Error:  # a parent has just ended, or belongs to another user
+    except psutil.Error:  # A parent has just ended, or belongs to another user.
         pass
     raise ConfigError(
         f"colocate run: srun has started it {tasks} times, this one as task {task}: each would be a whole run of its "

@@ -1,8 +1,7 @@
 """Handle stop signals of a run (`StopSignals`).
 
-SIGTERM asks for an end, however often it comes: schedulers send several (Slurm at a preemption two within a moment),
-and have SIGKILL for processes that don't end. A second Ctrl-C comes from a user at a terminal, and ends the run at
-once.
+SIGTERM asks for an end, however often it comes, because schedulers send several (Slurm sends two at a preemption), and
+use SIGKILL for processes that don't end. A second Ctrl-C comes from a user at a terminal, and ends the run at once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Asked(KeyboardInterrupt):
 
 @attrs.define(eq=False)
 class StopSignals:
-    """Handlers of SIGTERM and Ctrl-C, installed between enter and exit.
+    """A context manager that handles SIGTERM and Ctrl-C.
 
     Before the job begins, or during a restart, the first signal raises `Asked`. During the job the signal is only
     recorded. After the job, SIGTERM is too late, and Ctrl-C ends the run at once.
@@ -43,7 +42,7 @@ class StopSignals:
     _previous: dict[int, Any] = attrs.field(factory=dict, init=False)
 
     def __enter__(self) -> StopSignals:
-        # Python allows handlers on the main thread only; a job on another thread is stopped by its caller.
+        # Python allows signal handlers only on the main thread. The caller stops a job on another thread.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)

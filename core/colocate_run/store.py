@@ -1,9 +1,9 @@
 """Copy a run's checkpoints to an object store (`Store`).
 
-A checkpoint counts once the list of its files is written, at last.
+A checkpoint is complete when the list of its files is written, after all files.
 
-A run has folders `RUN/step-000020/...`, and beside each a list `RUN/step-000020.json`. Nothing is overwritten: a second
-checkpoint of a step is `RUN/step-000020-2`, and the first one is removed afterwards.
+A run has folders `RUN/step-000020/...`, and a list `RUN/step-000020.json` for each. Nothing is overwritten: a second
+checkpoint of a step is `RUN/step-000020-2`, and the first checkpoint is removed afterwards.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from colocate_run.lock import locked
 
 OF_RUN = ("config.yaml", "metrics.jsonl")
 """Files of a run's folder that are copied, too: a run that resumes elsewhere needs the logged rows."""
-_BESIDE = ".run"  # the folder in a checkpoint's copy for these files
+_BESIDE = ".run"  # A checkpoint's copy has these files in this folder.
 _LIST = re.compile(r"(step-(\d+)(?:-(\d+))?)\.json")
 
 
 class Store:
-    """A folder of an object store.
+    """A folder of an object store, with copies of checkpoints.
 
     Args:
         url: The folder: `s3://bucket/folder`, or another URL that fsspec knows.
@@ -42,20 +42,20 @@ class Store:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         try:
-            core = importlib.import_module("fsspec.core")  # an extra's dependency
+            core = importlib.import_module("fsspec.core")  # This package is installed by an extra.
             resolved: tuple[Any, str] = core.url_to_fs(
                 self.url, **({"auto_mkdir": True} if url.startswith("file:") else {})
             )
             self._files, self._root = resolved[0], resolved[1].rstrip("/")
             if bucket := self._root.partition("/")[0]:
-                with contextlib.suppress(PermissionError):  # access may be limited to the folder
+                with contextlib.suppress(PermissionError):  # Access may be limited to the folder.
                     self._files.ls(bucket)
             self._names("")
         except ImportError as error:
             raise ConfigError(
                 f"checkpoints: {url}: {error}; the extra `stores` brings it for s3: {pip_line('stores')}"
             ) from error
-        except Exception as error:  # any library's error
+        except Exception as error:  # The store's library may raise any error.
             raise ConfigError(f"checkpoints: {url} isn't to be had: {error_text(error)}") from error
 
     def has(self, run: str) -> bool:
@@ -77,7 +77,7 @@ class Store:
         base = f"{self._root}/{run}"
         try:
             listed = self._lists(run)
-            # incomplete copies of a killed run
+            # Remove incomplete copies, which a killed run has left.
             halves = {entry for entry in self._names(run) if not entry.endswith(".json")} - {*listed}
             self._remove(run, halves)
             number = max((copy for saved, copy in listed.values() if saved == step), default=0) + 1
@@ -87,7 +87,7 @@ class Store:
             self._files.put([str(source) for source in files.values()], [f"{target}/{entry}" for entry in files])
             for entry in OF_RUN:
                 if (source := folder.path / entry).exists():
-                    data = source.read_bytes()  # a snapshot: the run may append meanwhile
+                    data = source.read_bytes()  # Read the whole file, because the run may append meanwhile.
                     self._files.pipe_file(f"{target}/{_BESIDE}/{entry}", data)
                     sizes[f"{_BESIDE}/{entry}"] = len(data)
             self._look(target, sizes)
@@ -95,13 +95,13 @@ class Store:
             self._put_list(f"{target}.json", json.dumps(record).encode())
             newest = {saved: stem for stem, (saved, _) in self._lists(run).items()}
             self._remove(run, {*self._lists(run)} - {newest.get(saved) for saved, _ in folder.checkpoints()})
-        except Exception as error:  # any library's error
+        except Exception as error:  # The store's library may raise any error.
             raise ColocateError(
                 f"the checkpoint of step {step} is in {path}, and couldn't be brought to {base}: {error_text(error)}"
             ) from error
 
     def bring(self, name: str, root: Path, say: Callable[[str], None] = lambda text: None) -> None:
-        """Download the newest checkpoint of a name, if newer than the local ones.
+        """Download the newest checkpoint of a name, unless a local checkpoint is as new.
 
         Raises:
             ConfigError: The download failed, or another driver writes into the local folder.
@@ -113,18 +113,18 @@ class Store:
                 continue
             stem, (step, _) = [*lists.items()][-1]
             record = self._record(run, f"{stem}.json", step)
-            if record["name"] != name:  # demo-2 may be the first run of a config called "demo-2"
+            if record["name"] != name:  # The run demo-2 may be of a config called "demo-2".
                 continue
             folder = RunFolder((root / run).absolute())
             if _is_behind(folder, record):
                 folder.path.mkdir(parents=True, exist_ok=True)
                 with locked(folder.path, say):
-                    if _is_behind(folder, record):  # another driver may have downloaded the files just now
+                    if _is_behind(folder, record):  # Another driver may have downloaded the files just now.
                         self._bring(folder, stem, record)
             return
 
     def _record(self, run: str, name: str, step: int) -> Mapping[str, Any]:
-        """Read the list of a checkpoint's files, and validate: the list decides which local files are written."""
+        """Read and validate the list of a checkpoint's files, because the list decides which files are written."""
         try:
             record: dict[str, Any] = json.loads(self._files.cat_file(f"{self._root}/{run}/{name}"))
             if not _is_list(record, step):
@@ -153,27 +153,26 @@ class Store:
             (part / _BESIDE).rmdir()
 
     def _look(self, prefix: str, sizes: Mapping[str, int]) -> None:
-        """Check the sizes of the uploaded files."""
+        """Raise an error if an uploaded file has the wrong size."""
         self._files.invalidate_cache()
         stored = {path[len(prefix) + 1 :]: info["size"] for path, info in self._files.find(prefix, detail=True).items()}
         if wrong := [name for name, size in sizes.items() if stored.get(name) != size]:
             raise ColocateError(f"{', '.join(wrong[:3])} isn't there as it was put")
 
     def _put_list(self, path: str, text: bytes) -> None:
-        """Write a list atomically: a local file by rename; object stores write objects atomically anyway."""
+        """Write a list atomically. A local file needs a rename for this, but an object store doesn't."""
         part = f"{path}.part" if getattr(self._files, "local_file", False) else path
         self._files.pipe_file(part, text)
         if part != path:
             self._files.mv(part, path)
 
     def _lists(self, run: str) -> dict[str, tuple[int, int]]:
-        """Return step and number of each complete checkpoint of a run, by name; the newest comes last."""
+        """Return the step and copy number of each complete checkpoint of a run, by name; the newest comes last."""
         matches = [match for name in self._names(run) if (match := _LIST.fullmatch(name))]
         steps = {match[1]: (int(match[2]), int(match[3] or 1)) for match in matches}
         return dict(sorted(steps.items(), key=lambda item: item[1]))
 
     def _names(self, run: str) -> list[str]:
-        """Return the names in the folder of a run, or of the whole store."""
         self._files.invalidate_cache()
         folder = f"{self._root}/{run}".rstrip("/")
         try:
@@ -184,7 +183,7 @@ class Store:
         return sorted(names - {""})
 
     def _remove(self, run: str, names: set[str]) -> None:
-        """Remove checkpoints, the lists first: without a list a checkpoint doesn't count."""
+        """Remove checkpoints. Each list is removed first, because a checkpoint without a list is incomplete."""
         existing = set(self._names(run)) if names else set()
         for name in sorted(names):
             for entry in (f"{name}.json", name):
@@ -193,7 +192,7 @@ class Store:
 
 
 def _is_list(record: Any, step: int) -> bool:
-    """Return whether a list is as `put` writes lists: all paths lie in the checkpoint or name files of the run."""
+    """Return whether a list is valid, so that all paths are inside the checkpoint or name files of the run."""
     match record:
         case {"step": found, "name": str(), "files": dict(files)} if found == step:
             paths = [PurePosixPath(name) for name in files]

@@ -1,4 +1,4 @@
-"""The driver's connection to a Dask scheduler: bounded waits, and errors that a user can act on."""
+"""The driver's connection to a Dask scheduler, with timeouts and with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
 
 _CLOSE_S = 3.0
-# A scheduler that is silent for this long gets a ping. A scheduler that accepts connections may just be slow.
+# A request without an answer for this long triggers a ping, because the scheduler may only be slow.
 _SILENCE_S = 1.0
 _QUIET_S = 0.5
 _CONNECTS_WITHIN_S = 1.0
@@ -35,7 +35,7 @@ _FILES = (
 
 
 class Connection:
-    """A private Dask client, which no other code closes, and the requests to the scheduler."""
+    """The driver's own Dask client, for all requests to the scheduler. No other code closes this client."""
 
     def __init__(self, loop: LoopThread, address: Any, security: Security | None, timeout: float) -> None:
         self._loop = loop
@@ -46,7 +46,7 @@ class Connection:
         self._renewing = threading.Lock()
         self.version = far.describe()
         self._client: Any = _connected(loop, address, security, timeout)
-        self.address = str(self._client.scheduler.address)  # address of the scheduler
+        self.address = str(self._client.scheduler.address)
         self._introduced = undocumented.stream_of(self._client)
         track(self)
         try:
@@ -58,12 +58,12 @@ class Connection:
 
     @property
     def id(self) -> str:
-        """The client's id."""
+        """The id of the Dask client."""
         return str(self._client.id)
 
     @property
     def host(self) -> str | None:
-        """This machine's address on the connection to the scheduler; None for a scheduler on this machine."""
+        """This machine's address on the connection to the scheduler; None if the scheduler is on this machine."""
 
         async def find() -> str | None:
             sockets = undocumented.sockets_of(self._client)
@@ -74,11 +74,11 @@ class Connection:
 
     @property
     def tls(self) -> Tls | None:
-        """This side's certificates where Dask encrypts; None for other connections."""
+        """The client's TLS certificates, if Dask encrypts the connection; else None."""
         return far.tls_of(self._client.security, "client") if self.address.startswith("tls://") else None
 
     def ask(self, method: str, *args: Any, within_s: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of the client and wait for a bounded time.
+        """Call a method of the Dask client, and wait for the result at most `within_s` seconds.
 
         Raises:
             ClusterError: The scheduler doesn't answer in time, or is gone.
@@ -97,27 +97,27 @@ class Connection:
             raise ClusterError(lost)
         try:
             return self._loop.run(ask(), within_s)
-        # also raised when the connection was lost meanwhile, and Dask has tried to reconnect
+        # A TimeoutError also follows a lost connection, after Dask has tried to reconnect.
         except TimeoutError as error:
             raise ClusterError(self._lost() or f"the Dask scheduler at {self.address} didn't answer in time") from error
         except OSError as error:
             raise ClusterError(f"the Dask scheduler at {self.address} is gone: {error}") from error
 
     def _lost(self) -> str | None:
-        """Describe the lost connection; None while Dask's client takes the connection for alive."""
+        """Return an error text if the connection is lost; None while Dask's client considers the connection alive."""
         status = self._client.status
         if status == "running":
             return None
-        if status == "connecting":  # the client is reconnecting
+        if status == "connecting":  # Dask's client is trying to reconnect.
             return f"the connection to the Dask scheduler at {self.address} is lost: is it still there?"
         again = "" if self._closed else ". The next reservation connects again, if it is there"
         return f"the connection to the Dask scheduler at {self.address} is {status}{again}"
 
     def renew(self) -> None:
-        """Reconnect, if Dask's client has given up on an absent scheduler.
+        """Reconnect to the scheduler, if Dask's client has given up after a lost connection.
 
         Raises:
-            ClusterError: It is still away.
+            ClusterError: The scheduler is still unreachable.
         """
         with self._renewing:
             if self._client.status == "closed" and not self._closed:
@@ -126,7 +126,7 @@ class Connection:
                 self._client = _connected(self._loop, self.address, self._security, self._timeout)
 
     async def _introduce(self) -> None:
-        """Register the plugin and subscribe again after a reconnect: the scheduler may be a new process."""
+        """Register the plugin and subscribe again after a reconnect, because the scheduler may be a new process."""
         stream = undocumented.stream_of(self._client)
         if stream is self._introduced:
             return
@@ -169,11 +169,11 @@ class Connection:
             answer.cancel()
 
     def on_workers(self, function: Callable[..., Any], *args: Any, workers: Sequence[str], **kwargs: Any) -> Any:
-        """Run a function in workers; return answers by address, with an exception for each failure."""
+        """Run a function in Dask workers. Return the answers by address, with an exception for each failure."""
         return self.ask("run", function, *args, workers=list(workers), on_error="return", **kwargs)
 
     def subscribe(self, heard: Callable[[Any], None]) -> None:
-        """Call `heard` with each event from the scheduler. On the client's loop: don't block there."""
+        """Call `heard` with each colocate event from the scheduler. Runs on Dask's event loop, so must not block."""
 
         async def subscribe() -> None:
             self._listen(heard)
@@ -185,14 +185,17 @@ class Connection:
         self._client.subscribe_topic(far.TOPIC, lambda event: heard(event[1]))
 
     def forget(self) -> None:
-        """Close the sockets in a forked child: copies would keep this driver's slots held after the driver's end."""
+        """Close the client's sockets in a forked child.
+
+        Open copies in the child would keep this driver's slots held after the driver's end.
+        """
         for sock in undocumented.sockets_of(self._client):
             descriptor = sock.detach()
             if descriptor >= 0:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close the client."""
+        """Close the Dask client."""
         with self._renewing:
             self._closed = True
         _close(self._loop, self._client)
@@ -202,7 +205,7 @@ class Connection:
             facts = self.ask("run_on_scheduler", far.describe, within_s=self._timeout)
         except (ConnectionError, TimeoutError):
             raise
-        except Exception as error:  # anything that an import of colocate in the scheduler raised
+        except Exception as error:  # An import of colocate in the scheduler may raise any error.
             raise ClusterError(
                 f"the Dask scheduler at {self.address} can't use colocate ({type(error).__name__}: {error}); "
                 f"install colocate {self.version.colocate} where the scheduler and the workers run, "
@@ -212,10 +215,10 @@ class Connection:
 
 
 def security_of(value: Any) -> Security | None:
-    """Return a `Security`, or make one from the options of a config.
+    """Return a `Security` unchanged, or create one from the options in a config.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: `value` is neither of the two, or the options are invalid.
     """
     if value is None or isinstance(value, Security):
         return value
@@ -228,10 +231,10 @@ def security_of(value: Any) -> Security | None:
 
 
 def check_versions(here: Facts, there: Facts, who: str) -> None:
-    """Compare the versions of two processes.
+    """Check that another process has the same versions of Python and colocate.
 
     Raises:
-        ClusterError: They differ.
+        ClusterError: The versions differ.
     """
     if (words := there.unlike(here)) is not None:
         raise ClusterError(f"{who} {words}")
@@ -260,7 +263,7 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
                 _close(loop, clients[0])
             raise
     except TypeError as error:
-        if "abstract class" in str(error):  # the library of this protocol isn't installed
+        if "abstract class" in str(error):  # The library for this protocol isn't installed.
             raise ConfigError(
                 f"connect('dask', address={address!r}): this protocol isn't available: {error}"
             ) from error
@@ -277,13 +280,13 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
         raise ConfigError(f"connect('dask', address={address!r}): {error}; it should be tcp://host:port") from error
     except FileNotFoundError as error:
         raise ConfigError(f"connect('dask', security=...): {_missing_files(security)}") from error
-    except (OSError, ImportError) as error:  # TimeoutError is an OSError
+    except (OSError, ImportError) as error:  # TimeoutError is a subclass of OSError.
         words = str(error) or f"no answer within {timeout:g} s"
         raise ClusterError(f"{_why_not(error, address)}: {words}") from error
 
 
 def _missing_files(security: Security | None) -> str:
-    """Return an error text with the unreadable certificates; Python's own error doesn't name the files."""
+    """Return an error text that names the missing certificate files, because Python's own error names none."""
     values = {name: getattr(security, name, None) for name in _FILES}
     paths = {name: path for name, path in values.items() if isinstance(path, str) and "\n" not in path}
     missing = [f"{name}={path!r}" for name, path in paths.items() if not Path(path).exists()]
@@ -294,12 +297,12 @@ def _close(loop: LoopThread, client: Any) -> None:
     async def close() -> None:
         await client.close(timeout=_CLOSE_S)
 
-    with contextlib.suppress(OSError):  # a slow or absent scheduler; the loop's end stops the rest of the client
+    # The scheduler may be slow or absent. The end of the event loop ends the client in any case.
+    with contextlib.suppress(OSError):
         loop.run(close(), 2 * _CLOSE_S)
 
 
 def _why_not(error: BaseException, address: Any) -> str:
-    """Explain in words why a client could not connect."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

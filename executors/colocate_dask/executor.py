@@ -1,4 +1,4 @@
-"""The Dask executor: a slot is a held Dask worker with a keeper inside."""
+"""The Dask executor. Each slot is a Dask worker that is held for a driver and runs a keeper."""
 
 from __future__ import annotations
 
@@ -54,17 +54,18 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Grant, Held, Refusal, Wanted, host_key
 from colocate_dask.private import PrivateCluster
 
-_START_S = 60.0  # seconds; the first keeper in a worker imports colocate
+_START_S = 60.0  # The first keeper in a Dask worker takes long, because the start imports colocate.
 ANSWER_S = 30.0
 _LISTED_S = 2.5
 _RELEASE_PONG_S = 1.0
-_STILL_SILENT_S = 0.2  # seconds; a scheduler that was just silent gets the release without a wait for the answer
+# A scheduler that was silent just now gets the release, but the driver hardly waits for the answer.
+_STILL_SILENT_S = 0.2
 _KILL_S = 5.0
 
 
 @attrs.define(eq=False)
 class Lot:
-    """The slots of one reservation, by Dask worker, and the resources behind these slots."""
+    """The slots of one reservation by Dask worker, with the resources that belong to the reservation."""
 
     id: str
     label: str = ""
@@ -75,7 +76,7 @@ class Lot:
 
 
 class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
-    """Slots are held Dask workers; roles run in processes beside the workers."""
+    """The executor for a private Dask cluster. Roles run in processes beside the Dask workers."""
 
     name = "dask"
 
@@ -94,13 +95,13 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         """Join a Dask cluster, or start a private one.
 
         Args:
-            address: Its scheduler, "tcp://…" or "tls://…"; None for a private cluster on this machine.
+            address: Address of the scheduler, "tcp://…" or "tls://…"; None for a private cluster on this machine.
             security: A `distributed.Security` or its options, for "tls://…".
-            client: A `distributed.Client` to take the address and the security from, instead.
-            cpus: CPUs that a private cluster hands out; None for this machine's.
-            gpus: GPUs that a private cluster hands out; None for those that this process sees.
-            share: Also use workers that have tasks or data of others, and leave them open for tasks.
-            timeout: Seconds to connect in.
+            client: A `distributed.Client` whose address and security are used instead.
+            cpus: CPUs of a private cluster; None for all CPUs of this machine.
+            gpus: GPUs of a private cluster; None for all GPUs that this process sees.
+            share: Whether to use workers with other tasks or data too, and leave these workers open for tasks.
+            timeout: Timeout of the connection, in seconds.
 
         Raises:
             ConfigError: The options contradict each other.
@@ -125,13 +126,13 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
-        """Return the executor class for a cluster to join, or for a private cluster."""
+        """Return the executor class for these options: a class for joined clusters, or one for private clusters."""
         joins = options.get("address") is not None or options.get("client") is not None
         return JoinedDaskExecutor if joins else DaskExecutor
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Refuse options with which a config would choose the cluster to trust."""
+        """Refuse options by which a config from another author would choose the cluster to join."""
         if option in ("cpus", "gpus", "share", "timeout") or value is None:
             return None
         return (
@@ -143,10 +144,10 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         self._share = share
         self._held: dict[str, Lot] = {}
         self._withdrawn: set[str] = set()
-        self._unreleased: set[str] = set()  # ids of released reservations that a silent scheduler has not confirmed
+        self._unreleased: set[str] = set()  # Ids of released reservations, until the scheduler confirms the release.
         self._own = own
         self._ledger = Ledger([own], _device) if own is not None else None
-        self._gpus = names(own.gpus) if own is not None else ()  # names of the private cluster's GPUs
+        self._gpus = names(own.gpus) if own is not None else ()  # Names of the GPUs of the private cluster.
         self._private: PrivateCluster | None = None
         with contextlib.ExitStack() as undo:
             loop = LoopThread()
@@ -164,7 +165,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             self._closing = undo.pop_all()
 
     def nodes(self) -> Sequence[Node]:
-        """List the machines of the cluster."""
+        """List the machines of the cluster with their resources."""
         if self._own is not None:
             return [self._own]
         by_host: dict[str, Node] = {}
@@ -183,11 +184,11 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return [attrs.evolve(node, host_memory_bytes=node.host_memory_bytes or None) for node in nodes]
 
     def reserve(self, request: Request) -> Reservation:
-        """Hold a Dask worker per slot, with a keeper in each."""
+        """Hold a Dask worker for each slot, and start a keeper in each of these workers."""
         held = Lot(secrets.token_hex(8), request.id)
         self._held[held.id] = held
         try:
-            # `withdraw` sets this mark before a look at `_held`, so either side sees the other
+            # `withdraw` sets this mark before reading `_held`, so one of the two threads notices the other.
             if request.id in self._withdrawn:
                 raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
             if self._ledger is not None:
@@ -197,17 +198,17 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 for earlier in list(self._unreleased):
                     self._released(earlier)
             places = self._place(held, request)
-        except BaseException as error:  # no reservation may stay pending
+        except BaseException as error:  # After an error no reservation may stay pending.
             self._free(held, _STILL_SILENT_S if _is_silence(error) else ANSWER_S)
             raise
         return Reservation(places, held)
 
     def bear(self, cut_s: float) -> None:
-        """Set the cut of the connections to keepers."""
+        """Set the seconds of silence after which the connections to keepers count as cut."""
         self._keepers.bear(cut_s)
 
     def withdraw(self, request: Request) -> None:
-        """Withdraw a request that waits for slots."""
+        """Withdraw a request that is waiting for slots."""
         self._withdrawn.add(request.id)
         if self._ledger is not None:
             self._ledger.withdraw(request)
@@ -216,21 +217,22 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 self._connection.on_scheduler(reservations.release, held.id, within_s=ANSWER_S)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """Start a worker in a slot, through the slot's keeper."""
+        """Start a worker in a slot through the slot's keeper."""
         slot: KeptSlot = place.handle
         return slot.launch(boot, events)
 
     def lost(self, place: Place) -> bool:
-        """Return whether the Dask worker of a slot is gone."""
+        """Return whether the Dask worker of a slot is gone from the cluster."""
         slot: KeptSlot = place.handle
         return slot.is_lost
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Hold other Dask workers in place of lost ones, in the same reservation."""
+        """Hold other Dask workers in place of lost ones, within the same reservation."""
         held: Lot = reservation.handle
-        if held.taken is not None or held.keepers is not None:  # a private cluster's, or a detachable pool's
+        # Slots of private clusters and of detachable pools can't be replaced.
+        if held.taken is not None or held.keepers is not None:
             return None
-        # the scheduler would have to place new slots relative to the remaining ones
+        # For these requests the scheduler would have to place new slots relative to the remaining slots.
         if request.together or request.strategy.startswith("strict"):
             return None
         self._connection.renew()
@@ -246,16 +248,16 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return attrs.evolve(reservation, places=places)
 
     def release(self, reservation: Reservation) -> None:
-        """Release the Dask workers, which serve their cluster again."""
+        """Release the Dask workers of a reservation, so that other users of the cluster get these workers."""
         self._free(reservation.handle)
 
     def running(self) -> Sequence[Running]:
-        """List the scheduler's reservations of this driver, and the workers that the keepers find."""
+        """List this driver's reservations in the scheduler, and the workers that the keepers report."""
         ours = [held for held in self._listed() if held.client == self._connection.id or held.id in self._held]
         return [*map(_running, ours), *self._keepers.running()]
 
     def strays(self) -> Sequence[Running]:
-        """List Dask workers that are held for drivers that are gone."""
+        """List Dask workers that are still held for drivers that no longer exist."""
         return [_running(held) for held in self._listed() if not held.present]
 
     def _listed(self) -> list[Held]:
@@ -263,19 +265,19 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return reservation_list
 
     def close(self) -> None:
-        """Leave the cluster; end a private one."""
+        """Disconnect from a joined cluster, or end a private cluster."""
         self._closing.close()
 
     # -- reserving
 
     def _place(self, held: Lot, request: Request, lot: int = 0) -> tuple[Place, ...]:
         grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request, lot)
-        # a fresh key: a detachable pool's key is passed to other drivers
+        # A detachable pool gets a separate key, because other drivers will get the key.
         key = wire.new_key() if request.detachable else None
         try:
             addresses = self._start_keepers(held, grants, request, key)
         except BaseException:
-            if lot:  # only the new workers are released: the remaining slots stay held
+            if lot:  # Only the new workers are released, because the remaining slots stay held.
                 only = [grant.worker for grant in grants]
                 self._connection.on_scheduler(reservations.release, held.id, only, within_s=ANSWER_S)
             raise
@@ -317,7 +319,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return self._granted(slot_request, request)
 
     def _own_grants(self, held: Lot, request: Request) -> Sequence[Grant]:
-        """Start Dask workers in the private cluster, and hold these workers as the slots."""
+        """Start new Dask workers in the private cluster, and hold these workers as the slots."""
         assert self._private is not None
         assert held.taken is not None
         try:
@@ -331,7 +333,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return [attrs.evolve(grant, gpus=devices) for grant, devices in zip(grants, gpus, strict=True)]
 
     def _granted(self, wanted: Wanted, request: Request) -> Sequence[Grant]:
-        # seconds; the scheduler enforces the request's timeout, and this bound is for a hung scheduler
+        # The scheduler enforces the request's timeout. This longer timeout is for a hung scheduler.
         patience = request.timeout + _START_S
         version = self._connection.version
         answer = self._connection.on_scheduler(reservations.reserve, wanted, version, within_s=patience)
@@ -364,7 +366,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         return dict(answers)
 
     def _blame(self, workers: Mapping[str, object]) -> None:
-        """Raise an error that names the silent Dask workers, if the scheduler itself answers."""
+        """Raise an error that names unresponsive Dask workers, if the scheduler itself responds."""
         if silent := self._connection.on_scheduler(reservations.silent, list(workers), within_s=ANSWER_S):
             raise PlacementError(f"these Dask workers don't answer, and start no worker: {', '.join(silent)}")
 
@@ -396,26 +398,27 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         except ClusterError as error:
             if _is_silence(error):
                 self._unreleased.add(held.id)
-            return  # nothing to release without a scheduler; a silent one gets the release again later
+            return  # Without a scheduler nothing is held. A silent scheduler gets the release again later.
         if stuck:
             raise ClusterError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
 
     def _released(self, reservation: str, within_s: float = ANSWER_S) -> list[str]:
-        """Release a reservation; return the stuck workers."""
+        """Release a reservation, and return the workers that failed to end their slots."""
         scheduler = self._connection.on_scheduler
         stuck: list[str] = scheduler(reservations.release, reservation, within_s=within_s, pong_s=_RELEASE_PONG_S)
         self._unreleased.discard(reservation)
         return stuck
 
     def _kill(self, held: Lot, worker: str) -> None:
-        """Kill the process of a Dask worker with a stuck keeper. On a dialling thread."""
-        if held.id not in self._held:  # the slot is being released, and the scheduler kills a stuck worker
+        """Kill the process of a Dask worker with a stuck keeper. Runs on a dialling thread."""
+        if held.id not in self._held:  # The slot is being released, so the scheduler itself kills a stuck worker.
             return
-        with contextlib.suppress(Exception):  # gone, or without a nanny; the scheduler ends a stuck worker on release
+        # The worker may be gone or have no nanny. The scheduler ends a stuck worker on release.
+        with contextlib.suppress(Exception):
             self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_KILL_S)
 
     def _heard(self, event: Mapping[str, Any]) -> None:
-        """Mark the slot of a lost Dask worker as lost. On the client's loop."""
+        """Mark the slot of a lost Dask worker as lost. Runs on the event loop of the Dask client."""
         held = self._held.get(event.get("reservation", ""))
         slot = held.slots.get(event.get("lost", "")) if held is not None else None
         if slot is not None:
@@ -423,15 +426,18 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
 
 class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled, Growing):
-    """A shared cluster. The scheduler's plugin stores pool names; the first slot's keeper is the lead."""
+    """The executor for a shared Dask cluster.
+
+    The scheduler's plugin stores the names of detached pools. The keeper of a pool's first slot is the lead.
+    """
 
     def leaving(self) -> Mapping[str, float | None]:
-        """List the machines with retiring workers."""
+        """List the machines with Dask workers that will retire soon."""
         nodes: dict[str, float | None] = self._connection.on_scheduler(reservations.leaving, within_s=ANSWER_S)
         return nodes
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
-        """Register the pool's name, then tell the keepers to outlive the driver."""
+        """Register the pool's name, then notify the keepers that the pool outlives the driver."""
         held: Lot = reservation.handle
         assert held.keepers is not None
         rows = [
@@ -450,7 +456,7 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
         held.keepers.publish(lease, (held.id, rows), register, withdraw, self.published)
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Adopt the lead keeper, and with the lead's permission the other keepers."""
+        """Adopt the lead keeper of a detached pool, then the other keepers with the lead's permission."""
         registration = self.registration(name)
         id, rows = registration.facts
         held = Lot(id)
@@ -462,12 +468,12 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
         return Adopted(Reservation(places, held), lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
-        """Release a detached pool through the scheduler."""
+        """Release the slots of a detached pool through the scheduler."""
         id, _ = self.registration(name).facts
         self._connection.on_scheduler(reservations.release, id, within_s=ANSWER_S)
 
     def let_go(self, reservation: Reservation) -> None:
-        """Close the connections to a pool's keepers, after a notification to the keepers."""
+        """Notify a pool's keepers that this driver leaves, and close the connections to the keepers."""
         held: Lot = reservation.handle
         if self._held.get(held.id) is held:
             del self._held[held.id]
@@ -475,35 +481,35 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
             held.keepers.give_up()
 
     def reach(self) -> Reach:
-        """Return the address from which this driver talks to the scheduler, and the keepers' certificates."""
+        """Return this machine's address on the connection to the scheduler, and the certificates of keepers."""
         return Reach(self._connection.host, self._keepers.tls)
 
     def announce(self, window: Window) -> None:
-        """Register a window in the scheduler's plugin."""
+        """Register a window for `colocate top` in the scheduler's plugin."""
         self._connection.on_scheduler(reservations.announce, window, self._connection.id, within_s=ANSWER_S)
 
     def retract(self, window: Window) -> None:
-        """Remove a window from the scheduler's plugin."""
-        with contextlib.suppress(ClusterError):  # the scheduler is gone, or this driver has disconnected
+        """Remove a window for `colocate top` from the scheduler's plugin."""
+        with contextlib.suppress(ClusterError):  # The scheduler may be gone, or this driver may have disconnected.
             self._connection.on_scheduler(reservations.retract, window, within_s=ANSWER_S)
 
     def windows(self) -> Sequence[Window]:
-        """List the windows in the scheduler's plugin."""
+        """List the windows for `colocate top` in the scheduler's plugin."""
         windows: list[Window] = self._connection.on_scheduler(reservations.windows, within_s=ANSWER_S)
         return windows
 
     def registrations(self) -> Sequence[Registration]:
-        """List the detached pools in the scheduler's plugin."""
+        """List the registrations of detached pools in the scheduler's plugin."""
         registrations: list[Registration] = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
         return registrations
 
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
-        """Return the keepers of a reserved or adopted pool; None for a pool that can't be detached."""
+        """Return the keepers of a detachable pool's reservation; None for other reservations."""
         held: Lot = reservation.handle
         return held.keepers
 
     def slot_of(self, place: Place) -> KeptSlot:
-        """Return the slot of a place."""
+        """Return the driver's connection to the slot of a place."""
         slot: KeptSlot = place.handle
         return slot
 
@@ -522,7 +528,7 @@ def _is_silence(error: BaseException) -> bool:
 
 
 def _device(devices: tuple[int, ...]) -> str:
-    return torch_device(0 if devices else None)  # a worker sees only one slot's devices
+    return torch_device(0 if devices else None)  # A worker sees only the devices of one slot, numbered from 0.
 
 
 def _is_loopback(grant: Grant) -> bool:

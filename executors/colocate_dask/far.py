@@ -1,6 +1,6 @@
-"""Code that runs in the Dask worker of a slot: a description of the process, and the start of the keeper.
+"""Functions that run in a slot's Dask worker, to describe the process and to start and end the keeper.
 
-Role code doesn't run here but in a process of the keeper's, so nothing has to be unloaded when a slot is given back.
+Role code runs in processes that the keeper starts, so a released slot leaves no role code in the Dask worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from colocate.keeper import Keeper, Thread
 from colocate.wire import Tls
 from colocate_dask.offers import Facts
 
-TOPIC = "colocate"  # Topic of Dask events: lost workers, for drivers, and ended pools, for the scheduler
+TOPIC = "colocate"  # Dask events on this topic notify drivers of lost workers, and the scheduler of ended pools.
 
 _REMEMBERED = 100
 
@@ -34,21 +34,21 @@ _REMEMBERED = 100
 class Plan:
     """The settings with which a Dask worker starts one keeper."""
 
-    reservation: str  # id of the reservation
-    grant: str  # id of the slot's grant
-    key: bytes = attrs.field(repr=False)  # the driver's secret
-    host: str | None  # address of this machine for other machines; None if no other machine connects
-    env: Mapping[str, str]  # environment of the workers
-    encrypted: bool = False  # whether TLS with the Dask worker's own certificates protects traffic between machines
-    label: str = ""  # the reservation's name, unique among all drivers (`Request.id`)
-    detachable: bool = False  # whether other drivers may adopt the pool
-    ports: tuple[int, int] | None = None  # the first and the last port to listen on; None for any
+    reservation: str  # Id of the reservation.
+    grant: str  # Id of the slot's grant (`Grant.id`).
+    key: bytes = attrs.field(repr=False)  # The secret that the driver shares with the keeper.
+    host: str | None  # Address of this machine for other machines; None if no other machine connects.
+    env: Mapping[str, str]  # Environment variables of the workers that the keeper starts.
+    encrypted: bool = False  # Whether TLS with the Dask worker's own certificates protects traffic between machines.
+    label: str = ""  # The reservation's name, unique among all drivers (`Request.id`).
+    detachable: bool = False  # Whether other drivers may adopt the pool.
+    ports: tuple[int, int] | None = None  # The first and the last port to listen on; None for any port.
     cut_s: float | None = None
 
 
 @attrs.define(eq=False)
 class _OnWorker:
-    """The keepers of one Dask worker, by grant, and the grants that have ended."""
+    """The state of one Dask worker: the keepers by grant id, and the ids of recently ended grants."""
 
     keepers: dict[str, Keeper] = attrs.field(factory=dict)
     over: list[str] = attrs.field(factory=list)
@@ -58,26 +58,29 @@ _on_workers: weakref.WeakKeyDictionary[Any, _OnWorker] = weakref.WeakKeyDictiona
 
 
 def describe(dask_worker: Any = None) -> Facts:
-    """Return the versions, GPUs and time of retirement of this process."""
+    """Return the facts about this process: versions, visible GPUs, and the time of a planned end."""
     python = ".".join(platform.python_version_tuple()[:2])
-    # seconds since the worker was made, shortly after the start of the process
+    # `lifetime` counts from the worker's creation, which is shortly after the start of the process.
     lifetime = getattr(dask_worker, "lifetime", None)
     retires = psutil.Process().create_time() + lifetime if lifetime else None
     return Facts(python, colocate.__version__, gpus.listed(), "dask_cuda" in sys.modules, retires)
 
 
 async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
-    """Start this worker's keeper from `plans` (by address); return the keeper's address."""
+    """Start the keeper for this Dask worker and return the keeper's address.
+
+    `plans` has a plan for each Dask worker, by address.
+    """
     plan = plans[dask_worker.address]
     state = _on_workers.setdefault(dask_worker, _OnWorker())
-    for grant in list(state.keepers):  # the scheduler has freed the slot, so an older keeper is a leftover
+    for grant in list(state.keepers):  # An older keeper is a leftover, because the scheduler has freed the slot since.
         await end(grant, dask_worker)
     if plan.grant in state.over:
         raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
 
     def forget() -> None:
         state.keepers.pop(plan.grant, None)
-        # once the driver is gone, this event is the only way to tell the scheduler of the pool's end
+        # After the driver's exit, only this event notifies the scheduler of the pool's end.
         if plan.detachable:
             dask_worker.loop.add_callback(dask_worker.log_event, TOPIC, {"over": plan.reservation})
 
@@ -98,7 +101,7 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
 
 
 async def end(grant: str, dask_worker: Any) -> None:
-    """End the keeper of a grant, or prevent a later start; return when the keeper's worker is gone."""
+    """End the keeper of a grant and wait until the keeper's workers have exited. Also prevents a later start."""
     state = _on_workers.setdefault(dask_worker, _OnWorker())
     state.over = [*state.over, grant][-_REMEMBERED:]
     if (keeper := state.keepers.pop(grant, None)) is not None:
@@ -106,7 +109,10 @@ async def end(grant: str, dask_worker: Any) -> None:
 
 
 async def _on_a_thread(keeper: Keeper) -> None:
-    """Close a keeper without blocking Dask's loop. A plain thread: at exit the loop's executor starts nothing."""
+    """Close a keeper on a new thread, so that Dask's event loop isn't blocked.
+
+    At interpreter exit the event loop's own executor starts no threads any more.
+    """
     loop = asyncio.get_running_loop()
     closed = loop.create_future()
 
@@ -118,22 +124,22 @@ async def _on_a_thread(keeper: Keeper) -> None:
 
     try:
         Thread(target=close, name="colocate-keeper-close").start()
-    except RuntimeError:  # no thread could be started, so Dask's loop blocks until the workers have ended
+    except RuntimeError:  # If no thread can be started, Dask's event loop blocks until the workers have ended.
         close()
     await closed
 
 
 def kill(dask_worker: Any) -> None:
-    """Kill the process of a worker that doesn't answer. Runs in the nanny, which Dask passes as `dask_worker`."""
+    """Kill the process of an unresponsive Dask worker. Runs in the worker's nanny, which Dask passes as argument."""
     if dask_worker.pid:
         os.kill(dask_worker.pid, signal.SIGKILL)
 
 
 def tls_of(security: Any, side: str) -> Tls:
-    """Return the certificates of one side, "client" or "worker".
+    """Return the TLS certificates in a Dask `Security` object for one side, "client" or "worker".
 
     Raises:
-        ConfigError: A certificate or key is missing. (The connection must not fall back to clear text.)
+        ConfigError: A certificate or key is missing. The connection must not fall back to clear text.
         OSError: A file can't be read.
     """
     names = ["tls_ca_file", f"tls_{side}_cert", f"tls_{side}_key"]
@@ -145,5 +151,5 @@ def tls_of(security: Any, side: str) -> Tls:
 
 
 def _text(part: str) -> str:
-    """Return PEM text; Dask accepts the text or the path of a file."""
+    """Return the PEM text of a certificate, which Dask accepts either as text or as the path of a file."""
     return part if "\n" in part else Path(part).read_text()

@@ -1,4 +1,4 @@
-"""A thread with an event loop, for the driver's side of Dask."""
+"""A thread with an event loop, which runs the Dask client of the driver."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ _CANCELS, _CANCELLED_WITHIN_S = 5, 1.0
 
 
 NAME = "colocate-dask"
-"""The name of the thread."""
+"""The name of the thread that runs the event loop."""
 
 
 class LoopThread:
-    """Runs coroutines for other threads. A loop of our own, not Dask's: this one ends even when Dask is stuck."""
+    """Runs coroutines for other threads, on an event loop that ends even when Dask is stuck.
+
+    Dask's own event loop might not end.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -40,12 +43,12 @@ class LoopThread:
         self._loop, self._over = started.get()
 
     def run(self, coming: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
-        """Run a coroutine and wait for the result; cancel the coroutine after the timeout, or on Ctrl-C.
+        """Run a coroutine on the loop's thread and wait for the result. A timeout or Ctrl-C cancels the coroutine.
 
         Raises:
             TimeoutError: The coroutine took longer, or the loop ends.
         """
-        with self._lock:  # a loop that is already ending would never run this coroutine
+        with self._lock:  # A loop that is already ending would never run this coroutine.
             if self._ending:
                 coming.close()
                 raise TimeoutError("the event loop has been closed")
@@ -60,10 +63,10 @@ class LoopThread:
             self._asked.discard(future)
 
     def close(self) -> None:
-        """Cancel all coroutines and end the thread; waiting callers of `run` get a TimeoutError.
+        """Cancel all coroutines and end the thread. Pending calls of `run` raise a TimeoutError.
 
         Raises:
-            ClusterError: Something of Dask's doesn't end; it is left to itself.
+            ClusterError: A part of Dask doesn't end after the cancellation. The thread is abandoned.
         """
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(_ENDS_WITHIN_S)
@@ -78,17 +81,17 @@ class LoopThread:
         The scheduler would otherwise notice the driver's end only after the child's. The descriptors stay open: Dask's
         objects, copied into the child too, close these numbers later.
         """
-        # the map is None once the selector is closed
+        # The map is None once the selector is closed.
         watched = {key.fd for key in list((self._selector.get_map() or {}).values())}
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in watched - {nowhere}:
             os.dup2(nowhere, descriptor, inheritable=False)
-        # another `forget` may have closed a watched descriptor, and `nowhere` may have got this number
+        # Another `forget` may have closed a watched descriptor, and `os.open` may have returned the same number.
         if nowhere not in watched:
             os.close(nowhere)
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Report unhandled errors, except Dask's waits that timed out while the loop was ending."""
+        """Report unhandled errors, except timeouts of Dask's own waits while the loop is ending."""
         if not (self._ending and isinstance(context.get("exception"), TimeoutError)):
             loop.default_exception_handler(context)
 
@@ -96,7 +99,7 @@ class LoopThread:
         async def serve() -> None:
             over = asyncio.Event()
             loop = asyncio.get_running_loop()
-            # Dask uses helper threads rarely: one is enough, started here so that no later start can fail.
+            # Dask rarely uses helper threads, so one is enough. The thread starts now, so that no later start can fail.
             loop.set_default_executor(ThreadPoolExecutor(1, "colocate-dask-helper"))
             await loop.run_in_executor(None, int)
             loop.set_exception_handler(self._report)
@@ -104,7 +107,7 @@ class LoopThread:
             await over.wait()
             with self._lock:
                 self._ending = True
-            await asyncio.sleep(0)  # pending `run` calls become tasks in this turn
+            await asyncio.sleep(0)  # Pending `run` calls become tasks during this sleep.
             await _cancel_all()
 
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector)) as runner:
@@ -112,9 +115,9 @@ class LoopThread:
 
 
 async def _cancel_all() -> None:
-    """Cancel all other tasks, repeatedly if necessary.
+    """Cancel all other tasks of the event loop, and repeat this if tasks don't end.
 
-    A cancelled task of Dask's closes its worker, and for this waits for another task, which was cancelled too.
+    A cancelled task of Dask closes its worker, and during this waits for another task that was also cancelled.
     """
     for _ in range(_CANCELS):
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -124,4 +127,4 @@ async def _cancel_all() -> None:
             task.cancel()
         for task in (await asyncio.wait(tasks, timeout=_CANCELLED_WITHIN_S))[0]:
             if not task.cancelled():
-                task.exception()  # marks the exception as retrieved, which silences a warning
+                task.exception()  # This call marks the exception as retrieved, which silences a warning.

@@ -1,4 +1,4 @@
-"""Offers of Dask workers, and the choice of workers for a request: plain data, without Dask."""
+"""The offers of Dask workers, and the choice of workers for a request. Imports no Dask."""
 
 from __future__ import annotations
 
@@ -11,60 +11,64 @@ import attrs
 from colocate.keeper import difference
 from colocate.placement import matches
 
-_SHOWN = 8  # values shown per label and machine
+_SHOWN = 8  # Error texts show at most this many values of a label per machine.
 
 
 @attrs.frozen
 class Wanted:
-    """A driver's request for slots, all or none, as sent to the scheduler."""
+    """A driver's request to the scheduler for some slots. The scheduler grants all of the slots or none."""
 
-    reservation: str  # id of the future reservation
-    client: str  # id of the driver's Dask client; the slots are freed when this client goes
-    owner: str  # name of the pool
-    slots: int  # number of slots
-    cpus: float = 0  # threads of each slot
-    gpus: int = 0  # GPUs of each slot
-    memory: int = 0  # bytes of each slot; 0 for any
-    strategy: str = "pack"  # same as in `Request`
-    timeout: float = 60.0  # seconds to wait while the slots could fit later
-    share: bool = False  # whether workers with other tasks are accepted, and stay open for tasks
-    only: tuple[str, ...] | None = None  # addresses of the exact workers to hold, in this order; None to choose
-    label: str = ""  # the reservation's name, unique among all drivers (`Request.id`)
-    lot: int = 0  # the reservation's number of slots, if these slots replace lost ones; else 0
-    # same as in `Request`; labels are `name` and `host` of Dask workers
+    reservation: str  # Id of the future reservation.
+    client: str  # Id of the driver's Dask client. The slots are freed when this client disconnects.
+    owner: str  # Name of the pool.
+    slots: int
+    cpus: float = 0  # Number of Dask threads that each slot needs.
+    gpus: int = 0  # Number of GPUs that each slot needs.
+    memory: int = 0  # Bytes of memory that each slot needs; 0 for any amount.
+    strategy: str = "pack"  # Placement strategy (`Request.strategy`).
+    timeout: float = 60.0  # Seconds to wait for slots that don't fit now.
+    share: bool = False  # Whether slots may use Dask workers with other tasks, and leave these workers open for tasks.
+    # Addresses of the exact Dask workers to hold, in this order; None for any workers.
+    only: tuple[str, ...] | None = None
+    label: str = ""  # The reservation's name, unique among all drivers (`Request.id`).
+    lot: int = 0  # Number of slots of the whole reservation, if this request replaces lost slots; else 0.
+    # Labels that each slot's Dask worker must have: `name` and `host` are the possible labels.
     labels: Mapping[str, str] = attrs.field(factory=dict)
-    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's resources of each slot
-    together: str = ""  # same as in `Request`
-    grow: bool | None = False  # same as in `Request`
+    # Amounts of Dask's resources that each slot needs, by name.
+    resources: Mapping[str, float] = attrs.field(factory=dict)
+    together: str = ""  # A label that must have one value on all slots (`Request.together`); empty for none.
+    grow: bool | None = False  # Whether to wait for new Dask workers (`Request.grow`).
 
 
 @attrs.frozen
 class Held:
-    """A reservation in the scheduler's table."""
+    """A reservation in the scheduler's table of reservations."""
 
-    label: str  # name of the reservation (`Request.id`)
-    id: str  # id of the reservation
-    client: str  # id of the driver's Dask client; empty for a detached pool
-    present: bool  # whether this client is still connected, or none is needed
-    slots: int  # number of slots at the time of the reservation
-    workers: tuple[str, ...]  # addresses of the remaining Dask workers
-    hosts: tuple[str, ...]  # addresses of the remaining workers' machines
-    since: float  # time of the reservation, in seconds of time.time()
-    stuck: tuple[str, ...] = ()  # addresses of workers that failed to end their slots
+    label: str  # Name of the reservation (`Request.id`).
+    id: str
+    client: str  # Id of the driver's Dask client; empty for a detached pool.
+    present: bool  # Whether the client is connected; True for a detached pool.
+    slots: int  # Number of slots at the time of the reservation.
+    workers: tuple[str, ...]  # Addresses of the remaining Dask workers.
+    hosts: tuple[str, ...]  # Addresses of the machines of the remaining Dask workers.
+    since: float  # Time of the reservation, in seconds of `time.time()`.
+    stuck: tuple[str, ...] = ()  # Addresses of Dask workers that failed to end their slots.
 
 
 @attrs.frozen
 class Facts:
-    """The facts that a Dask worker reports about the process."""
+    """The facts that a process reports about itself: versions, GPUs, and the planned end."""
 
-    python: str  # version of Python, as "3.12"
-    colocate: str  # version of colocate
-    visible: tuple[str, ...] | None = None  # the GPUs in `CUDA_VISIBLE_DEVICES`; None if unset
-    dask_cuda: bool = False  # whether dask-cuda started the worker, which then owns the first visible GPU
-    retires: float | None = None  # time of a planned close (`--lifetime`), in seconds of time.time()
+    python: str  # The version of Python, as "3.12".
+    colocate: str
+    visible: tuple[str, ...] | None = None  # The GPUs in `CUDA_VISIBLE_DEVICES`; None if the variable isn't set.
+    # Whether dask-cuda started the Dask worker. The first visible GPU then belongs to this worker.
+    dask_cuda: bool = False
+    # Time of a planned close (`--lifetime`), in seconds of `time.time()`; None if none is planned.
+    retires: float | None = None
 
     def unlike(self, driver: Facts) -> str | None:
-        """Describe a difference in versions from the driver's, and a remedy; None if the versions match."""
+        """Describe how versions differ from the driver's versions, with a remedy. None if the versions match."""
         local_versions, remote_versions = (
             {"colocate": facts.colocate, "python": facts.python} for facts in (driver, self)
         )
@@ -73,27 +77,27 @@ class Facts:
 
 @attrs.frozen
 class Offer:
-    """One Dask worker: room for one slot."""
+    """A Dask worker that can be used as one slot."""
 
-    worker: str  # address of the worker
-    host: str  # address of the machine
-    cpus: float  # number of threads
-    gpus: int = 0  # number of GPUs
-    # the GPUs' names for `CUDA_VISIBLE_DEVICES`; None if the worker doesn't tell
+    worker: str  # Address of the Dask worker.
+    host: str  # Address of the worker's machine.
+    cpus: float  # Number of Dask threads.
+    gpus: int = 0
+    # Names of the GPUs for `CUDA_VISIBLE_DEVICES`; None if the Dask worker doesn't report GPUs.
     visible: tuple[str, ...] | None = None
-    memory: int = 0  # memory limit in bytes; 0 for none
-    unfit: str = ""  # why the worker can never hold a slot; empty for a usable worker
-    taken: str = ""  # why the worker can't hold a slot now; empty for a free worker
-    name: str = ""  # name of the worker
-    resources: Mapping[str, float] = attrs.field(factory=dict)  # Dask's resources
+    memory: int = 0  # Memory limit in bytes; 0 for no limit.
+    unfit: str = ""  # The reason why the worker can never hold a slot; empty for a usable worker.
+    taken: str = ""  # The reason why the worker can't hold a slot now; empty for a free worker.
+    name: str = ""  # Dask's name of the worker.
+    resources: Mapping[str, float] = attrs.field(factory=dict)  # Amounts of Dask's resources, by name.
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels that requests can select by."""
+        """The Dask worker's labels, by which requests can select workers."""
         return {"name": self.name, "host": self.host}
 
     def suits(self, wanted: Wanted) -> bool:
-        """Return whether a slot would fit if the worker were free."""
+        """Return whether a requested slot would fit on the Dask worker if the worker were free."""
         memory = not (wanted.memory and self.memory) or self.memory >= wanted.memory
         further = all(self.resources.get(name, 0) >= amount for name, amount in wanted.resources.items())
         counted = self.cpus >= wanted.cpus and self.gpus >= wanted.gpus and memory and further
@@ -101,26 +105,27 @@ class Offer:
 
     @property
     def rank_key(self) -> tuple[object, ...]:
-        """The sort key of ranks: machine, devices, address."""
+        """The key that sorts workers into ranks: by machine, then GPUs, then address."""
         return host_key(self.host), tuple(map(device_key, self.visible or ())), host_key(self.worker)
 
 
 @attrs.frozen
 class Grant:
-    """One slot that a driver holds."""
+    """A slot that the scheduler has granted to a driver."""
 
-    worker: str  # address of the Dask worker
-    host: str  # address of the machine
-    gpus: tuple[str, ...] = ()  # names of the GPUs in `CUDA_VISIBLE_DEVICES`
-    # a new id per grant: a reservation may lose a worker and get the same worker again
+    worker: str  # Address of the Dask worker that holds the slot.
+    host: str  # Address of the worker's machine.
+    gpus: tuple[str, ...] = ()  # Names of the slot's GPUs, for `CUDA_VISIBLE_DEVICES`.
+    # Each grant has a new id, because a reservation may lose a worker and get the same worker again.
     id: str = attrs.field(factory=lambda: secrets.token_hex(8))
 
 
 @attrs.frozen
 class Refusal:
-    """No slot is held: the request can never fit, or didn't fit in time.
+    """A refusal of a whole request: the slots can never fit, or didn't fit in time.
 
-    `rows` is the table of nodes; `asked` the last target of an adaptive cluster, in workers, if there is one.
+    `rows` is the table of nodes for the error. `asked` is the number of workers last requested from an adaptive
+    cluster; None for other clusters.
     """
 
     never: bool
@@ -129,7 +134,7 @@ class Refusal:
 
 
 def host_key(address: str) -> tuple[object, ...]:
-    """Return a key that sorts addresses naturally, with numbers by value."""
+    """Return a sort key for addresses that compares numbers by value, so that port 9 comes before port 10."""
     scheme, _, rest = address.rpartition("://")
     host, _, port = rest.rpartition(":") if scheme else (rest, "", "")
     try:
@@ -140,7 +145,7 @@ def host_key(address: str) -> tuple[object, ...]:
 
 
 def device_key(name: str) -> tuple[bool, int, str]:
-    """Return a key that sorts GPUs: by index, with UUIDs last."""
+    """Return a sort key for names of GPUs: indices by value, then UUIDs."""
     return not name.isdigit(), _number(name), name
 
 
@@ -149,7 +154,7 @@ def _number(text: str) -> int:
 
 
 def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
-    """Choose the workers for a request, in the order of the ranks; None if there are too few."""
+    """Choose Dask workers for a request and return their offers in the order of ranks; None if there are too few."""
     alike: dict[str, list[Offer]] = {}
     for offer in offers:
         if (shared := offer.labels.get(wanted.together)) is not None or not wanted.together:
@@ -160,7 +165,7 @@ def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
 
 def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
     by_host: dict[str, list[Offer]] = {}
-    # A slot takes the smallest suitable worker, and so leaves larger workers to larger requests.
+    # A slot takes the smallest suitable worker, so that larger workers stay free for larger requests.
     for offer in sorted(offers, key=lambda offer: (offer.gpus, offer.cpus, offer.rank_key)):
         if offer.suits(wanted):
             by_host.setdefault(offer.host, []).append(offer)
@@ -177,7 +182,7 @@ def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None
 
 
 def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]:
-    """Return a row per node: the request, the total, the free part, and why the rest isn't free."""
+    """Return a table row for each machine: request, total, free part, and the reasons why workers aren't free."""
     by_host: dict[str, list[Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.rank_key):
         by_host.setdefault(offer.host, []).append(offer)
@@ -232,7 +237,7 @@ def _reasons(offers: Sequence[Offer]) -> str:
 
 
 def grant(offer: Offer, wanted: Wanted, used: Mapping[str, set[str]]) -> Grant:
-    """Assign GPUs to a slot: the worker's visible GPUs, or else the lowest free indices of the machine."""
+    """Assign GPUs to a slot: the worker's visible GPUs, or else the lowest free indices on the machine."""
     if not wanted.gpus:
         return Grant(offer.worker, offer.host)
     if offer.visible is not None:

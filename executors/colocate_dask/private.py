@@ -1,4 +1,4 @@
-"""A Dask cluster for one driver."""
+"""A private Dask cluster, which runs inside the driver's process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from colocate_dask.loop import NAME, LoopThread
 from colocate_dask.scratch import PREFIX
 
 _LOOPBACK = "127.0.0.1:0"
-_STARTS_WITHIN_S = 30.0  # seconds; a worker needs milliseconds, since worker and scheduler run in this process
+_STARTS_WITHIN_S = 30.0  # A worker starts within milliseconds, because worker and scheduler run in this process.
 
 
 @attrs.frozen(eq=False)
 class _Made:
-    """A Dask worker, and the worker's scratch folder."""
-
     worker: Worker
     scratch: str
 
 
 class PrivateCluster:
-    """A scheduler and Dask workers in this very process: nothing listens, and nothing outlives the process.
+    """A Dask scheduler and Dask workers inside the driver's process.
+
+    No part listens on a port, and no part outlives the driver's process.
 
     Role code runs in a keeper's process, not in a Dask worker, so Dask processes would add nothing: they would need
     a `__main__` guard in every script, and a port open to all users of this machine.
@@ -40,7 +40,7 @@ class PrivateCluster:
     def __init__(self, loop: LoopThread) -> None:
         self._loop = loop
         self._workers: dict[str, _Made] = {}
-        self._changing = asyncio.Lock()  # a start or stop of workers finishes before the cluster closes
+        self._changing = asyncio.Lock()  # This lock makes a start or stop of workers finish before the cluster closes.
         self._closed = False
         self._quiet = _quieten()
         try:
@@ -50,15 +50,15 @@ class PrivateCluster:
             raise
 
     def start(self, slots: int, cpus: float, gpus: int) -> list[str]:
-        """Start workers; return their addresses.
+        """Start Dask workers and return their addresses.
 
         Raises:
-            TimeoutError: The cluster is being closed, or they didn't start.
+            TimeoutError: The cluster is being closed, or the workers didn't start in time.
         """
         return self._loop.run(self._start(slots, cpus, gpus))
 
     def stop(self, workers: Sequence[str]) -> None:
-        """Stop workers. The workers of a closed or closing cluster stop with the cluster."""
+        """Stop Dask workers. A cluster that is closing stops all of its workers without this call."""
         try:
             self._loop.run(self._stop(workers))
         except TimeoutError:
@@ -66,7 +66,7 @@ class PrivateCluster:
                 raise
 
     def close(self) -> None:
-        """End the workers and the scheduler."""
+        """Close the Dask workers and the scheduler."""
         try:
             self._loop.run(self._close())
         finally:
@@ -74,7 +74,7 @@ class PrivateCluster:
 
     async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
         async with self._changing:
-            if self._closed:  # a new worker would look for the closed scheduler for ever
+            if self._closed:  # A new worker would search for the closed scheduler for ever.
                 raise TimeoutError("the cluster has been closed")
             made_workers = await self._make(slots, cpus, gpus)
             self._workers.update({entry.worker.address: entry for entry in made_workers})
@@ -96,7 +96,8 @@ class PrivateCluster:
         ]
         entries = [_Made(worker, scratch) for worker in started]
         try:
-            async with asyncio.timeout(_STARTS_WITHIN_S):  # bounds `close` too, which waits for this block
+            # This timeout also bounds `close`, which waits until the start has ended.
+            async with asyncio.timeout(_STARTS_WITHIN_S):
                 await asyncio.gather(*started)
             for worker in started:
                 _stop_listening(worker)
@@ -124,10 +125,10 @@ class PrivateCluster:
 
 
 def _quieten() -> Callable[[], None]:
-    """Mute Dask's non-critical output and false log lines; return a function that undoes this.
+    """Mute Dask's non-critical output and false log lines, and return a function that ends the muting.
 
-    The filter goes on the first handler, which Dask's import adds: `silence_logs` would set the level of all stream
-    and file handlers of root and "distributed", also of handlers that a user or pytest has added.
+    The filter is added to the first handler only, which Dask's import adds. `silence_logs` would set the level of all
+    stream and file handlers of root and "distributed", also of handlers that a user or pytest has added.
     """
     handlers = [
         candidate
@@ -168,37 +169,39 @@ async def _end(doomed: Sequence[_Made]) -> None:
 
 
 async def _start() -> tuple[Any, str]:
-    """Start the cluster; return the cluster and the scheduler's scratch folder."""
+    """Start the cluster, and return the cluster with the path of the scheduler's scratch folder."""
     scratch = tempfile.mkdtemp(prefix=PREFIX)
     options: dict[str, Any] = {
         "n_workers": 0,
         "processes": False,
-        # all traffic stays in this process
+        # Encryption isn't needed, because all traffic stays in this process.
         "security": Security(require_encryption=False),  # type: ignore[no-untyped-call]
         "dashboard_address": _LOOPBACK,
         "scheduler_kwargs": {"dashboard": False, "local_directory": scratch},
-        "silence_logs": False,  # True would change everyone's handlers: see `_quieten`
+        "silence_logs": False,  # True would also change the log handlers of other code.
     }
     try:
         cluster = await LocalCluster(asynchronous=True, **options)  # type: ignore[no-untyped-call]
     finally:
         _forget(scratch)
-    cluster.shutdown_on_close = False  # at interpreter exit core closes the cluster, after the cluster's users
+    # At interpreter exit, core first closes the users of the cluster, then the cluster.
+    cluster.shutdown_on_close = False
     _stop_listening(cluster.scheduler)
     return cluster, scratch
 
 
 def _forget(scratch: str) -> None:
-    """Remove a scratch folder at once: without tasks nothing is spilled, and a killed driver leaves a folder.
+    """Remove a scratch folder, and the entries below the folder in `sys.path`, which Dask has added.
 
-    Dask has also put the folder on `sys.path`, which belongs to the driver here.
+    Called right after the start, so that a killed driver leaves no folder behind. Dask writes to the folder only when
+    tasks need it, and there are none.
     """
     shutil.rmtree(scratch, ignore_errors=True)
     sys.path[:] = [entry for entry in sys.path if not entry.startswith(scratch)]
 
 
 def _give_folder(node: Any) -> None:
-    """Recreate the scratch folder of a closing worker or scheduler: Dask complains about a missing one."""
+    """Recreate the scratch folder of a closing worker or scheduler, because Dask complains about a missing folder."""
     os.makedirs(node.local_directory, exist_ok=True)
 
 

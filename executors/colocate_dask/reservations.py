@@ -1,7 +1,7 @@
-"""The scheduler plugin that records which driver holds which Dask worker.
+"""A scheduler plugin that records which driver holds which Dask worker.
 
 The plugin runs on the scheduler's event loop, so code between two awaits is atomic. A slot is freed when the driver
-releases the reservation, when the driver's Dask client goes away in any manner, or when the slot's worker goes.
+releases the reservation, when the driver's Dask client disconnects for any reason, or when the slot's worker leaves.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ NAME = "colocate-reservations"
 _logger = logging.getLogger("distributed.scheduler")
 
 _ANSWER_S = 8.0
-# Each worker is pinged before a grant: the scheduler itself misses a lost worker only after minutes.
+# Each worker is pinged before a grant, because the scheduler notices a lost worker only after minutes.
 _DOUBT_S = 3.0
 _ASK_AGAIN_S = 1.0
 _KILL_S = 3.0
-_QUIET_S = 1.0  # seconds; a worker that hasn't ended a slot by then may be on a lost or silent machine
-# A nanny replaces a worker within a second or so. Until then the worker counts as taken rather than absent, so that no
-# request is refused for ever that could be met in a moment.
+_QUIET_S = 1.0  # A worker that hasn't ended a slot within this time may be on a lost or unresponsive machine.
+# A nanny replaces a lost worker within about a second. Until then the worker counts as taken, not as absent.
+# Without this time, a request that will fit in a moment would be refused for ever.
 _REPLACED_S = 15.0
-# An adaptive cluster asks for a target of workers every second by default. Before that interval has passed, nobody
-# knows whether the cluster is adaptive; after a long silence the cluster no longer counts as adaptive.
+# By default an adaptive cluster asks every second for the target number of workers.
+# Before this time has passed, the plugin can't know whether the cluster is adaptive.
 _LISTENS_S = 2.0
-_ADAPTS_S = 60.0
+_ADAPTS_S = 60.0  # A cluster that hasn't asked for this long no longer counts as adaptive.
 
 
 @attrs.define(eq=False)
 class _Hold:
-    """A Dask worker that a driver holds."""
-
     reservation: str
     client: str
     grant: Grant
@@ -61,31 +59,34 @@ class _Hold:
 
 
 class Reservations(SchedulerPlugin):
-    """The table of held workers, waiting requests, detached pools and windows."""
+    """The scheduler's tables of held workers, waiting requests, detached pools and windows."""
 
     name = NAME
     idempotent = True
 
     def __init__(self) -> None:
         self._holds: dict[str, _Hold] = {}
-        self._facts: dict[str, Facts | str] = {}  # by worker; a text explains why there are no facts
-        self._silent: set[str] = set()  # workers that don't answer
-        self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: nanny, and latest offer
-        self._replaced: dict[str, Offer] = {}  # by nanny: offer of the worker being replaced
-        self._waiting: dict[str, Wanted] = {}  # requests without slots so far, by reservation
-        self._adapted = -math.inf  # time of the last question from an adaptive cluster
-        self._asked_for: int | None = None  # target last given to an adaptive cluster, in workers
-        self._registrations: dict[
-            str, tuple[str, str, Registration]
-        ] = {}  # detached pools by name: reservation, lead, registration
-        self._windows: dict[str, tuple[str, Window]] = {}  # windows of jobs by id, each with the id of a client
+        # Facts by worker, or an error text that explains why a worker reported no facts.
+        self._facts: dict[str, Facts | str] = {}
+        self._silent: set[str] = set()  # These workers don't answer at present.
+        # The nanny's address and the latest offer of each worker, by the worker's address.
+        self._seen: dict[str, tuple[str, Offer]] = {}
+        # Last offers of workers that a nanny is replacing, by the nanny's address.
+        self._replaced: dict[str, Offer] = {}
+        self._waiting: dict[str, Wanted] = {}  # Requests that wait for slots, by reservation id.
+        self._adapted = -math.inf  # Time at which an adaptive cluster last asked for a target.
+        self._asked_for: int | None = None  # Number of workers that was last requested from an adaptive cluster.
+        # The detached pools by name: id of the reservation, Dask worker of the lead keeper, and registration.
+        self._registrations: dict[str, tuple[str, str, Registration]] = {}
+        self._windows: dict[str, tuple[str, Window]] = {}  # Windows of jobs by id, each with the id of a Dask client.
 
     async def start(self, scheduler: Any) -> None:
-        """Set up the state that needs the scheduler's loop. Called by Dask."""
+        """Set up the state that needs the scheduler's event loop. Dask calls this method."""
         self._scheduler = scheduler
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._asked: dict[str, asyncio.Task[Any]] = {}  # running questions, by worker
+        # Running tasks that request the facts of a worker, by the worker's address.
+        self._asked: dict[str, asyncio.Task[Any]] = {}
         for worker in scheduler.workers:
             self.add_worker(scheduler, worker)
         self._listens_until = time.monotonic() + _LISTENS_S
@@ -95,16 +96,16 @@ class Reservations(SchedulerPlugin):
     # -- what drivers ask for
 
     async def reserve(self, wanted: Wanted, version: Facts) -> Sequence[Grant] | Refusal:
-        """Hold all slots of a request, or none."""
+        """Hold all slots of a request, or return a refusal after the request's timeout."""
         deadline = time.monotonic() + wanted.timeout
         self._waiting[wanted.reservation] = wanted
-        heard: set[str] = set()  # workers that have just answered
+        heard: set[str] = set()  # These workers have answered since the last wait.
         try:
             while True:
                 heard |= await self._learn()
                 changed = self._changed
                 if wanted.reservation not in self._waiting or wanted.client not in self._scheduler.clients:
-                    return Refusal(False, ())  # the request was withdrawn; no driver reads this answer
+                    return Refusal(False, ())  # The request was withdrawn, and no driver reads this answer.
                 offers = self._offers(wanted, version)
                 if (chosen := choose([offer for offer in offers if not offer.taken], wanted)) is not None:
                     if doubtful := {offer.worker for offer in chosen} - heard:
@@ -122,14 +123,14 @@ class Reservations(SchedulerPlugin):
             self._waiting.pop(wanted.reservation, None)
 
     async def release(self, reservation: str, only: Collection[str] | None = None) -> list[str]:
-        """Free the slots of a reservation, or withdraw a waiting request.
+        """Free the slots of a reservation, or withdraw a request that is waiting for slots.
 
         Args:
             reservation: The reservation's id.
-            only: Workers to free without waiting; the others stay held. None for all.
+            only: The Dask workers to free, without waiting; the other workers stay held. None frees all workers.
 
         Returns:
-            The stuck workers, which stay held until they leave the cluster.
+            The workers that failed to end their slots, and stay held until they leave the cluster.
         """
         if only is not None:
             self._background(self._end_all(lambda each: each.reservation == reservation and each.grant.worker in only))
@@ -161,10 +162,9 @@ class Reservations(SchedulerPlugin):
         ]
 
     def publish(self, reservation: str, lead: str, registration: Registration) -> str | None:
-        """Detach a reservation under a name; return the name's present owner if the name is taken.
+        """Detach a reservation under a name. If the name is taken, return the present owner instead.
 
-        From now on the reservation is freed when its keepers report the end, and no longer when the driver's client
-        goes.
+        Afterwards a report of the keepers frees the reservation; a disconnect of the driver's client doesn't.
         """
         other = self._registrations.get(registration.name)
         if other is not None and other[0] != reservation:
@@ -177,22 +177,22 @@ class Reservations(SchedulerPlugin):
         return None
 
     def withdraw(self, reservation: str, client: str) -> None:
-        """Undo a publication: the reservation belongs to the driver again."""
+        """Undo `publish`, so that the reservation belongs to the driver's client again."""
         self._forget(reservation)
         for hold in self._holds.values():
             if hold.reservation == reservation:
                 hold.client = client
 
     def registrations(self) -> list[Registration]:
-        """List the detached pools."""
+        """List the registrations of detached pools."""
         return [registration for _, _, registration in self._registrations.values()]
 
     def announce(self, window: Window, client: str) -> None:
-        """Register a window of a client's job, until the client goes."""
+        """Register a window of a client's job. The window is removed when the client disconnects."""
         self._windows[window.id] = client, window
 
     def retract(self, window: Window) -> None:
-        """Remove a window."""
+        """Remove a registered window."""
         self._windows.pop(window.id, None)
 
     def windows(self) -> list[Window]:
@@ -209,7 +209,7 @@ class Reservations(SchedulerPlugin):
         return sorted({*workers} & {*self._scheduler.workers} - await self._ask(workers, _DOUBT_S))
 
     def leaving(self) -> dict[str, float | None]:
-        """Return machines with held workers that are closing or will retire, with the time if known."""
+        """Return the machines of held workers that are closing or will retire, with the time if known."""
         nodes: dict[str, float | None] = {}
         for worker, hold in self._holds.items():
             facts, state = self._facts.get(worker), self._scheduler.workers.get(worker)
@@ -220,23 +220,24 @@ class Reservations(SchedulerPlugin):
         return nodes
 
     async def offers(self) -> list[Offer]:
-        """List an offer for each worker of the cluster."""
+        """Return an offer for each worker of the cluster."""
         await self._learn()
         return [self._offer(worker) for worker in self._scheduler.workers]
 
     # -- Dask's hooks
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """Register a new worker. A hook of Dask's."""
+        """Register a new Dask worker. Dask calls this hook."""
         nanny = scheduler.workers[worker].nanny or ""
         self._seen[worker] = nanny, self._offer(worker)
         self._replaced.pop(nanny, None)
-        if self._waiting:  # the first answer takes an import; asking on arrival lets workers import in parallel
+        # A worker's first answer needs an import of colocate. Asking on arrival lets workers import in parallel.
+        if self._waiting:
             self._ask_one(worker)
         self._news()
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
-        """Free the slot of a lost worker and notify the driver. A hook of Dask's."""
+        """Free the slot of a lost Dask worker and notify the driver. Dask calls this hook."""
         self._facts.pop(worker, None)
         self._silent.discard(worker)
         nanny, offer = self._seen.pop(worker)
@@ -247,30 +248,30 @@ class Reservations(SchedulerPlugin):
             words = f"Dask worker {worker} has left the cluster: its process ended, or lost its scheduler"
             scheduler.log_event(TOPIC, {"lost": worker, "reservation": hold.reservation, "words": words})
             if any(lead == worker for _, lead, _ in self._registrations.values()):
-                self._background(self.release(hold.reservation))  # a pool without a lead can't be adopted
+                self._background(self.release(hold.reservation))  # A pool without a lead keeper can't be adopted.
         self._news()
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """Free the slots of a lost driver. A hook of Dask's."""
+        """Free the slots of a driver after the disconnect of the driver's client. Dask calls this hook."""
         self._waiting = {key: request for key, request in self._waiting.items() if request.client != client}
         self._windows = {id: (of, window) for id, (of, window) in self._windows.items() if of != client}
         self._news()
         self._background(self._end_all(lambda hold: hold.client == client))
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Retry waiting requests after a task ended: a worker may be idle now. A hook of Dask's."""
+        """Retry waiting requests after a task has ended, because a worker may be idle now. Dask calls this hook."""
         if self._waiting and start in ("processing", "memory"):
             self._news()
 
     def valid_workers_downscaling(self, scheduler: Any, workers: Sequence[Any]) -> list[Any]:
-        """Keep held workers out of an adaptive cluster's downscaling. A hook of Dask's."""
+        """Exclude held workers from an adaptive cluster's downscaling. Dask calls this hook."""
         return [worker for worker in workers if worker.address not in self._holds]
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """React to logged events: a worker that runs again, or the end of a detached pool. A hook of Dask's."""
+        """Handle logged events: a worker that runs again, or the end of a detached pool. Dask calls this hook."""
         if undocumented.runs_again(msg) and (hold := self._holds.get(topic)) is not None and hold.paused:
-            # A worker that paused by itself for lack of memory says so when memory is free again. Pauses from outside
-            # don't reach the worker.
+            # A worker that paused for lack of memory reports the end of the pause by itself.
+            # The hold's own pause is made in the scheduler, and doesn't reach the worker.
             undocumented.pause(self._scheduler, topic, f"colocate-hold-{hold.reservation}")
         if topic == TOPIC and isinstance(msg, Mapping) and "over" in msg:
             self._background(self.release(msg["over"]))
@@ -280,7 +281,10 @@ class Reservations(SchedulerPlugin):
     # -- clusters that grow
 
     def _grows(self, wanted: Wanted) -> bool:
-        """Return whether workers may come: by the request's `grow`, else in an adaptive or empty cluster."""
+        """Return whether the cluster may get more workers for a request.
+
+        The request's `grow` decides, if set. Otherwise adaptive and empty clusters may get more workers.
+        """
         if wanted.grow is not None:
             return wanted.grow
         return not self._scheduler.workers or self._is_adaptive
@@ -290,11 +294,10 @@ class Reservations(SchedulerPlugin):
         return time.monotonic() < self._adapted + _ADAPTS_S
 
     def _known_at(self, wanted: Wanted, deadline: float) -> float:
-        """Return the time at which the absence of an adaptive cluster is certain."""
+        """Return the time from which the plugin knows that the cluster isn't adaptive."""
         return -math.inf if wanted.grow is not None else min(deadline, self._listens_until)
 
     def _tell_adaptive(self, own: int) -> int:
-        """Answer an adaptive cluster's question with `_target`, and record the time and the answer."""
         if not self._is_adaptive:
             self._news()
         self._adapted = time.monotonic()
@@ -302,10 +305,10 @@ class Reservations(SchedulerPlugin):
         return self._asked_for
 
     def _target(self, own: int) -> int:
-        """Return a target of workers for an adaptive cluster; `own` is the scheduler's target.
+        """Return the target number of workers for an adaptive cluster. `own` is the scheduler's target.
 
-        The target counts held workers, requested slots, and busy workers that would suit a request; plus one when tasks
-        have no worker because all are held.
+        The target counts held workers, requested slots, and busy workers that would suit a request. One more is added
+        if all workers are held and tasks wait for a worker.
         """
         waiting = [request for request in self._waiting.values() if self._grows(request)]
         free = [worker for worker in self._scheduler.workers if worker not in self._holds]
@@ -336,7 +339,7 @@ class Reservations(SchedulerPlugin):
         return task
 
     def _expect(self, nanny: str, offer: Offer) -> None:
-        """Count a lost worker as being replaced, for `_REPLACED_S` seconds."""
+        """Count a lost worker as being replaced, until `_REPLACED_S` seconds have passed."""
         lost = attrs.evolve(offer, taken="being replaced by its nanny")
         self._replaced[nanny] = lost
 
@@ -348,16 +351,16 @@ class Reservations(SchedulerPlugin):
         asyncio.get_running_loop().call_later(_REPLACED_S, give_up)
 
     async def _learn(self) -> set[str]:
-        """Query the facts of new workers, and again of silent ones; return the workers that have answered."""
+        """Request the facts of new and silent workers, and return the workers that have answered."""
         unknown = [worker for worker in self._scheduler.workers if not isinstance(self._facts.get(worker), Facts)]
-        for worker in self._silent:  # a silent worker answers in the background
+        for worker in self._silent:  # A silent worker is asked in the background, without a wait.
             self._ask_one(worker)
         return await self._ask([worker for worker in unknown if worker not in self._silent], _ANSWER_S)
 
     async def _ask(self, workers: Collection[str], within_s: float) -> set[str]:
-        """Query the facts of workers; return the workers that answered in time.
+        """Request the facts of workers, and return the workers that answered in time.
 
-        The others count as silent until they answer.
+        Other workers count as silent until an answer arrives.
         """
         tasks = {worker: self._ask_one(worker) for worker in workers if worker in self._scheduler.workers}
         if tasks:
@@ -377,9 +380,9 @@ class Reservations(SchedulerPlugin):
         try:
             answer = await undocumented.call(self._scheduler, worker, far.describe, within_s=_ANSWER_S)
             facts = answer if isinstance(answer, Facts) else "with another colocate"
-        except OSError:  # no answer in time, or no connection
+        except OSError:  # The worker didn't answer in time, or couldn't be reached.
             facts = None
-        except Exception as error:  # any error from an import of colocate in the worker
+        except Exception as error:  # An import of colocate in the worker may raise any error.
             facts = f"where colocate doesn't work ({error})"
         if worker not in self._scheduler.workers:
             return
@@ -421,7 +424,7 @@ class Reservations(SchedulerPlugin):
         return offer
 
     def _taken(self, worker: str, state: Any, share: bool) -> str:
-        """Explain why a worker isn't free now; empty for a free worker."""
+        """Return the reason why a worker can't be used now; empty for a free worker."""
         if (hold := self._holds.get(worker)) is not None:
             return self._held_by(hold)
         if worker in self._silent:
@@ -471,15 +474,14 @@ class Reservations(SchedulerPlugin):
         await asyncio.gather(*endings)
 
     async def _end(self, hold: _Hold) -> None:
-        """Free a worker once the slot's processes are gone."""
         worker = hold.grant.worker
         ending = undocumented.call(self._scheduler, worker, far.end, hold.grant.id, within_s=_ANSWER_S)
         try:
             if await _ends_or_is_away(self._background(ending), worker):
-                # The keeper there notices the driver's absence and ends the worker's processes. Until an answer
-                # arrives, the worker counts as silent and gets no slot.
+                # The keeper notices the driver's absence and ends the worker's processes.
+                # Until an answer arrives, the worker counts as silent and gets no slot.
                 self._silent |= {worker} & self._seen.keys()
-        except Exception as error:  # stopped, stuck or gone: the process has to be killed
+        except Exception as error:  # The worker is stopped, stuck or gone, so the process must be killed.
             if self._holds.get(worker) is hold:
                 _logger.warning("colocate: Dask worker %s doesn't end its slot (%r): ending it", worker, error)
                 await self._kill(hold)
@@ -491,18 +493,18 @@ class Reservations(SchedulerPlugin):
             self._news()
 
     async def _kill(self, hold: _Hold) -> None:
-        """Kill a worker's process through the nanny. A survivor stays held until the worker leaves the cluster."""
+        """Kill a worker's process through the nanny. A process that survives stays held until it leaves the cluster."""
         hold.stuck = True
         worker = hold.grant.worker
         try:
             await undocumented.call(self._scheduler, worker, far.kill, within_s=_KILL_S, nanny=True)
             await asyncio.wait_for(hold.gone.wait(), _KILL_S)
-        except Exception:  # no nanny, or a stuck one
+        except Exception:  # The worker may have no nanny, or the nanny may be stuck.
             pass
 
 
 async def _ends_or_is_away(ending: asyncio.Task[Any], worker: str) -> bool:
-    """Wait for a worker's answer; return True, without further waiting, if the machine refuses connections."""
+    """Wait until a worker has ended a slot. Return True, without more waiting, if its machine refuses connections."""
     await asyncio.wait([ending], timeout=_QUIET_S)
     ended = ending.done() and ending.exception() is None
     if not ended and not await undocumented.takes_connections(worker, _QUIET_S):
@@ -516,62 +518,62 @@ async def _ends_or_is_away(ending: asyncio.Task[Any], worker: str) -> bool:
 
 
 async def reserve(wanted: Wanted, version: Facts, *, dask_scheduler: Any) -> Sequence[Grant] | Refusal:
-    """See `Reservations.reserve`."""
+    """Run `Reservations.reserve` in the scheduler."""
     return await _table(dask_scheduler).reserve(wanted, version)
 
 
 async def release(reservation: str, only: Collection[str] | None = None, *, dask_scheduler: Any) -> list[str]:
-    """See `Reservations.release`."""
+    """Run `Reservations.release` in the scheduler."""
     return await _table(dask_scheduler).release(reservation, only)
 
 
 async def offers(*, dask_scheduler: Any) -> list[Offer]:
-    """See `Reservations.offers`."""
+    """Run `Reservations.offers` in the scheduler."""
     return await _table(dask_scheduler).offers()
 
 
 def leaving(*, dask_scheduler: Any) -> dict[str, float | None]:
-    """See `Reservations.leaving`."""
+    """Run `Reservations.leaving` in the scheduler."""
     return _table(dask_scheduler).leaving()
 
 
 async def silent(workers: Collection[str], *, dask_scheduler: Any) -> list[str]:
-    """See `Reservations.silent`."""
+    """Run `Reservations.silent` in the scheduler."""
     return await _table(dask_scheduler).silent(workers)
 
 
 async def held(*, dask_scheduler: Any) -> list[Held]:
-    """See `Reservations.held`."""
+    """Run `Reservations.held` in the scheduler."""
     return _table(dask_scheduler).held()
 
 
 def publish(reservation: str, lead: str, registration: Registration, *, dask_scheduler: Any) -> str | None:
-    """See `Reservations.publish`."""
+    """Run `Reservations.publish` in the scheduler."""
     return _table(dask_scheduler).publish(reservation, lead, registration)
 
 
 def withdraw(reservation: str, client: str, *, dask_scheduler: Any) -> None:
-    """See `Reservations.withdraw`."""
+    """Run `Reservations.withdraw` in the scheduler."""
     _table(dask_scheduler).withdraw(reservation, client)
 
 
 def registrations(*, dask_scheduler: Any) -> list[Registration]:
-    """See `Reservations.registrations`."""
+    """Run `Reservations.registrations` in the scheduler."""
     return _table(dask_scheduler).registrations()
 
 
 def announce(window: Window, client: str, *, dask_scheduler: Any) -> None:
-    """See `Reservations.announce`."""
+    """Run `Reservations.announce` in the scheduler."""
     _table(dask_scheduler).announce(window, client)
 
 
 def retract(window: Window, *, dask_scheduler: Any) -> None:
-    """See `Reservations.retract`."""
+    """Run `Reservations.retract` in the scheduler."""
     _table(dask_scheduler).retract(window)
 
 
 def windows(*, dask_scheduler: Any) -> list[Window]:
-    """See `Reservations.windows`."""
+    """Run `Reservations.windows` in the scheduler."""
     return _table(dask_scheduler).windows()
 
 

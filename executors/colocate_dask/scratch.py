@@ -1,4 +1,4 @@
-"""The scratch folders of a private Dask cluster, made and removed at once. Imports no Dask."""
+"""The scratch folders of private Dask clusters, and the search for leftover folders. Imports no Dask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MADE_WITHIN_S = 60.0
 
 
 def left_here() -> list[Running]:
-    """List scratch folders of drivers that ended between the creation and the removal."""
+    """List scratch folders of private clusters that were never removed, because the driver died before."""
     folders = []
     for entry in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         try:

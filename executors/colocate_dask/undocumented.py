@@ -1,6 +1,8 @@
-"""Parts of `distributed` that are used here but not documented there; tests/dask/test_undocumented.py guards these.
+"""The undocumented parts of `distributed` that colocate uses.
 
-Functions with a client run in drivers, the others in the scheduler. Used as documented: `Client.run`,
+`tests/dask/test_undocumented.py` checks that these parts still exist.
+
+Functions that take a client run in drivers, the other functions in the scheduler. Used as documented: `Client.run`,
 `run_on_scheduler`, `register_plugin` and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the
 attributes of `WorkerState`.
 """
@@ -22,33 +24,36 @@ _OP = "colocate"
 
 
 def ask_for_nothing(client: Any) -> None:
-    """Stop a client's periodic request for the list of workers: every two seconds, for no reader here."""
+    """Stop a client's request for the list of workers every two seconds, because no code here reads the list."""
     client._periodic_callbacks["scheduler-info"].stop()
 
 
 def stream_of(client: Any) -> Any:
-    """Return a client's stream to the scheduler; each reconnect makes a new one."""
+    """Return a client's stream to the scheduler, which is a new object after each reconnect."""
     return client.scheduler_comm
 
 
 def sockets_of(client: Any) -> list[socket.socket]:
-    """Return the sockets of a client's connections to the scheduler: of the stream, and of the pool."""
+    """Return all sockets that connect a client with the scheduler: the stream's and the connection pool's."""
     stream = stream_of(client).comm if stream_of(client) is not None else None
     pools = [*client.rpc.available.values(), *client.rpc.occupied.values()]
     comms = [comm for comm in (stream, *(comm for pool in pools for comm in pool)) if comm is not None]
-    # an in-process comm has no stream, nor has a closed one
+    # In-process and closed connections have no stream.
     streams = [getattr(comm, "stream", None) for comm in comms]
     return [stream.socket for stream in streams if stream is not None and stream.socket is not None]
 
 
 async def asked(client: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in the scheduler like `Client.run_on_scheduler`, without the log line. Needs `answers` there."""
+    """Run a function in the scheduler, as `Client.run_on_scheduler` but without a log line.
+
+    The scheduler must have called `answers`.
+    """
     pack: Callable[[Any], bytes] = dumps
     return (await getattr(client.scheduler, _OP)(function=pack(function), args=pack(args)))["result"]
 
 
 def answers(scheduler: Any) -> None:
-    """Register the scheduler's handler for `asked`."""
+    """Register the handler for requests of `asked` in the scheduler."""
     unpack: Callable[[bytes], Any] = loads
     wrapped: Callable[[Any], Any] = to_serialize
 
@@ -60,12 +65,12 @@ def answers(scheduler: Any) -> None:
 
 
 async def is_there(client: Any) -> None:
-    """Ping a client's scheduler, which logs nothing of the ping."""
+    """Ping a client's scheduler. The scheduler doesn't log the ping."""
     await client.scheduler.echo()
 
 
 def close_surplus(client: Any) -> None:
-    """Close a client's idle connections except one; the client's pool would keep all."""
+    """Close all idle connections of a client except one for each address. Dask itself would close none."""
     for comms in client.rpc.available.values():
         for comm in list(comms)[1:]:
             comms.remove(comm)
@@ -74,48 +79,48 @@ def close_surplus(client: Any) -> None:
 
 
 def plugin_of(scheduler: Any, name: str) -> Any:
-    """Return a scheduler plugin by name; None if not registered."""
+    """Return a scheduler plugin by name; None if no plugin has this name."""
     return scheduler.plugins.get(name)
 
 
 async def takes_connections(address: str, within_s: float) -> bool:
-    """Return whether a process accepts connections at an address, busy or not; True for an in-process address."""
+    """Return whether a process accepts connections at an address, even if busy. True for in-process addresses."""
     if not address.startswith(("tcp://", "tls://")):
         return True
     try:
         opening = asyncio.open_connection(*get_address_host_port(address))
         _, writer = await asyncio.wait_for(opening, within_s)
-    except OSError:  # includes TimeoutError
+    except OSError:  # TimeoutError is a subclass of OSError.
         return False
     writer.close()
-    with contextlib.suppress(OSError):  # the other side has reset the connection
-        await writer.wait_closed()  # otherwise the socket would outlive this call
+    with contextlib.suppress(OSError):  # The other side may have reset the connection.
+        await writer.wait_closed()  # Without this wait the socket would outlive the call.
     return True
 
 
 def pause(scheduler: Any, worker: str, reason: str) -> None:
-    """Stop giving tasks to a worker, at once: the scheduler itself assigns the tasks."""
+    """Stop assigning tasks to a worker. This takes effect at once, because the scheduler itself assigns tasks."""
     scheduler.handle_worker_status_change("paused", worker, reason)
 
 
 def resume(scheduler: Any, worker: str, reason: str) -> None:
-    """Give tasks to a worker again, unless the worker is closing."""
+    """Assign tasks to a paused worker again, unless the worker is closing."""
     if scheduler.workers[worker].status.name == "paused":
         scheduler.handle_worker_status_change("running", worker, reason)
 
 
 def runs_again(msg: Any) -> bool:
-    """Return whether an event, logged with a worker's address as topic, says that the worker runs again."""
+    """Return whether a logged event says that a worker accepts tasks again. The topic is the worker's address."""
     return isinstance(msg, Mapping) and (msg.get("action"), msg.get("status")) == ("worker-status-change", "running")
 
 
 def keep_busy(scheduler: Any, count: int) -> None:
-    """Add `count` to the scheduler's work in progress: a scheduler with work doesn't end by idle-timeout."""
+    """Add `count` to the scheduler's work in progress, because a scheduler without work may end by idle-timeout."""
     scheduler._active_graph_updates += count
 
 
 def follow_adaptive(scheduler: Any, shown: Callable[[int], int], told: Callable[[int], int]) -> None:
-    """Replace the scheduler's answers on the number of workers that adaptive clusters should have.
+    """Replace the scheduler's answers about the number of workers that adaptive clusters should have.
 
     Args:
         scheduler: The scheduler.
@@ -128,28 +133,28 @@ def follow_adaptive(scheduler: Any, shown: Callable[[int], int], told: Callable[
 
 
 def has_tasks_to_place(scheduler: Any) -> bool:
-    """Return whether any task waits for a worker."""
+    """Return whether any task waits for a Dask worker to run on."""
     return bool(scheduler.queued or scheduler.unrunnable)
 
 
 def is_starting(state: Any) -> bool:
-    """Return whether a worker has connected but isn't ready for tasks."""
+    """Return whether a Dask worker has connected but isn't ready for tasks yet."""
     return bool(state.status.name == "init")
 
 
 def is_running(state: Any) -> bool:
-    """Return whether a worker accepts tasks."""
+    """Return whether a Dask worker accepts tasks."""
     return bool(state.status.name == "running")
 
 
 async def call(
     scheduler: Any, worker: str, function: Callable[..., Any], *args: Any, within_s: float, nanny: bool = False
 ) -> Any:
-    """Run a function in a worker, or in the worker's nanny, from the scheduler; return the result.
+    """Run a function in a Dask worker or the worker's nanny, from the scheduler, and return the result.
 
     Raises:
-        RuntimeError: The function raised; has the error's text.
-        Exception: The function could not be run, in time or at all.
+        RuntimeError: The function raised an error. The text is included.
+        Exception: The function could not be run, or not in time.
     """
     message = {"op": "run", "function": dumps(function), "args": dumps(args), "kwargs": dumps({}), "wait": True}  # type: ignore[no-untyped-call]
     coming = scheduler.broadcast(msg=message, workers=[worker], nanny=nanny)
@@ -160,7 +165,6 @@ async def call(
 
 
 def _value(result: Any) -> Any:
-    """Deserialize a result: the scheduler forwards results packed."""
     if isinstance(result, Serialized):
         return deserialize(result.header, result.frames)  # type: ignore[no-untyped-call]
     return result.data if isinstance(result, Serialize) else result

@@ -1,1 +1,1 @@
-"""The embedded executor: slots are threads of this process, or processes on this machine. No server."""
+"""The local executor. Slots are threads of the driver, or processes on this machine."""

@@ -1,4 +1,4 @@
-"""The embedded executor: options choose one of two variants, and only that variant is imported."""
+"""The entry class of the local executor, which imports only the variant that the options choose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate_local.machine import Machine
 
 
 class Local(Machine):
-    """Slots on this machine: threads of the driver, or with `processes=True` a process each."""
+    """The local executor: each slot is a thread of the driver, or with `processes=True` a process."""
 
     @classmethod
     def connect(  # type: ignore[override]  # the signature shows users the options
@@ -25,13 +25,13 @@ class Local(Machine):
         gpus: int | None = None,
         strict: bool = False,
     ) -> Executor:
-        """Start an executor on this machine.
+        """Create a local executor.
 
         Args:
-            processes: A process per slot instead of a thread.
-            cpus: CPUs to hand out; None doesn't count them.
-            gpus: GPUs to hand out; None for those that this process sees.
-            strict: Send everything through the wire format, on threads too.
+            processes: Whether each slot is a process instead of a thread.
+            cpus: Number of CPUs for slots; None doesn't count CPUs.
+            gpus: Number of GPUs for slots; None for all GPUs that this process sees.
+            strict: Whether all values pass through the wire format, even between threads.
         """
         node = Node(platform.node(), cpus, count_gpus() if gpus is None else gpus)
         if processes:
@@ -44,18 +44,18 @@ class Local(Machine):
 
     @classmethod
     def foresee(cls, options: Mapping[str, Any]) -> None:
-        """Start the template process of the workers, in advance."""
+        """Start the workers' template process before the executor is needed."""
         if options.get("processes") is True:
             forks.foresee(os.environ)
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Return None: no option of this executor can do harm."""
+        """Accept every option of a config, because no option of this executor can do harm."""
         return None
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
-        """Return the executor class for processes or for threads."""
+        """Return the executor class for processes or for threads, as the options choose."""
         from colocate_local.processes import LocalProcesses
         from colocate_local.threads import LocalThreads
 

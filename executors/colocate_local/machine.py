@@ -1,4 +1,4 @@
-"""The base of both embedded variants: this machine as one node with slots."""
+"""The common base class of both local executors, which offers this machine as one node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocate.placement import Ledger
 
 
 class Machine(Executor, SharedSlots):
-    """The slots of this machine."""
+    """An executor with slots on this machine. A ledger counts the free CPUs and GPUs."""
 
     name = "local"
 
@@ -19,7 +19,7 @@ class Machine(Executor, SharedSlots):
         self._node = node
         self._ledger = Ledger([node], self._device)
         self._gpus = names(node.gpus)
-        self._runtimes: set[str] = set()  # ids of the runtimes with requests here (in practice one)
+        self._runtimes: set[str] = set()  # Ids of the runtimes that have sent requests; in practice only one.
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
@@ -35,7 +35,7 @@ class Machine(Executor, SharedSlots):
         return self._ledger.reserve(request)
 
     def withdraw(self, request: Request) -> None:
-        """Withdraw a request that waits for slots."""
+        """Withdraw a request that is waiting for slots."""
         self._ledger.withdraw(request)
 
     def release(self, reservation: Reservation) -> None:
@@ -48,7 +48,7 @@ class Machine(Executor, SharedSlots):
 
     @abc.abstractmethod
     def _workers(self) -> list[Running]:
-        """List the workers that still run."""
+        """List the workers that are still running."""
 
     def _is_ours(self, worker: str) -> bool:
         return worker.partition("/")[0] in self._runtimes

@@ -1,4 +1,4 @@
-"""Entry point of the embedded executor."""
+"""Entry point of the local executor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from colocate.executor import About, Executor
 
 @hookimpl
 def colocate_executor() -> type[Executor]:
-    """Return the executor's class."""
+    """Return the class of the local executor."""
     from colocate_local.local import Local
 
     return Local
@@ -16,7 +16,7 @@ def colocate_executor() -> type[Executor]:
 
 @hookimpl
 def colocate_about() -> About:
-    """Describe this executor for commands and errors, without an import of the executor."""
+    """Describe the executor for commands and error texts, without importing the executor."""
     return About(
         capabilities={"OwnProcess": "local with processes=True", "SharedSlots": "local"}, packages=("colocate_local",)
     )

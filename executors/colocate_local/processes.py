@@ -1,4 +1,4 @@
-"""Slots as processes of this machine, each on a socket pair: all GPUs of the machine without a cluster."""
+"""The local executor with a process for each slot. A socket pair connects driver and process."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from colocate_local.machine import Machine
 
 
 class LocalProcesses(Machine, OwnProcess):
-    """One process per slot. Workers end with the driver, even when the driver is killed."""
+    """An executor with one process per slot. The workers end with the driver, even if the driver is killed."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
         self.event_loop = wire.EventLoop("local", on_death=self._hub_ended)
         self._launcher = Launcher()
         for thread in (self._launcher, self.event_loop):
-            thread.start()  # started here, so that a failure to start a thread reaches the caller of `connect`
+            # The threads start here, so that a failure to start a thread reaches the caller of `connect`.
+            thread.start()
         forks.hold(os.environ)
         self.hosts: dict[str, ProcessHost] = {}
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
-        return torch_device(0 if devices else None)  # a worker sees only the devices of one slot, numbered from 0
+        return torch_device(0 if devices else None)  # A worker sees only the devices of one slot, numbered from 0.
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """Start a worker as a process."""
+        """Start a worker in a new process."""
         env = {**boot.env, **shown(self._gpus, place.devices)}
         host = ProcessHost(self, boot, events)
         self.hosts[boot.worker] = host
         try:
             self._launcher.run(lambda: host.start(env))
-        except BaseException:  # the start failed, or Ctrl-C interrupted the wait
+        except BaseException:  # The start has failed, or Ctrl-C has interrupted the wait.
             self._launcher.soon(host.give_up)
             raise
         return host
 
     def _workers(self) -> list[Running]:
-        """List the child processes of this process, also those without an entry in `hosts`."""
+        """List the worker processes below this process, including processes without an entry in `hosts`."""
         workers_by_pid = {host.pid: worker for worker, host in list(self.hosts.items())}
         children = [(workers_by_pid.get(child.started, child.label), child) for child in below_this()]
         running = [
@@ -57,7 +58,7 @@ class LocalProcesses(Machine, OwnProcess):
         return running + [leftover.running(self._node.name) for leftover in leftovers]
 
     def _hub_ended(self, reason: str) -> None:
-        """Report all workers as lost: the event loop has ended, so no message would arrive."""
+        """Report all workers as lost, because the event loop has ended and no message can arrive."""
         for host in list(self.hosts.values()):
             host.lost(reason)
 
@@ -71,7 +72,7 @@ class LocalProcesses(Machine, OwnProcess):
 
 
 class ProcessHost(Host):
-    """The driver's end of a worker process: lane, output, exit."""
+    """The driver's handle of a worker process, with the connection, the output and the exit."""
 
     def __init__(self, executor: LocalProcesses, boot: Boot, events: HostEvents) -> None:
         self.boot = boot
@@ -82,7 +83,7 @@ class ProcessHost(Host):
         self._reason: str | None = None
 
     def start(self, env: dict[str, str]) -> None:
-        """Start the process with `env` on top of this process's environment. On the launching thread."""
+        """Start the process with this process's environment, changed by `env`. Runs on the launching thread."""
         ours, theirs = socket.socketpair()
         try:
             self.lane = self._executor.event_loop.attach(ours, self._events.received, self._lane_closed)
@@ -98,28 +99,28 @@ class ProcessHost(Host):
         self.lane.send(*first_message(self.boot))
 
     def give_up(self) -> None:
-        """Kill the process of a start that failed or was interrupted. On the launching thread."""
+        """Kill the process of a failed or interrupted start. Runs on the launching thread."""
         if not self._process.pid:
             self._executor.hosts.pop(self.boot.worker, None)
         self.kill()
 
     def send(self, frame: Any) -> None:
-        """Send a message to the worker."""
+        """Send a message to the worker process."""
         if self.lane is not None:
             self.lane.send(frame)
 
     def kill(self) -> None:
-        """Kill the process, without waiting."""
+        """Kill the process without waiting for the exit."""
         self._process.kill()
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Call `then` with the worker's current activity, read from the worker's memory."""
+        """Call `then` with the worker's current activity, read from the memory of the worker's process."""
         self._process.look(then)
 
     # -- on the event loop's thread
 
     def _lane_closed(self, reason: str) -> None:
-        # A worker without a connection is useless: the worker exits by itself, or is killed after this delay.
+        # A worker without a connection is useless. After this delay a worker that hasn't exited is killed.
         self._executor.event_loop.later(AFTER_LANE_S, self._process.end_astray)
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
@@ -130,6 +131,6 @@ class ProcessHost(Host):
         self._events.exited(Exit(exitcode, signal, self._reason or detail))
 
     def lost(self, reason: str) -> None:
-        """Reap a process that the driver can't receive messages from any more."""
+        """Kill and reap the process, because the driver can't receive messages from the worker any more."""
         self._reason = reason
         self._process.reap()

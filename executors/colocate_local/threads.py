@@ -1,4 +1,7 @@
-"""Slots as threads of the driver: a breakpoint works, nothing is copied, start-up takes milliseconds."""
+"""The local executor with a thread of the driver for each slot.
+
+A breakpoint works, values aren't copied, and a start takes milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _GIVEN_UP = "a thread, which can't be killed: it was given up, and still runs"
 
 
 class LocalThreads(Machine):
-    """One thread per slot. A hung thread can't be ended: its slot is freed, and the thread is never used again."""
+    """An executor with one thread per slot.
+
+    A hung thread can't be ended. The thread's slot is freed, and the thread isn't used again.
+    """
 
     in_process = True
 
@@ -29,36 +35,40 @@ class LocalThreads(Machine):
         self._hosts: dict[tuple[str, int], ThreadHost] = {}
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """Start a worker as a thread."""
+        """Start a worker on a new thread."""
         host = ThreadHost(self, boot, events)
         self._hosts[boot.group, boot.slot] = host
         try:
             host.start()
-        except BaseException:  # for example, a signal handler has raised
+        except BaseException:  # A signal handler may have raised the error.
             host.kill()
             raise
         return host
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
-        """Return the message unencoded: head and body are passed by reference."""
+        """Return the message unencoded, because head and body are passed by reference."""
         return head, body
 
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
-        """Return the message unencoded, and a setter of the sequence number for each call."""
+        """Return the message unencoded, with functions that set each call's sequence number."""
         return (message, body), [partial(setattr, call, "seq") for call in message.numbered]
 
     def discard(self, frame: Any) -> None:
-        """Do nothing: a frame holds no resources here."""
+        """Do nothing, because a frame of this executor holds no resources."""
 
     def find(self, group: str, slot: int) -> WorkerHost:
-        """Return the worker on a slot of a group; raise `ColocateError` if the worker is gone."""
+        """Return the worker on a slot of a group.
+
+        Raises:
+            ColocateError: The worker is gone.
+        """
         host = self._hosts.get((group, slot))
         if host is None:
             raise ColocateError(f"worker {slot} of group {group!r} is gone")
         return host.worker
 
     def forget(self, boot: Boot) -> None:
-        """Remove an ended worker."""
+        """Remove an ended worker from the table of workers."""
         self._hosts.pop((boot.group, boot.slot), None)
 
     def _workers(self) -> list[Running]:
@@ -72,11 +82,11 @@ class LocalThreads(Machine):
         ]
 
     def close(self) -> None:
-        """Do nothing: no connection is open."""
+        """Do nothing, because this executor has no open connections."""
 
 
 class ThreadHost(Host):
-    """The driver's end of a worker in the same process."""
+    """The driver's handle of a worker that runs on a thread of this process."""
 
     def __init__(self, executor: LocalThreads, boot: Boot, events: HostEvents) -> None:
         self.boot = boot
@@ -94,7 +104,7 @@ class ThreadHost(Host):
         )
 
     def start(self) -> None:
-        """Report the worker's hello to the driver."""
+        """Report the worker's hello message to the driver."""
         self._say(hello(), None)
 
     def _say(self, head: tuple[Any, ...], body: Any) -> None:
@@ -107,7 +117,7 @@ class ThreadHost(Host):
             self.worker.receive(*frame)
 
     def kill(self) -> None:
-        """Free the slot and ignore later messages from the worker: a thread can't be killed."""
+        """Free the slot and ignore later messages from the worker. The thread itself can't be killed."""
         self._exit("ended with its group; a thread can't be killed and may still run")
         for part in list(self.worker.parts.values()):
             part.kill()

@@ -1,4 +1,4 @@
-"""The driver's end of the envoy: the process that is in Ray on the driver's behalf. Imports no Ray."""
+"""The driver's side of the envoy, a process that joins Ray on the driver's behalf. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from colocate_ray.terms import HEAD, Cluster
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
-_ASKS_EVERY_S = 0.5  # seconds between pings of the cluster's head
-MARK = "COLOCATE_ENVOY"  # in the environment of an envoy, and of all processes below the envoy
-# Variables for other clusters, from the driver's shell or from a job's submission.
+_ASKS_EVERY_S = 0.5  # The cluster's head is pinged at this interval while a request waits.
+MARK = "COLOCATE_ENVOY"  # This variable is set in an envoy's environment, and in all processes below the envoy.
+# These variables, from the driver's shell or a job's submission, are meant for other clusters.
 _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
 
 
 class Envoy(DriverProxy):
-    """A process that is in one Ray. The end of the envoy ends everything that this driver has there."""
+    """A process that has joined one Ray. When the envoy ends, everything that this driver has in Ray ends."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
-        """Start the envoy, and wait until Ray is joined.
+        """Start the envoy, and wait until the envoy has joined Ray.
 
         Raises:
             ClusterError: The cluster can't be joined.
             ColocateError: A private Ray can't be started.
         """
-        # the folder of a private Ray's files; None for a joined cluster
+        # The folder for the files of a private Ray; None for a joined cluster.
         self.folder = new_folder() if cluster.private else None
         super().__init__(
             "colocate_ray.service",
@@ -46,10 +46,10 @@ class Envoy(DriverProxy):
             raise error
 
     def call(self, name: str, *arguments: Any, within_s: float | None = None) -> Any:
-        """Call a method of the envoy; wait for the result as long as the envoy and Ray's head are alive.
+        """Call a method of the envoy, and wait for the result while the envoy and Ray's head are alive.
 
         Raises:
-            ClusterError: The envoy is gone, or the head doesn't answer; the call goes on once the head answers.
+            ClusterError: The envoy is gone, or the head doesn't answer. The call continues once the head answers.
             ColocateError: The method failed, or took longer than `within_s` seconds.
         """
         question = self.post(name, *arguments)
@@ -63,11 +63,11 @@ class Envoy(DriverProxy):
         return answer
 
     def lost(self, why: str) -> ClusterError:
-        """Return the error of an envoy that ended by itself, with the last log lines of a private Ray."""
+        """Return the error for an envoy that ended by itself. For a private Ray, the error has the last log lines."""
         return super().lost(why) if self.folder is None else cluster_error(self.folder, why)
 
     def _wait_on_head(self, asked: Asked) -> None:
-        """Wait while the head of the cluster answers: Ray itself would wait for ever on a silent head."""
+        """Wait while the cluster's head answers pings. Ray itself would wait on a silent head for ever."""
         while not self.wait([asked], _ASKS_EVERY_S):
             self._ask_head()
 
@@ -83,7 +83,8 @@ def _environment(cluster: Cluster) -> dict[str, str]:
         for name in _OF_OTHERS:
             env.pop(name, None)
         if (gpus := listed(env)) is not None:
-            env[VARIABLE] = ",".join(gpus)  # Ray would also count GPUs that CUDA rejects: "-1", or a duplicate name
+            # Ray would also count GPUs that CUDA rejects, such as "-1" or a duplicate name.
+            env[VARIABLE] = ",".join(gpus)
     return env
 
 

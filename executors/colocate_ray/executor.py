@@ -1,4 +1,7 @@
-"""The Ray executor: placement groups with actors that hold keepers. Imports no Ray: the envoy does."""
+"""The Ray executor. Slots are bundles of placement groups, with actors that hold keepers.
+
+Imports no Ray: only the envoy does.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +57,14 @@ from colocate_ray.terms import Cluster, Slot, tls_of_environment
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-RELEASED_WITHIN_S = 11.0  # seconds; a little more than the envoy grants Ray
+RELEASED_WITHIN_S = 11.0  # This is a little longer than the envoy waits for Ray.
 LISTED_WITHIN_S = 10.0
 
-_Key = tuple[int, int]  # the key of a slot: number of the reservation, index of the bundle
+_Key = tuple[int, int]  # The key of a slot: the number of the reservation, and the index of the bundle.
 
 
 class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
-    """Workers on the machines of a Ray cluster, or of a private Ray on this one."""
+    """The executor for a private Ray on this machine, and the base for joined clusters."""
 
     name = "ray"
 
@@ -75,15 +78,15 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         token_file: str | None = None,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> Executor:
-        """Start a private Ray, or join a cluster.
+        """Start a private Ray, or join an existing cluster.
 
         Args:
-            address: "host:port" of the cluster's head, or "auto" for the cluster that this machine is in (that of
-                `RAY_ADDRESS`, or of the driver's own `ray.init()`). None starts a private Ray, which ends with the
+            address: "host:port" of the cluster's head, or "auto" for the cluster that this machine is in (from
+                `RAY_ADDRESS`, or the driver's own `ray.init()`). None starts a private Ray, which ends with the
                 runtime.
-            cpus: CPUs that a private Ray offers; None for this machine's.
-            gpus: GPUs that a private Ray offers; None for those that this process sees.
-            token_file: The file with the token of the cluster to join; None for what Ray finds in the environment.
+            cpus: CPUs that a private Ray offers; None for all CPUs of this machine.
+            gpus: GPUs that a private Ray offers; None for all GPUs that this process sees.
+            token_file: The file with the token of the cluster to join; None for Ray's own search in the environment.
             runtime_env: Ray's runtime environment of the actors beside which the workers run.
         """
         if address is not None:
@@ -98,12 +101,12 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
-        """Return the executor class for a cluster to join, or for a private Ray."""
+        """Return the executor class for these options: a class for joined clusters, or one for a private Ray."""
         return RayExecutor if options.get("address") is None else JoinedRayExecutor
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Refuse options with which a config would run code or choose the cluster to trust."""
+        """Refuse options by which a config would run code or choose the cluster to join."""
         if option in ("cpus", "gpus") or (option == "address" and value in (None, "auto")):
             return None
         if option == "runtime_env":
@@ -121,11 +124,11 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._slots: dict[_Key, KeptSlot] = {}
-        self._asked: dict[str, int] = {}  # the numbers of requests in progress, by request id
+        self._asked: dict[str, int] = {}  # Numbers of requests in progress, by request id.
         self._withdrawn: set[str] = set()
         self._lost: dict[_Key, str] = {}
-        self._ends: dict[_Key, Asked] = {}  # pending kills of unresponsive keepers
-        # before the envoy starts, so that an error leaves no process behind
+        self._ends: dict[_Key, Asked] = {}  # Pending kills of unresponsive keepers, by slot.
+        # The certificates are read before the envoy starts, so that an error leaves no process behind.
         tls = None if cluster.private else tls_of_environment()
         self._keepers = Keepers("ray", tls)
         try:
@@ -135,32 +138,32 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             raise
 
     def nodes(self) -> Sequence[Node]:
-        """List the nodes of the cluster."""
+        """List the nodes of the cluster with their resources."""
         nodes: list[Node] = self._envoy.call("list_nodes")
         return nodes
 
     def reserve(self, request: Request) -> Reservation:
-        """Hold slots in a placement group, with a keeper in each."""
+        """Hold slots in a new placement group, and start a keeper in each slot."""
         number = self._asked[request.id] = next(self._numbers)
         try:
-            # `withdraw` sets this mark before a look at `_asked`, so either side sees the other
+            # `withdraw` sets this mark before reading `_asked`, so one of the two threads notices the other.
             if request.id in self._withdrawn:
                 raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
             reserve = partial(self._envoy.call, "reserve")
             slots: list[Slot] = reserve(number, request, self._keepers.key)
             return Reservation(tuple(self._place(number, slot) for slot in slots), number)
-        except ClusterError:  # once the head answers again, Ray would finish the reservation
+        except ClusterError:  # Once the head answers again, Ray would finish the reservation.
             self._envoy.post("release", number)
             raise
         finally:
             self._asked.pop(request.id, None)
 
     def bear(self, cut_s: float) -> None:
-        """Set the cut of the connections to keepers."""
+        """Set the seconds of silence after which the connections to keepers count as cut."""
         self._keepers.bear(cut_s)
 
     def withdraw(self, request: Request) -> None:
-        """Withdraw a request that waits for slots."""
+        """Withdraw a request that is waiting for slots."""
         self._withdrawn.add(request.id)
         number = self._asked.get(request.id)
         if number is not None:
@@ -172,7 +175,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         with self._lock:
             self._slots[key] = kept_slot
             words = self._lost.pop(key, None)
-        if words is not None:  # the actor ended before the slot was known here
+        if words is not None:  # The actor ended before the slot was registered here.
             kept_slot.lost(words)
         return place_of(slot, key)
 
@@ -188,16 +191,16 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             slot.lost(words)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        """Start a worker through the slot's keeper."""
+        """Start a worker in a slot through the slot's keeper."""
         return self._slots[place.handle].launch(boot, events)
 
     def lost(self, place: Place) -> bool:
-        """Return whether the actor of a slot is gone."""
+        """Return whether the Ray actor of a slot is gone."""
         slot = self._slots.get(place.handle)
         return slot is None or slot.is_lost
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Start keepers in the lost bundles of the same placement group, which Ray places anew."""
+        """Start new keepers for lost slots, after Ray has moved the bundles of these slots to other nodes."""
         number, lost_keys = reservation.handle, [place.handle for place in lost]
         indices = [index for _, index in lost_keys]
         replace = partial(self._envoy.call, "replace")
@@ -213,14 +216,14 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         )
 
     def release(self, reservation: Reservation) -> None:
-        """End the keepers, and remove the placement group."""
+        """End the keepers of a reservation, and remove the placement group."""
         for place in reservation.places:
             self._slots[place.handle].close()
         try:
             ends = [end for key, end in list(self._ends.items()) if key[0] == reservation.handle]
             self._envoy.wait(ends, RELEASED_WITHIN_S)
             self._envoy.call("release", reservation.handle, within_s=RELEASED_WITHIN_S)
-        except ClusterError:  # Ray frees the slots of a driver that is gone
+        except ClusterError:  # Ray itself frees the slots of a driver that is gone.
             pass
         finally:
             self._forget(reservation)
@@ -232,38 +235,42 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
                 self._ends.pop(place.handle, None)
 
     def running(self) -> Sequence[Running]:
-        """List this driver's entries in Ray's tables, and the workers that the keepers find."""
+        """List this driver's entries in Ray's tables, and the workers that the keepers report."""
         return [*self._keepers.running(), *self._envoy.call("list_running", within_s=LISTED_WITHIN_S)]
 
     def strays(self) -> Sequence[Running]:
-        """List placement groups and Ray actors of colocate from ended jobs."""
+        """List placement groups and Ray actors of colocate that belong to ended jobs."""
         strays: list[Running] = self._envoy.call("list_strays", within_s=LISTED_WITHIN_S)
         return strays
 
     def close(self) -> None:
-        """Leave the cluster; end a private Ray."""
+        """Disconnect from a joined cluster, or end a private Ray."""
         self._keepers.close()
         self._envoy.close()
 
 
 @attrs.define(eq=False)
 class _Owned:
-    """A reservation that an owner holds."""
+    """A reservation that belongs to an owner, which is a Ray actor with the slots of one pool."""
 
     name: str
-    request: str  # id of the request
+    request: str  # Id of the request for slots (`Request.id`).
     keepers: PoolKeepers
 
 
 class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
-    """A shared cluster. Ray's store has the pool names; an owner holds the lead keeper and owns the slots."""
+    """The executor for a shared Ray cluster.
+
+    Ray's store has the names of detached pools. For a detachable pool an actor, the owner, owns the slots and holds the
+    lead keeper.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._owned: dict[int, _Owned] = {}
 
     def reserve(self, request: Request) -> Reservation:
-        """Hold slots through an owner if the pool is detachable."""
+        """Hold slots: through an owner if the pool is detachable, else directly."""
         if not request.detachable:
             return super().reserve(request)
         number, key = next(self._numbers), wire.new_key()
@@ -278,7 +285,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
                 self._slots[number, slot.index] = self._keepers.slot(
                     slot.address, on_stuck=ends, key=key, gone=is_gone(slot)
                 )
-        except BaseException:  # also on Ctrl-C
+        except BaseException:  # This clause also handles Ctrl-C.
             self._envoy.post("release_by_owner", name)
             lead.close()
             raise
@@ -288,18 +295,18 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         return Reservation(places, number)
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
-        """Replace lost slots, except in a reservation of an owner."""
+        """Replace lost slots. Returns None for a reservation of an owner, whose slots can't be replaced."""
         return None if reservation.handle in self._owned else super().replace(reservation, lost, request)
 
     def release(self, reservation: Reservation) -> None:
-        """Release the slots, through the owner if there is one."""
+        """Release the slots of a reservation, through the owner if the reservation has one."""
         owned = self._owned.pop(reservation.handle, None)
         if owned is None:
             super().release(reservation)
             return
         try:
             self._envoy.call("release_by_owner", owned.name, within_s=RELEASED_WITHIN_S)
-        except ClusterError:  # the owner notices the driver's end by itself
+        except ClusterError:  # The owner notices the driver's end by itself.
             pass
         finally:
             for slot in (*owned.keepers.slots, owned.keepers.lead):
@@ -307,17 +314,17 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
             self._forget(reservation)
 
     def running(self) -> Sequence[Running]:
-        """List this driver's entries in Ray's tables, owned reservations included, and the keepers' workers."""
+        """List this driver's entries in Ray's tables, including owners' reservations, and the keepers' workers."""
         held = [owned.request for owned in self._owned.values()]
         return [*self._keepers.running(), *self._envoy.call("list_running", held, within_s=LISTED_WITHIN_S)]
 
     def leaving(self) -> Mapping[str, float | None]:
-        """List the nodes that Ray drains."""
+        """List the nodes that Ray is draining."""
         nodes: dict[str, float | None] = self._envoy.call("list_leaving", within_s=LISTED_WITHIN_S)
         return nodes
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
-        """Register the pool's name, then tell the keepers to outlive the driver."""
+        """Register the pool's name, then notify the keepers that the pool outlives the driver."""
         owned = self._owned[reservation.handle]
         rows = [
             (self._slots[place.handle].address, place.handle[1], attrs.evolve(place, handle=None))
@@ -332,7 +339,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         )
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Adopt the lead keeper, and with the lead's permission the other keepers."""
+        """Adopt the lead keeper of a detached pool, then the other keepers with the lead's permission."""
         registration = self.registration(name)
         owner, request, rows = registration.facts
         number = next(self._numbers)
@@ -344,63 +351,64 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         return Adopted(Reservation(places, number), lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
-        """End the owner of a detached pool; Ray then frees the slots."""
+        """End the owner of a detached pool, so that Ray frees the slots."""
         owner, *_ = self.registration(name).facts
-        # twice: the end of the owner, then the return of the slots
+        # The time covers two steps: the end of the owner, and the return of the slots.
         self._envoy.call("end_owner", owner, within_s=2 * RELEASED_WITHIN_S)
 
     def let_go(self, reservation: Reservation) -> None:
-        """Close the connections to a pool's keepers, after a notification to the keepers."""
+        """Notify a pool's keepers that this driver leaves, and close the connections to the keepers."""
         owned = self._owned.pop(reservation.handle, None)
         if owned is not None:
             owned.keepers.give_up()
             self._forget(reservation)
 
     def reach(self) -> Reach:
-        """Return Ray's address of this machine, and the keepers' certificates."""
+        """Return this machine's address in the Ray cluster, and the certificates of the keepers."""
         return Reach(self._envoy.call("address_here"), self._keepers.tls)
 
     def announce(self, window: Window) -> None:
-        """Register a window in Ray's store."""
+        """Register a window for `colocate top` in Ray's store."""
         self._envoy.call("announce", window, within_s=LISTED_WITHIN_S)
 
     def retract(self, window: Window) -> None:
-        """Remove a window from Ray's store."""
-        with contextlib.suppress(ColocateError):  # the cluster is gone, or this driver has left
+        """Remove a window for `colocate top` from Ray's store."""
+        with contextlib.suppress(ColocateError):  # The cluster may be gone, or this driver may have left.
             self._envoy.call("retract", window, within_s=LISTED_WITHIN_S)
 
     def windows(self) -> Sequence[Window]:
-        """List the windows of live drivers in Ray's store."""
+        """List the windows for `colocate top` of all live drivers, from Ray's store."""
         windows: list[Window] = self._envoy.call("windows", within_s=LISTED_WITHIN_S)
         return windows
 
     def registrations(self) -> Sequence[Registration]:
-        """List the detached pools of live owners in Ray's store."""
+        """List the registrations of detached pools with live owners, from Ray's store."""
         registrations: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
         return registrations
 
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
-        """Return the keepers of an owner's reservation; None for others."""
+        """Return the keepers of a reservation that an owner holds; None for other reservations."""
         owned = self._owned.get(reservation.handle)
         return None if owned is None else owned.keepers
 
     def slot_of(self, place: Place) -> KeptSlot:
-        """Return the slot of a place."""
+        """Return the driver's connection to the slot of a place."""
         return self._slots[place.handle]
 
     def _end_by_owner(self, owner: str, index: int) -> None:
-        with contextlib.suppress(ColocateError):  # the owner or the connection to Ray is gone, and the slot with either
+        with contextlib.suppress(ColocateError):  # The slot is gone if the owner or the connection to Ray is gone.
             self._envoy.call("end_slot_by_owner", owner, index, within_s=RELEASED_WITHIN_S)
 
 
 def place_of(slot: Slot, key: _Key) -> Place:
-    """Return the place of a slot; `key` is this driver's key for the slot."""
-    device = torch_device(0 if slot.devices else None)  # Ray shows an actor only the devices of one slot
+    """Return the place of a slot in the form that core needs. `key` identifies the slot in this driver."""
+    # Ray shows an actor only the devices of one slot, numbered from 0.
+    device = torch_device(0 if slot.devices else None)
     return Place(slot.node, slot.devices, device, slot.host, key)
 
 
 def is_gone(slot: Slot) -> str:
-    """Return the error text for a slot with an unreachable keeper, until Ray reports a cause."""
+    """Return the default error text for a slot with an unreachable keeper, until Ray reports the cause."""
     return f"Ray node {slot.node} ({slot.host}) is gone, or this driver's Ray actor there"
 
 
@@ -411,7 +419,7 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
             "job (`ray job submit --address http://HEAD:8265 -- python driver.py`), with address='auto'. That needs "
             "pip install 'ray[default]', here and in the cluster"
         )
-    if address == "local":  # Ray's own word for a new, private Ray
+    if address == "local":  # "local" is Ray's own word for a new, private Ray.
         raise ConfigError(
             "connect('ray', address='local'): leave address out for a private Ray; 'auto' joins a cluster"
         )
@@ -422,13 +430,13 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
 
 
 def _own_gpus(gpus: int | None) -> tuple[str, ...] | None:
-    """Return the GPUs for a private Ray to offer; None for detection by Ray, other makers' GPUs included."""
+    """Return the GPUs for a private Ray to offer. None lets Ray detect GPUs, including GPUs of other makers."""
     devices = names(count_gpus() if gpus is None else gpus)
     return devices if devices or gpus is not None or listed() is not None else None
 
 
 def _of_this_process(address: str | None) -> str | None:
-    """Replace "auto" by the address of the driver's own cluster, if the driver has called `ray.init()`."""
+    """Return the cluster's address. "auto" becomes the address of the driver's own `ray.init()`, if it was called."""
     ray = sys.modules.get("ray")
     if address == "auto" and ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)

@@ -1,7 +1,8 @@
-"""Detection of a Ray cluster's autoscaler, and the autoscaler's report. In the envoy's process.
+"""The detection of a Ray cluster's autoscaler, and the autoscaler's report. Runs in the envoy and in owners.
 
-Pending placement groups alone trigger an autoscaler. Ray has no public sign of an autoscaler, so the reports of both
-generations are read; in a cluster without an autoscaler, each node type in the report is named after a single node.
+Pending placement groups trigger an autoscaler without further requests. Ray has no public sign of an autoscaler, so the
+reports of both generations of autoscalers are read. Without an autoscaler, each node type in the report is named after
+a single node.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import ray
 
 _STATUS = b"__autoscaling_status"
 _NO_TYPE = "node_"
-_NEXT_WITHIN_S = 15.0  # seconds; an autoscaler reports every 5 s
+_NEXT_WITHIN_S = 15.0  # An autoscaler reports every 5 seconds.
 _LOOKS_AGAIN_S = 0.2
 
 
 @attrs.frozen
 class Autoscaler:
-    """The last report of an autoscaler: the numbers of present and coming nodes by type, and the failures."""
+    """The last report of an autoscaler: present and coming nodes by type, and failures to get nodes."""
 
     nodes: Counter[str]
     coming: Counter[str]
@@ -31,7 +32,7 @@ class Autoscaler:
 
     @property
     def words(self) -> str:
-        """The report as text, for an error."""
+        """The report as text for an error."""
         text = f"Ray's autoscaler has {_counted(self.nodes)}"
         if self.coming:
             text += f", and waits for {_counted(self.coming)}"
@@ -41,17 +42,17 @@ class Autoscaler:
 
 
 def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
-    """Return the report of the cluster's autoscaler; None without an autoscaler.
+    """Return the report of the cluster's autoscaler; None for a cluster without an autoscaler.
 
     Args:
-        within_s: Seconds to wait for another report if a report has no nodes, not even the head. The first reports of a
-            new cluster are like this, and prove nothing.
+        within_s: Seconds to wait for another report if a report has no nodes at all. The first reports of a new cluster
+            are empty like this, and prove nothing.
     """
     deadline = time.monotonic() + min(within_s, _NEXT_WITHIN_S)
     while True:
         try:
             status = _first_generation() or _second_generation()
-        except Exception:  # Ray promises no format of the report
+        except Exception:  # The report may have any format, since Ray promises none.
             return None
         types = [*(status.nodes if status else ()), *(status.coming if status else ())]
         if status is None or types or time.monotonic() >= deadline:
@@ -60,14 +61,14 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
 
 
 def _first_generation() -> Autoscaler | None:
-    from ray._private import worker  # an actor has no other access to the store
+    from ray._private import worker  # An actor has no other access to the store.
 
     this_worker: Any = worker.global_worker
     status = this_worker.gcs_client.internal_kv_get(_STATUS, None)
     if not status:
         return None
     report = json.loads(status).get("autoscaler_report")
-    if report is None:  # the autoscaler has seen no node so far
+    if report is None:  # The autoscaler hasn't seen any node so far.
         return Autoscaler(Counter(), Counter())
     existing = Counter(report["active_nodes"]) + Counter(report["idle_nodes"] or {})
     coming = Counter(report["pending_launches"]) + Counter(type for _, type, *_ in report["pending_nodes"])

@@ -1,4 +1,4 @@
-"""The Ray actor of a machine: a process that holds keepers, and does nothing else."""
+"""The Ray actor that holds all keepers of a driver on one machine."""
 
 from __future__ import annotations
 
@@ -27,39 +27,40 @@ _NOT_SET_BY_RAY = {f"RAY_EXPERIMENTAL_NOSET_{name}": name for name in SHOWING}
 
 @attrs.frozen
 class Gpus:
-    """The GPUs of one slot."""
+    """The GPUs of one slot, with the environment variables that select these GPUs."""
 
-    names: tuple[str, ...] = ()  # in Ray's notation, in the order of the ranks
-    env: Mapping[str, str] = attrs.field(factory=dict)  # variables that show workers exactly these GPUs
+    names: tuple[str, ...] = ()  # Ray's names of the GPUs, in the order of ranks.
+    env: Mapping[str, str] = attrs.field(factory=dict)  # Variables that make exactly these GPUs visible to workers.
 
 
 def gpus_here(cluster: Cluster) -> Gpus:
-    """Return the GPUs of the bundle that runs this task."""
+    """Return the GPUs of the bundle in which this Ray task runs."""
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
     names = _in_order(ids, cluster.gpus or ())
     return Gpus(tuple(names), _shown(names))
 
 
 class Holder:
-    """An actor on each machine for a driver, or for an owner. Roles run in the workers, not in this process.
+    """The Ray actor that holds the keepers of a driver, or of an owner, on one machine. Runs no role code.
 
-    All workers of a holder are forks of one template, a child of the holder, whatever their reservation.
+    All workers of a holder are forks of one template process, which is a child of the holder.
     """
 
     def __init__(self) -> None:
-        """Set fields only, since nothing here may fail: Ray reports a constructor's error merely as text."""
+        """Set fields only, because Ray would report an error of the constructor merely as text."""
         self._keepers: dict[int, list[Keeper]] = {}
-        self._ended: set[int] = set()  # perhaps ended before `open` came
+        self._ended: set[int] = set()  # Numbers of ended reservations. A reservation may end before `open` is called.
         self._lock = threading.Lock()
 
     def open(
         self, version: str, number: int, key: bytes, request: Request, slots: Mapping[int, Gpus], cluster: Cluster
     ) -> dict[str, Any] | str:
-        """Start the keepers of a reservation's slots on this machine; return their addresses, or an error text."""
+        """Start keepers for a reservation's slots on this machine, and return their addresses or an error text."""
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return f"it {words}"
-        die_with(os.getppid())  # otherwise a killed raylet would leave this process behind
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs
+        die_with(os.getppid())  # Without this call a killed raylet would leave this process behind.
+        # Ray sets this variable for actors without CPUs, but workers need another value.
+        os.environ.pop("OMP_NUM_THREADS", None)
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
         host = None if cluster.private else address_of_node()
         tls = None if cluster.private else tls_of_environment()
@@ -81,7 +82,7 @@ class Holder:
                         name=request.id,
                         detachable=request.detachable,
                     )
-                except OSError as error:  # no free port, or no free descriptor
+                except OSError as error:  # There is no free port or no free descriptor.
                     return str(error)
                 keepers.append(keeper)
                 made_keepers.append(keeper)
@@ -93,7 +94,7 @@ class Holder:
 
     @ray.method(concurrency_group="ends")
     def end(self, number: int) -> None:
-        """End the keepers of a reservation; return when all their processes are gone."""
+        """End the keepers of a reservation, and wait until all of their processes are gone."""
         with self._lock:
             self._ended.add(number)
             keepers = self._keepers.pop(number, [])
@@ -102,17 +103,17 @@ class Holder:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Block for ever: the end of this call tells Ray's callers at once of the actor's end."""
+        """Block for ever, so that Ray reports the end of this call as soon as the actor ends."""
         threading.Event().wait()
 
 
 def _in_order(some: Iterable[object], gpus: Sequence[str]) -> list[str]:
-    """Sort GPUs, which Ray gives unordered: by position in `gpus`, then by number."""
+    """Return the GPUs, which Ray lists unordered, sorted by position in `gpus`, then by number."""
     return sorted(map(str, some), key=lambda name: (gpus.index(name) if name in gpus else len(gpus), natural(name)))
 
 
 def _shown(gpus: list[str]) -> dict[str, str]:
-    """Return the variables that show workers only the slot's GPUs, in order; Ray may not have set these variables."""
+    """Return the variables that make only the slot's GPUs visible to workers. Ray may not have set these variables."""
     by_ray = {variable for variable in _NOT_SET_BY_RAY.values() if _names_all(os.environ.get(variable, ""), gpus)}
     variables = {variable for flag, variable in _NOT_SET_BY_RAY.items() if flag in os.environ}
     return dict.fromkeys(by_ray | variables, ",".join(gpus)) if gpus else {}
@@ -123,9 +124,9 @@ def _names_all(text: str, gpus: list[str]) -> bool:
 
 
 def end_process(pid: int, created: float | None) -> None:
-    """Kill an actor's unresponsive process on this machine: Ray's own kill may be only a request.
+    """Kill the unresponsive process of an actor on this machine, because Ray's own kill may be only a request.
 
-    Also waits for the processes below, which end a moment later.
+    Also waits for the descendants of the process, which end a moment later.
     """
     try:
         process = psutil.Process(pid)
@@ -143,7 +144,7 @@ def end_process(pid: int, created: float | None) -> None:
 
 
 def _held(pid: int, ends: contextlib.ExitStack) -> int | None:
-    """Open a descriptor that becomes readable when a process ends; None if the process has ended."""
+    """Return a descriptor that becomes readable when a process ends; None if the process has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""The holders of a driver or owner: one Ray actor per machine with slots. In the driver's or owner's process."""
+"""The holders of a driver or owner. A holder is the Ray actor that holds all keepers on one machine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ENDED_WITHIN_S = 10.0
 
 @attrs.define(eq=False)
 class Holding:
-    """A holder, as seen by the driver or owner."""
+    """This process's record of a holder, which is a Ray actor that holds keepers."""
 
-    node: str  # Ray's id of the node
-    actor: Any  # handle of the actor
-    watch: Any  # reference of the call that ends with the actor
-    process: tuple[int, float] | None = None  # process id and creation time, once reported
-    users: set[int] = attrs.field(factory=set)  # numbers of the reservations that need this holder
+    node: str  # Ray's id of the node.
+    actor: Any
+    watch: Any  # Reference to a call that ends only with the actor.
+    process: tuple[int, float] | None = None  # Process id and creation time; None until the holder has reported both.
+    users: set[int] = attrs.field(factory=set)  # Numbers of the reservations that need this holder.
 
     @property
     def is_gone(self) -> bool:
@@ -37,12 +37,12 @@ class Holding:
         return bool(ray.wait([self.watch], timeout=0)[0])
 
     def kill(self) -> None:
-        """Kill the holder's unresponsive process, and wait for the end."""
+        """Kill the unresponsive process of the holder, and wait until the process has ended."""
         kill(self.actor, self.node, self.process)
 
 
 def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> None:
-    """Kill an unresponsive actor by a task on the actor's machine, and wait for the end."""
+    """Kill an unresponsive actor by a task on the actor's machine, and wait until the process has ended."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(end_process)
     try:
@@ -50,13 +50,13 @@ def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> Non
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
             ray.get(task.options(**options).remote(*process), timeout=_ENDED_WITHIN_S)
             return
-    except RayError:  # the node is gone or stuck: Ray's own kill is the last resort
+    except RayError:  # The node is gone or stuck, so Ray's own kill is the last resort.
         pass
     ray.kill(actor, no_restart=True)
 
 
 class Holders:
-    """All holders of one process. Thread-safe."""
+    """All holders that this process has started. Thread-safe."""
 
     def __init__(self, lost: Callable[[Holding, str], None]) -> None:
         self._lost = lost
@@ -65,7 +65,7 @@ class Holders:
         self._lock = threading.Lock()
 
     def at(self, node: str, owner: str, user: int) -> Holding:
-        """Return the holder on a node for a reservation; start one if necessary.
+        """Return the holder on a node, for use by a reservation. Start a holder if there is none.
 
         Raises:
             ColocateError: The driver is ending, so no holder is started any more.
@@ -83,11 +83,11 @@ class Holders:
         return keepers
 
     def left(self, user: int, end: bool) -> None:
-        """Remove a reservation from all holders.
+        """Remove a reservation from the users of all holders.
 
         Args:
             user: The reservation's number.
-            end: Whether to end holders without reservations: to an autoscaler, a node with a holder is never idle.
+            end: Whether to end holders without reservations, because an autoscaler never ends a node with a holder.
         """
         with self._lock:
             for holder in self._at.values():
@@ -98,12 +98,12 @@ class Holders:
             ray.kill(holder.actor, no_restart=True)
 
     def stop(self) -> None:
-        """Refuse new holders, and wait for a start in progress."""
+        """Refuse new holders, and wait until a start in progress has ended."""
         with self._lock:
             self._over = True
 
     def end(self) -> None:
-        """End all holders."""
+        """End all holders that this process has started."""
         self.stop()
         for holder in self._at.values():
             ray.kill(holder.actor, no_restart=True)
@@ -113,7 +113,7 @@ class Holders:
 
 
 def _made(node: str, name: str) -> Holding:
-    remote: Any = ray.remote  # typed Any: Ray's stubs lack the concurrency groups
+    remote: Any = ray.remote  # The type is Any, because Ray's type stubs lack concurrency groups.
     actor_class = remote(concurrency_groups={"watch": 1, "ends": 8})(Holder)
     actor = actor_class.options(
         name=name,

@@ -1,8 +1,8 @@
-"""The janitor: a small process that outlives a driver and a proxy, and kills the processes left by both.
+"""The janitor: a small process that outlives a driver and the proxy, and kills processes left by both.
 
-`python janitor.py DRIVER PROXY SESSION MARK FOLDER`: two pidfds, the proxy's session, a text in the environment of
-every process below the proxy, and the proxy's folder ("" for processes of a cluster, which the janitor leaves alone).
-Only the standard library is imported, so that the janitor starts soon and stays small.
+Run as `python janitor.py DRIVER PROXY SESSION MARK FOLDER`. DRIVER and PROXY are pidfds. SESSION is the proxy's session
+id. MARK is a text in the environment of every process below the proxy. FOLDER is the proxy's folder, or "" if the
+janitor must not kill processes below the proxy. Only the standard library is imported, so that the janitor starts soon.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ import signal
 import sys
 import time
 
-_LEAVES_WITHIN_S = 0.7  # seconds; the proxy of a dead driver exits by itself, unless stopped or stuck
+# The proxy of a dead driver exits by itself within this time, unless the proxy is stopped or stuck.
+_LEAVES_WITHIN_S = 0.7
 _SWEEPS_FOR_S = 10.0
-# Same values as in the supervisors of workers, which can't be imported here. Python's trackers remove roles' shared
-# memory.
+# The next two values are the same as in the workers' supervisors, which can't be imported here.
+# Python's resource trackers remove shared memory of roles, and need time for this.
 _TRACKERS_S = 5.0
 _TRACKER = b"resource_tracker import main"
 _PAUSE_S = 0.02
 
 
 def main() -> None:
-    """Wait for the ends of driver and proxy, then end the proxy's remaining processes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the driver decides when the janitor ends
+    """Wait until driver and proxy have ended, then kill the proxy's remaining processes."""
+    # No signal ends the janitor, because the driver decides when the janitor ends.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     driver, proxy, session = (int(number) for number in sys.argv[1:4])
     mark, folder = sys.argv[4].encode(), sys.argv[5]
     if not _wait([driver, proxy], None, proxy):
         _wait([proxy], _LEAVES_WITHIN_S, proxy)
         try:
             signal.pidfd_send_signal(proxy, signal.SIGKILL)
-        except ProcessLookupError:  # the proxy has exited by itself
+        except ProcessLookupError:  # The proxy has exited by itself.
             pass
         _wait([proxy], None, proxy)
     if folder:
         _sweep(session, mark)
-        _wait([driver, sys.stdin.fileno()], None, proxy)  # the driver may first read logs in the folder
+        _wait([driver, sys.stdin.fileno()], None, proxy)  # The driver may read logs in the folder before the removal.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(pidfds: list[int], patience: float | None, proxy: int) -> bool:
-    """Wait until one of some processes has ended; return whether the proxy has ended."""
+    """Wait until one of the processes has ended, and return whether the proxy has ended."""
     poll = select.poll()
     for pidfd in pidfds:
         poll.register(pidfd, select.POLLIN)
@@ -62,13 +64,13 @@ def _sweep(session: int, mark: bytes) -> None:
                 continue
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # ended just now
+            except ProcessLookupError:  # The process has just ended.
                 pass
         time.sleep(_PAUSE_S)
 
 
 def _is_left(pid: int, session: int, mark: bytes) -> bool:
-    """Return whether a process is alive and was started by the proxy: the session or the mark is the proxy's."""
+    """Return whether a process is alive and was started by the proxy. The session or the environment shows this."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, _parent, _group, its_session, *_ = file.read().rpartition(b") ")[2].split()
@@ -78,18 +80,18 @@ def _is_left(pid: int, session: int, mark: bytes) -> bool:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read()
-    except (OSError, ValueError):  # the process is gone, or another user's
+    except (OSError, ValueError):  # The process is gone, or belongs to another user.
         return False
 
 
 def _tracks(pid: int) -> bool:
-    """Return whether a process is, or may become, a Python resource tracker: trackers end by themselves, last."""
+    """Return whether a process is, or may become, a Python resource tracker. Trackers end by themselves."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             line = file.read()
     except OSError:
         return False
-    return not line or _TRACKER in line  # an empty command line belongs to a process in the middle of an exec
+    return not line or _TRACKER in line  # A process in the middle of an exec has an empty command line.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Start of a private Ray, or entry into an existing cluster. In the envoy's process."""
+"""The start of a private Ray, and the entry into an existing Ray cluster. Runs in the envoy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from colocate_ray.terms import Cluster
 _DIAL_S = 5.0
 _SETTINGS = "RAY_USE_TLS=1, RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT and RAY_TLS_SERVER_KEY"
 _QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
-# Errors of Ray about a runtime environment; all other failures have other types.
+# Ray raises these types for errors in a runtime environment, and other types for all other failures.
 _OF_ENVIRONMENTS = (TypeError, ValueError, RuntimeEnvSetupError)
 
 
 def start(cluster: Cluster, folder: PrivateFolder) -> None:
-    """Start a private Ray in a folder.
+    """Start a private Ray with all files in a folder.
 
     Raises:
         ConfigError: Ray rejects the runtime environment.
-        ClusterError: Ray doesn't start; has the last log lines of Ray's processes.
+        ClusterError: Ray doesn't start. The error has the last log lines of Ray's processes.
     """
     environment = _environment(cluster)
     try:
@@ -41,17 +41,17 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
 
 
 def join(cluster: Cluster) -> None:
-    """Join an existing cluster.
+    """Join an existing Ray cluster.
 
     Raises:
         ConfigError: Ray rejects the runtime environment.
-        ClusterError: The cluster isn't there, or refuses this driver.
+        ClusterError: The cluster can't be reached, or refuses this driver.
     """
     environment = _environment(cluster)
     address = _found(str(cluster.address))
     _dial(address)
     try:
-        # "auto" stays "auto": Ray then finds this user's token by itself.
+        # "auto" isn't resolved here, so that Ray finds this user's token by itself.
         ray.init(address="auto" if cluster.address == "auto" else address, **environment, **_QUIET)
     except _OF_ENVIRONMENTS as error:
         raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
@@ -60,14 +60,16 @@ def join(cluster: Cluster) -> None:
 
 
 def _environment(cluster: Cluster) -> dict[str, Any]:
-    """Return the runtime environment, as an option of the whole job: Ray delivers local folders only for jobs.
+    """Return the runtime environment as an option for `ray.init`.
+
+    Ray delivers local folders only with the environment of a whole job.
 
     Raises:
-        ConfigError: Ray doesn't know some of the keys, and would ignore these.
+        ConfigError: Ray doesn't know some of the keys, and would ignore these keys.
     """
     fields = RuntimeEnv.known_fields
     unknown = sorted({*(cluster.runtime_env or {})} - fields)
-    if unknown and "RAY_RUNTIME_ENV_PLUGINS" not in os.environ:  # a plugin may define further keys
+    if unknown and "RAY_RUNTIME_ENV_PLUGINS" not in os.environ:  # A plugin may define further keys.
         raise ConfigError(
             f"connect('ray', runtime_env=...): Ray knows no {', '.join(map(repr, unknown))}; it knows "
             f"{', '.join(sorted(name for name in fields if not name.startswith('_')))}"
@@ -90,7 +92,7 @@ def _found(address: str) -> str:
 
 
 def _dial(address: str) -> None:
-    """Fail fast if nothing listens at an address: Ray would retry for minutes."""
+    """Check that some process listens at an address, because Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), _DIAL_S)
@@ -105,7 +107,7 @@ def _dial(address: str) -> None:
 
 
 def _greet(sock: socket.socket, address: str) -> None:
-    """Exchange the first bytes with the head of a cluster, with or without TLS: Ray would retry for a minute.
+    """Check that the cluster's head answers a greeting with the right encryption, because Ray would retry for a minute.
 
     Raises:
         ClusterError: Only one side uses TLS, or a side rejects the other's certificate.
@@ -129,7 +131,7 @@ def _greet_by_tls(sock: socket.socket, address: str) -> None:
             f"({os.environ.get('RAY_TLS_CA_CERT')}): {error.verify_message}. Give the certificates of this cluster"
         ) from None
     except TimeoutError:
-        return  # the cause is unknown, so Ray's own error will say more
+        return  # The cause is unknown, and Ray's own error will say more.
     except ssl.SSLError as error:
         raise ClusterError(
             f"the Ray cluster at {address} doesn't talk TLS with this driver ({error.reason}): unset RAY_USE_TLS if it "
@@ -143,7 +145,7 @@ def _greet_by_tls(sock: socket.socket, address: str) -> None:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Build a TLS context from Ray's variables. Ray itself checks host names, by its own rules."""
+    """Create a TLS context from Ray's environment variables. Ray itself checks host names, by its own rules."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.set_alpn_protocols(["h2"])
@@ -158,13 +160,13 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _answers(sock: socket.socket) -> bool:
-    """Return whether the other side answers; a timeout counts as an answer, since the side may be slow."""
+    """Return whether the other side answers a greeting. A timeout counts as an answer, because the side may be slow."""
     try:
         sock.sendall(HELLO)
         return bool(sock.recv(1))
     except TimeoutError:
         return True
-    except (ConnectionError, ssl.SSLError):  # a TLS alert
+    except (ConnectionError, ssl.SSLError):  # A TLS alert means a refusal.
         return False
 
 
@@ -186,7 +188,7 @@ def _refusal(address: str, error: Exception) -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """Return the innermost error's text, without the tracebacks that Ray puts into texts."""
+    """Return the text of the innermost error, without the tracebacks that Ray adds to error texts."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error)

@@ -1,4 +1,4 @@
-"""Remains on this machine of Ray drivers that are gone. Imports no Ray, and joins none."""
+"""The search for leftovers of lost Ray drivers on this machine. Doesn't import or join Ray."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from colocate_ray.envoy import MARK
 from colocate_ray.private import PREFIX
 
 SERVICE = "colocate_ray.service"
-_JANITOR = "janitor.py"  # a janitor starts work when the others are gone, and ends by itself
+# A janitor isn't a leftover. A janitor works after the other processes have ended, and ends without help.
+_JANITOR = "janitor.py"
 _FOLDER = re.compile(rf"(/\S*/{PREFIX}[^/\s]+)")
 
 
 @attrs.frozen
 class _Seen:
-    """A process on this machine, with the facts that tell whether the process is a leftover."""
-
     process: psutil.Process
     envoy_of: list[str] | None
     folder: str | None
@@ -51,14 +50,14 @@ def _look() -> Iterator[_Seen]:
             folder = _FOLDER.search(words)
             marked = MARK in _environment(process)
             yield _Seen(process, arguments_of(process, SERVICE), folder and folder[1], marked, _JANITOR in words)
-        except (psutil.Error, OSError):  # the process is gone
+        except (psutil.Error, OSError):  # The process has ended.
             continue
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
-    except psutil.AccessDenied:  # another user's process
+    except psutil.AccessDenied:  # The process belongs to another user.
         return {}
 
 
@@ -75,7 +74,10 @@ def _of_private(each: _Seen, envoys: set[int]) -> Iterator[Running]:
 
 
 def _folders(in_use: set[str]) -> Iterator[Running]:
-    """Yield folders that stand on no command line: the janitor of a folder in use starts before the folder is made."""
+    """Yield folders of private Rays that are on no running process's command line.
+
+    The janitor of a folder in use starts before the folder is made.
+    """
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         for entry in sorted(Path(parent).glob(f"{PREFIX}*")):
             try:
@@ -94,7 +96,7 @@ def _running(kind: str, process: psutil.Process, name: str, detail: str) -> Iter
 
 
 def _outside(process: psutil.Process, pids: set[int]) -> bool:
-    """Return whether a process is alive and descends from none of `pids`."""
+    """Return whether a process is alive and isn't a descendant of any of `pids`."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False

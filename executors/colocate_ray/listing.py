@@ -1,4 +1,4 @@
-"""Colocate's entries in the tables of a Ray cluster. In the envoy's process."""
+"""Colocate's entries in the tables of a Ray cluster: placement groups and actors. Runs in the envoy and owners."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ray.util.placement_group import placement_group_table
 from colocate.executor import Running
 from colocate_ray.nodes import Nodes
 
-PREFIX = "colocate/"  # of the names of placement groups and actors in Ray's listings
-OWNER = "/owner-"  # in names of actors that own a pool, independent of any driver
-KEEPERS = "/keepers-"  # in names of actors that hold keepers
+PREFIX = "colocate/"  # Names of colocate's placement groups and actors in Ray start with this prefix.
+OWNER = "/owner-"  # Names of actors that own a pool contain this part.
+KEEPERS = "/keepers-"  # Names of actors that hold keepers contain this part.
 _ACTOR = "Ray actor"
-_JOB_DIGITS = 8  # the last digits of a placement group's id are the job's id; Ray's table has no column for the job
+_JOB_DIGITS = 8  # The last digits of a placement group's id are the job's id. Ray's table has no column for the job.
 
 
 def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
-    """List the placement groups and actors of this driver."""
+    """List this driver's placement groups and actors, including the owners' reservations in `held`."""
     job_id: str = ray.get_runtime_context().get_job_id()
     everyone = _actors()
     owned = _by_owner(everyone)
@@ -50,23 +50,22 @@ def of_ended_jobs(nodes: Nodes) -> list[Running]:
 
 
 def living_jobs() -> set[str]:
-    """Return the ids of the jobs of live drivers."""
+    """Return the ids of Ray's jobs with live drivers."""
     return {job["JobID"] for job in _jobs() if not job["IsDead"]}
 
 
 def owner_of(name: str) -> tuple[str, int] | None:
-    """Return node and process id of an owner; None if Ray doesn't list the owner."""
+    """Return the node id and the process id of a pool's owner; None if Ray doesn't list the owner."""
     owners = [(actor["Address"]["NodeID"], actor["Pid"]) for actor in _actors() if actor["Name"] == name]
     return owners[0] if owners else None
 
 
 def groups_of(owner: str) -> list[str]:
-    """Return the ids of an owner's placement groups."""
+    """Return the ids of the placement groups that an owner has created."""
     return [group["placement_group_id"] for group in _groups() if _id_of(group) == _reservation_of({"Name": owner})]
 
 
 def _by_owner(actors: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the ids of reservations that belong to owners rather than drivers."""
     return {_reservation_of(actor) for actor in actors if OWNER in actor["Name"]}
 
 
@@ -91,8 +90,8 @@ def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] 
 
 
 def _doubted(found: Running, group: Mapping[str, Any], holders: set[tuple[str, str]]) -> Running:
-    """Add a doubt to a reservation of this driver if a part is missing."""
-    # an owner's holders are named by reservation, a driver's by runtime
+    """Add a doubt to a reservation if the placement group isn't complete, or an actor with keepers is lost."""
+    # An owner's holders are named by reservation, and a driver's holders by runtime.
     owners = {found.id, found.id.rpartition("/")[0]}
     held = {node for owner, node in holders if owner in owners}
     lost = [str(index) for index, node in group["bundles_to_node_id"].items() if node not in held]

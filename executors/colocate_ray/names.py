@@ -1,7 +1,7 @@
-"""Tables of detached pools and jobs in a Ray cluster's own store. An entry holds no resources.
+"""The tables of detached pools and of jobs' windows in a Ray cluster's own store.
 
-This module has all uses of Ray's internal store for that; tests/ray/test_detached.py guards them. An entry is stale,
-and ignored, once the owner of its pool, or the driver of its job, is gone.
+An entry holds no resources. An entry is stale, and ignored, once the owner of the pool or the driver of the job is
+gone. tests/ray/test_detached.py checks these uses of Ray's internal store.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ NAMESPACE = "colocate"
 _PREFIX = b"colocate/detached/"
 _WINDOWS = b"colocate/windows/"
 
-_put: Callable[..., bool] = internal_kv._internal_kv_put  # returns whether the key existed before
+_put: Callable[..., bool] = internal_kv._internal_kv_put  # Returns whether the key existed before.
 _get: Callable[..., bytes | None] = internal_kv._internal_kv_get
 _list: Callable[..., list[bytes]] = internal_kv._internal_kv_list
 _delete: Callable[..., int] = internal_kv._internal_kv_del
 
 
 def publish(registration: Registration) -> bool:
-    """Enter a registration; return False if another pool has this name. A pool has one name only."""
+    """Store the registration of a pool; return False if another pool has this name.
+
+    A pool has only one name.
+    """
     key, value = _PREFIX + registration.name.encode(), pickle.dumps(registration)
     owner = registration.facts[0]
     while True:
@@ -48,19 +51,19 @@ def publish(registration: Registration) -> bool:
 
 
 def registrations() -> list[Registration]:
-    """List the registrations of pools with live owners."""
+    """List the registrations of all pools with live owners."""
     return [registration for registration in _registrations() if owner_of(registration.facts[0]) is not None]
 
 
 def forget(owner: str) -> None:
-    """Remove an owner's registrations: the pool has ended, or isn't detached after all."""
+    """Remove an owner's registrations, because the pool has ended or isn't detached after all."""
     for registration in _registrations():
         if registration.facts[0] == owner:
             _delete(_PREFIX + registration.name.encode())
 
 
 def announce(window: Window) -> None:
-    """Enter a window of this driver's job, and remove the windows of drivers that are gone."""
+    """Store a window of this driver's job, and remove the windows of drivers that are gone."""
     job: str = ray.get_runtime_context().get_job_id()
     living = {*living_jobs(), job}
     for key, (other, _) in _windows():
@@ -70,7 +73,7 @@ def announce(window: Window) -> None:
 
 
 def retract(window: Window) -> None:
-    """Remove a window."""
+    """Remove a window from the store."""
     _delete(_WINDOWS + window.id.encode())
 
 
@@ -87,7 +90,7 @@ def _windows() -> Iterator[tuple[bytes, tuple[str, Window]]]:
 
 
 def owner_of(name: str) -> Any:
-    """Return the handle of an owner by name; None if the actor is gone."""
+    """Return Ray's handle of the owner with this name; None if the actor is gone."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, and their free resources. In the envoy's process."""
+"""The nodes of a Ray cluster, and the resources of nodes. Runs in the envoy and in owners."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from colocate.placement import can_ever_fit, table, words
 from colocate_ray.silence import ID, Silence, answering
 
 _COUNTED = ("CPU", "GPU", "memory", "object_store_memory")
-_HEAD, _LEAST = "node:__internal_head__", 0.0001  # the second is Ray's smallest amount of a resource
+_HEAD, _LEAST = "node:__internal_head__", 0.0001  # The second constant is Ray's smallest amount of a resource.
 _HEAD_ANSWERS_WITHIN_S, _SLOW_HEAD_ANSWERS_WITHIN_S = 1.0, 4.0
 
 
 class Nodes:
-    """The nodes of the cluster, by machine name; equal names get a part of Ray's id. Thread-safe."""
+    """The nodes of the cluster, by name. Thread-safe.
+
+    The name is the machine's name. If several nodes have the same, a part of Ray's id is appended.
+    """
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -32,11 +35,11 @@ class Nodes:
         self._lock = threading.Lock()
 
     def offers(self) -> list[Node]:
-        """List all nodes with their total resources, ordered by name."""
+        """List all live nodes with their total resources, ordered by name."""
         return [self._offer(node, node["Resources"]) for node in self._alive()]
 
     def name(self, node_id: str) -> str:
-        """Return the name of a node."""
+        """Return the name of a node, given Ray's id of the node."""
         with self._lock:
             name = self._names.get(node_id)
         if name is None:
@@ -44,7 +47,7 @@ class Nodes:
         return self._names.get(node_id, node_id[:12])
 
     def check_possible(self, request: Request) -> None:
-        """Refuse a request that can never fit.
+        """Check that a request could fit into the empty cluster.
 
         Raises:
             PlacementError: The request can never fit.
@@ -57,7 +60,7 @@ class Nodes:
             raise PlacementError(words(request, "can never fit"), nodes=self.table(request))
 
     def possible(self, request: Request) -> bool:
-        """Return whether a request would fit into an empty cluster."""
+        """Return whether a request would fit into the empty cluster."""
         return can_ever_fit(self.offers(), request)
 
     def fits_now(self, request: Request) -> bool:
@@ -65,7 +68,7 @@ class Nodes:
         return can_ever_fit([free for _, free in self._offers_and_free()], request)
 
     def table(self, request: Request) -> tuple[dict[str, str], ...]:
-        """Return a row for each node: the whole request, the node's total, and the node's free part."""
+        """Return a table row for each node, with the request, the node's total, and the node's free part."""
         silent, nodes = self.silent(), self._offers_and_free()
         rows = zip(nodes, table(request, nodes), strict=True)
         return tuple(
@@ -73,7 +76,10 @@ class Nodes:
         )
 
     def silent(self) -> frozenset[str]:
-        """Return ids of silent nodes that Ray still takes for alive: Ray would wait on such a node for ever."""
+        """Return the ids of nodes that don't answer, but count as alive in Ray.
+
+        Ray would wait on such a node for ever.
+        """
         return self._silence.among({node["NodeID"]: _address(node) for node in self._alive()})
 
     def _offers_and_free(self) -> list[tuple[Node, Node]]:
@@ -84,7 +90,7 @@ class Nodes:
         ]
 
     def one_that_answers(self, stays: bool) -> str:
-        """Return the id of a node that answers; with `stays`, of the head, which no autoscaler ends."""
+        """Return the id of a node that answers. With `stays` this is the head, which no autoscaler ends."""
         silent, alive = self.silent(), self._alive()
         candidates = [node["NodeID"] for node in alive if not stays or _HEAD in node["Resources"]]
         choice: str = random.choice([node_id for node_id in candidates if node_id not in silent] or candidates)
@@ -92,9 +98,9 @@ class Nodes:
 
     @staticmethod
     def at(node_id: str) -> dict[str, Any]:
-        """Return options that place an actor on a node, and hold a tiny part of the node's own resource.
+        """Return options that place an actor on a node, where the actor holds a tiny part of the node's own resource.
 
-        Without any resource, Ray would let any node place the actor, even a node that doesn't answer.
+        Without any resource, Ray might ask any node to place the actor, even an unresponsive node.
         """
         (resources,) = (node["Resources"] for node in _every() if node["NodeID"] == node_id)
         itself = next((name for name in resources if name.startswith("node:") and name != _HEAD), None)
@@ -106,18 +112,18 @@ class Nodes:
 
     @staticmethod
     def holding(group_id: str) -> set[str]:
-        """Return ids of nodes that still set resources aside for a placement group."""
+        """Return the ids of nodes that still reserve resources for a placement group."""
         return {node_id for node_id, free in _free().items() if any(group_id in resource for resource in free)}
 
     def gone(self, node_ids: set[str]) -> set[str]:
-        """Return the nodes among `node_ids` that don't answer. Ray itself notices only after many seconds."""
+        """Return the nodes among `node_ids` that don't answer. Ray itself notices this only after many seconds."""
         alive = {node["NodeID"]: _address(node) for node in _every() if node["Alive"] and node["NodeID"] in node_ids}
         return node_ids - alive.keys() | self._silence.among(alive)
 
     def leaving(self) -> dict[str, float | None]:
-        """Return draining nodes by name, with the deadline if any.
+        """Return the draining nodes by name, with the time of their end if there is a deadline.
 
-        Uses private parts: Ray has no public API for drains.
+        Uses private parts of Ray, because Ray has no public API for drains.
         """
         from ray._private.state import state
 
@@ -141,15 +147,15 @@ class Nodes:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts node-2 before node-10."""
+    """Return a sort key that compares numbers in names by value, so that node-2 comes before node-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def head_silent() -> str | None:
-    """Explain in Ray's words why the head of the cluster doesn't answer; None if the head answers.
+    """Return Ray's error text if the head of the cluster doesn't answer; None if the head answers.
 
-    The question is whether the head's store has some key: the cheapest request for which Ray takes a timeout. A head
-    that is merely slow answers any gRPC client's greeting, and then gets more time.
+    The head is asked whether its store has some key, which is the cheapest request with a timeout. A head that is
+    merely slow still answers the greeting of any gRPC client, and then gets more time.
     """
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     words = _asked(_HEAD_ANSWERS_WITHIN_S)
@@ -172,7 +178,7 @@ def _address(node: dict[str, Any]) -> tuple[str, int]:
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """Return the free resources of each node. Uses private parts: Ray has no public API for these."""
+    """Return the free resources of each node. Uses private parts of Ray, because Ray has no public API for this."""
     from ray._private import state
 
     ask: Callable[[], dict[str, dict[str, float]]] = state.available_resources_per_node

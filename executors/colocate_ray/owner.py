@@ -1,8 +1,8 @@
-"""The owner of a detachable pool: a Ray actor that outlives drivers, as nothing else in Ray does.
+"""The Ray actor that owns the slots of one detachable pool. The actor can outlive the driver.
 
-A placement group and its actors belong to the process that made them, and end with this process. So the owner makes
-them for one pool. The owner holds the pool's lead keeper, which has no workers: the driver's connection to this keeper
-ties the pool to the driver until the pool is detached. When the lead keeper ends, the owner frees everything and exits.
+In Ray a placement group and its actors end with the process that made them, so a pool that outlives drivers needs an
+owner. The owner holds the pool's lead keeper, which has no workers. The driver's connection to this keeper ties the
+pool to the driver until the pool is detached. When the lead keeper ends, the owner frees all slots and exits.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from colocate_ray.placing import Placing
 from colocate_ray.proxy import Failure
 from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
-# A driver dials right after the start. If the driver dies before, only this timeout ends the owner.
+# A driver connects right after the start. If the driver dies before, only this timeout ends the owner.
 _DIALLED_WITHIN_S = 10.0
-_NUMBER = 1  # number of the owner's only reservation
+_NUMBER = 1  # An owner has only one reservation, with this number.
 
 
 class Owner:
-    """The actor that owns one pool."""
+    """The Ray actor that owns the slots of one pool."""
 
     def __init__(self) -> None:
-        """Set fields only, since nothing here may fail: Ray reports a constructor's error merely as text."""
+        """Set fields only, because Ray would report an error of the constructor merely as text."""
         self._keeper: Keeper | None = None
         self._placing: Placing | None = None
         self._name = ""
         self._ending = threading.Lock()
 
     def open(self, version: str, key: bytes, name: str, cluster: Cluster, request: Request) -> str | Failure:
-        """Start the lead keeper; return the keeper's address, or a Failure for another version or no free port."""
+        """Start the lead keeper and return the keeper's address, or return a Failure.
+
+        A Failure means that the colocate versions differ, or that no port or descriptor is free.
+        """
         if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return Failure(ColocateError, f"the Python that Ray runs in the cluster {words}", {})
-        die_with(os.getppid())  # otherwise a killed raylet would leave this process behind
+        die_with(os.getppid())  # Without this call a killed raylet would leave this process behind.
         self._name = name
         self._placing = Placing(cluster, lambda *lost: None)
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
@@ -56,22 +59,22 @@ class Owner:
                 dialled_within_s=_DIALLED_WITHIN_S,
                 on_end=self._leave,
             )
-        except OSError as error:  # no free port, or no free descriptor
+        except OSError as error:  # There is no free port or no free descriptor.
             return Failure(ColocateError, f"the Ray actor that is to own the pool has no keeper: {error}", {})
         return self._keeper.address
 
     def reserve(self, key: bytes, request: Request) -> list[Slot]:
-        """Hold slots for the pool; see `Placing.reserve`."""
+        """Hold slots for the pool, as `Placing.reserve` does for a driver."""
         assert self._placing is not None
         return self._placing.reserve(_NUMBER, request, key)
 
     def end_slot(self, index: int) -> None:
-        """Kill the keeper's process of a slot; see `Placing.end_slot`."""
+        """Kill the process of the keeper on a slot, as `Placing.end_slot` does for a driver."""
         assert self._placing is not None
         self._placing.end_slot(_NUMBER, index)
 
     def release(self) -> None:
-        """Free all slots; on return the slots can be reserved again."""
+        """Free all slots, and wait until the slots can be reserved again."""
         with self._ending:
             names.forget(self._name)
             if self._placing is not None:
@@ -79,7 +82,7 @@ class Owner:
                 self._placing.end()
 
     def _leave(self) -> None:
-        """Free the slots and exit: the lead keeper has ended. On the keeper's thread."""
+        """Free the slots and exit, because the lead keeper has ended. Runs on a thread of the keeper."""
         try:
             self.release()
         finally:

@@ -1,4 +1,4 @@
-"""The envoy's part in detachable pools: start owners, and send requests to owners. In the envoy's process."""
+"""The envoy's functions for detachable pools: start actors that own pools, and send requests to these actors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ _RELEASES_WITHIN_S = 15.0
 
 
 class OwnedPlacing(Placing):
-    """All slots that this driver holds in Ray, directly or through owners."""
+    """All slots that this driver holds in Ray, directly or through owners.
+
+    An owner is an actor that owns the slots of one detachable pool.
+    """
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         super().__init__(cluster, lost)
-        self._undialled: dict[str, Any] = {}  # owners, by name, that the driver hasn't dialled yet
+        self._undialled: dict[str, Any] = {}  # Owners by name, to which the driver hasn't connected yet.
 
     def open_owner(self, request: Request, key: bytes) -> tuple[str, str]:
-        """Start an owner; return the owner's name, and the address of the lead keeper."""
+        """Start an owner, and return the owner's name with the address of the lead keeper."""
         name = f"{listing.PREFIX}{request.id}{listing.OWNER}{secrets.token_hex(4)}"
         actor_class: Any = ray.remote(Owner)
         actor = actor_class.options(
@@ -59,20 +62,20 @@ class OwnedPlacing(Placing):
         return name, address
 
     def reserve_by_owner(self, owner: str, key: bytes, request: Request) -> list[Slot]:
-        """Hold slots through an owner; see `Placing.reserve`."""
-        # the owner is now tied to the driver by a connection, and ends with the driver
+        """Hold slots through an owner, as `Placing.reserve` does without one."""
+        # The driver's connection now ties the owner to the driver, so both end together.
         self._undialled.pop(owner, None)
         slots: list[Slot] = self._ask(owner, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
         return slots
 
     def abandon(self) -> None:
-        """Stop all placing, as in `Placing.abandon`, and kill owners that the driver hasn't dialled yet."""
+        """Stop all placing, as `Placing.abandon` does, and kill owners to which the driver hasn't connected."""
         super().abandon()
         for actor in list(self._undialled.values()):
             ray.kill(actor, no_restart=True)
 
     def end_slot_by_owner(self, owner: str, index: int) -> None:
-        """Kill the keeper's process of an owner's slot; see `Placing.end_slot`."""
+        """Kill the process of the keeper on an owner's slot, as `Placing.end_slot` does for other slots."""
         self._ask(owner, "end_slot", index, within_s=_RELEASES_WITHIN_S)
 
     def release_by_owner(self, owner: str) -> None:
@@ -82,7 +85,7 @@ class OwnedPlacing(Placing):
             return
         try:
             ray.get(actor.release.remote(), timeout=_RELEASES_WITHIN_S)
-        except RayActorError:  # the owner freed the slots and exited by itself
+        except RayActorError:  # The owner has freed the slots and exited by itself.
             pass
         except (GetTimeoutError, RayTaskError) as error:
             raise ColocateError(f"Ray doesn't confirm that a pool's slots are free: {error}") from None
@@ -90,7 +93,7 @@ class OwnedPlacing(Placing):
             ray.kill(actor, no_restart=True)
 
     def end_owner(self, owner: str) -> None:
-        """Kill an owner that doesn't answer; on return the owner's slots can be reserved again."""
+        """Kill an owner that doesn't answer, and wait until the owner's slots can be reserved again."""
         groups, owner_process, actor = listing.groups_of(owner), listing.owner_of(owner), names.owner_of(owner)
         if actor is not None and owner_process is not None:
             node, pid = owner_process
@@ -105,11 +108,11 @@ class OwnedPlacing(Placing):
         return address()
 
     def _owner(self, request: Request) -> str:
-        """Return the runtime's id as the owner of holders: a runtime's holders outlive a single reservation."""
+        """Return the runtime's id as the owner of new holders, because holders outlive a single reservation."""
         return request.id.rpartition("/")[0]
 
     def list_running(self, held: Sequence[str] = ()) -> list[Running]:
-        """List this driver's entries in Ray, and the owned reservations that this driver commands (`held`)."""
+        """List this driver's entries in Ray, including the owners' reservations in `held`."""
         return listing.of_this_job(self.nodes, held)
 
     def _ask(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:

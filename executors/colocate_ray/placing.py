@@ -1,4 +1,4 @@
-"""Placement groups, and the actors beside the groups: slots are held all or none. In the envoy's process."""
+"""Placement groups for reservations, and the start of keepers in their bundles. Runs in the envoy and in owners."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from colocate_ray.terms import Cluster, Slot
 _ACTORS_START_WITHIN_S = 120.0
 _RELEASED_WITHIN_S = 10.0
 _KEEPERS_END_WITHIN_S = 5.0
-_SHOWN_WITHIN_S = 1.0  # seconds; nodes report every tenth of a second
+_SHOWN_WITHIN_S = 1.0  # Nodes report their resources every tenth of a second.
 _DOUBT_AFTER_S = 0.5
-# Ray learns of free resources with a delay. If a request would fit by Ray's own account, the wait lasts at least this
-# long, whatever the request's timeout.
+# Ray learns of free resources with a delay.
+# If a request would fit by Ray's own account, the wait lasts at least this long, even beyond the request's timeout.
 _SETTLES_WITHIN_S = 5.0
-_LOOKS_AGAIN_S = 2.0  # seconds between looks at silent nodes, while slots are waited for
+_LOOKS_AGAIN_S = 2.0  # While a request waits for slots, silent nodes are checked at this interval.
 _STEP_S = 0.02
 _REPLACED_STEP_S = 0.1
 _WITHDRAWN = "the reservation was withdrawn"
@@ -46,19 +46,19 @@ _WITHDRAWN = "the reservation was withdrawn"
 
 @attrs.define(eq=False)
 class Held:
-    """The slots that a pool holds, or is about to hold."""
+    """A reservation in Ray: the placement group and the holders, during and after the placement."""
 
     request: Request
     group: PlacementGroup | None = None
-    placed: dict[int, str] = attrs.field(factory=dict)  # Ray's node ids by index of the bundle
-    holders: dict[int, Holding] = attrs.field(factory=dict)  # by index of the bundle
-    opened: set[int] = attrs.field(factory=set)  # indices of bundles with live keepers
+    placed: dict[int, str] = attrs.field(factory=dict)  # Ray's node ids, by index of the bundle.
+    holders: dict[int, Holding] = attrs.field(factory=dict)  # Holders (actors with keepers), by index of the bundle.
+    opened: set[int] = attrs.field(factory=set)  # Indices of the bundles with live keepers.
     released: threading.Event = attrs.field(factory=threading.Event)
     _making: threading.Lock = attrs.field(factory=threading.Lock)
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Guard a request to Ray that creates something.
+        """Guard a request that creates something in Ray, so that `stop` can wait for the end of the request.
 
         Raises:
             ColocateError: The reservation was withdrawn.
@@ -69,7 +69,7 @@ class Held:
             yield
 
     def make_group(self, request: Request | None) -> None:
-        """Replace the placement group, still without slots, by one for `request`; None only removes the group.
+        """Remove the placement group, still without slots, and create a new one unless `request` is None.
 
         Raises:
             ColocateError: The reservation was withdrawn.
@@ -83,14 +83,14 @@ class Held:
                 self.group = placement_group([_bundle(request)] * request.slots, name=name, **_where(request))
 
     def stop(self) -> None:
-        """Refuse further requests to Ray, and wait for a request in progress, so that the result is recorded here."""
+        """Refuse further requests to Ray, and wait until a request in progress has recorded the result."""
         self.released.set()
         with self._making:
             pass
 
 
 class Placing:
-    """All slots that this driver holds in Ray. Thread-safe."""
+    """All slots that this process holds in Ray. Thread-safe."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         self.nodes = Nodes()
@@ -98,13 +98,14 @@ class Placing:
         self._lost = lost
         self._holders = Holders(self._ended)
         self._held: dict[int, Held] = {}
-        self._withdrawn: set[int] = set()  # numbers of released reservations, perhaps released before their start
+        # Numbers of released reservations, including reservations that haven't started yet.
+        self._withdrawn: set[int] = set()
         self._abandoned = False
         self._lock = threading.Lock()
-        self._pause = threading.Event()  # never set: used for timed waits between looks
+        self._pause = threading.Event()  # This event is never set, and serves for timed waits between two checks.
 
     def check_head(self) -> None:
-        """Check that the head of the cluster answers, within a few seconds.
+        """Check that the head of the cluster answers within a few seconds.
 
         Raises:
             ClusterError: The head doesn't answer.
@@ -125,11 +126,11 @@ class Placing:
         )
 
     def list_nodes(self) -> list[Node]:
-        """List the nodes of the cluster."""
+        """List the nodes of the cluster with their resources."""
         return self.nodes.offers()
 
     def list_leaving(self) -> dict[str, float | None]:
-        """List the nodes that the cluster drains."""
+        """List the nodes that the cluster is draining."""
         return self.nodes.leaving()
 
     def list_running(self) -> list[Running]:
@@ -137,11 +138,11 @@ class Placing:
         return listing.of_this_job(self.nodes)
 
     def list_strays(self) -> list[Running]:
-        """List the entries of drivers that are gone."""
+        """List the entries in Ray's tables of drivers that are gone."""
         return listing.of_ended_jobs(self.nodes)
 
     def reserve(self, number: int, request: Request, key: bytes) -> list[Slot]:
-        """Hold slots, with a keeper in each.
+        """Hold slots for a request, and start a keeper in each slot.
 
         Raises:
             PlacementError: The slots can never fit.
@@ -158,7 +159,7 @@ class Placing:
             placed = self._place(held)
             slots = self._fill(number, held, key, range(request.slots), deadline) if placed else None
         except Exception:
-            # read before `release` sets the flag: a withdrawal makes the steps above fail in several ways
+            # The event is read before the call of `release`, which sets the event in any case.
             withdrawn = held.released.is_set()
             self.release(number)
             if withdrawn:
@@ -187,8 +188,8 @@ class Placing:
     def _place(self, held: Held) -> bool:
         """Create a placement group and wait for the slots; return False on a timeout.
 
-        Silent nodes are excluded: while Ray waits on a silent node, Ray places nothing for anybody, even after the node
-        is declared dead.
+        Silent nodes are excluded, because Ray places nothing for anybody while it waits on a silent node, even after
+        the node is declared dead.
         """
         request, silent = held.request, None
         deadline = time.monotonic() + request.timeout
@@ -207,7 +208,7 @@ class Placing:
                 return False
 
     def replace(self, number: int, indices: Sequence[int], request: Request, key: bytes) -> list[Slot] | None:
-        """Hold lost bundles again: Ray places bundles of a lost node or holder anew, where there is room.
+        """Hold lost bundles again, after Ray has moved the bundles of lost nodes or holders to other nodes.
 
         Returns:
             The new slots. None if the placement group was removed.
@@ -226,17 +227,18 @@ class Placing:
         except ColocateError as error:
             if held.released.is_set():
                 raise
-            raise PlacementTimeout(str(error)) from error  # a new node may be leaving already: a retry may find another
+            # A new node may be leaving already, so a retry may find another node.
+            raise PlacementTimeout(str(error)) from error
         if slots is None and _state(held.group) != "REMOVED":
             text = words(request, f"did not come within {request.timeout:g} s in the place of lost ones")
             raise PlacementTimeout(text, nodes=self.nodes.table(request))
         return slots
 
     def _fill(self, number: int, held: Held, key: bytes, indices: Sequence[int], deadline: float) -> list[Slot] | None:
-        """Start keepers in bundles; return None if the bundles get no nodes in time.
+        """Start keepers in bundles, and return the slots. Returns None if the bundles get no nodes in time.
 
-        An autoscaler may end a node that looked idle, even if Ray has just placed something there. Ray then places the
-        bundle anew.
+        An autoscaler may end an idle node, even if Ray has just placed a bundle there. Ray then places the bundle on
+        another node.
         """
         assert held.group is not None
         slots = self._open(number, held, key, indices)
@@ -248,9 +250,9 @@ class Placing:
         return sorted(slots, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
     def _placed_anew(self, held: Held, group: PlacementGroup, indices: Sequence[int], deadline: float) -> bool:
-        """Wait until bundles have nodes that answer; return False on a timeout, or if the group was removed.
+        """Wait until the nodes of all given bundles answer. Returns False on a timeout, or if the group was removed.
 
-        Ray itself misses a lost node only after many seconds.
+        Ray itself notices a lost node only after many seconds.
         """
         state = _table(group)
         while state["state"] != "CREATED" or self.nodes.gone({state["placed"][index] for index in indices}):
@@ -263,13 +265,13 @@ class Placing:
         return True
 
     def end_slot(self, number: int, index: int) -> None:
-        """Kill the process of a keeper that doesn't answer; return when the process is gone."""
+        """Kill the process of an unresponsive keeper, and wait until the process has ended."""
         held = self._held.get(number)
         if held is not None and index in held.holders:
             held.holders[index].kill()
 
     def release(self, number: int) -> None:
-        """Release slots, including slots that are still waited for. On return they can be reserved again.
+        """Release slots, even if the placement is in progress, and wait until the slots can be reserved again.
 
         Raises:
             ColocateError: Ray doesn't confirm the release.
@@ -289,10 +291,10 @@ class Placing:
             self._holders.left(number, end=self._autoscaler() is not None)
 
     def abandon(self) -> None:
-        """Refuse further requests to Ray, and wait for requests in progress: the driver is gone.
+        """Refuse further requests to Ray, and wait for requests in progress, because the driver is gone.
 
-        Ray frees all slots when this process exits, and an actor that Ray learns of afterwards a second or two later.
-        An explicit release here could make Ray lose the slot of an actor that is just starting.
+        Ray frees all slots when this process exits. If Ray learns of an actor only afterwards, the slot is freed a
+        second or two later. An explicit release here could make Ray lose the slot of an actor that is just starting.
         """
         with self._lock:
             self._abandoned = True
@@ -303,13 +305,13 @@ class Placing:
         self._holders.stop()
 
     def end(self) -> None:
-        """End the holders, after the release of all reservations."""
+        """End all holders, after the release of all reservations."""
         self._holders.end()
 
     def _end_keepers(self, number: int, held: Held) -> None:
         """End the keepers of a reservation.
 
-        A holder that fails to do so is stuck, and is killed with all its keepers.
+        A holder that doesn't end its keepers in time is killed.
         """
         ends = {holder.actor.end.remote(number): holder for holder in set(held.holders.values())}
         pending, deadline = list(ends), time.monotonic() + _KEEPERS_END_WITHIN_S
@@ -323,7 +325,10 @@ class Placing:
                 return
 
     def _wait_shown(self, held: Held, group: PlacementGroup) -> None:
-        """Wait until a new placement group shows in Ray's account: only then can the group's end be seen there."""
+        """Wait until Ray's resource report shows a new placement group.
+
+        The end of a group is visible in the report only if the group was.
+        """
         deadline, nodes = time.monotonic() + _SHOWN_WITHIN_S, set(held.placed.values())
         while missing := nodes - self.nodes.holding(group.id.hex()):
             if time.monotonic() > deadline or missing <= self.nodes.gone(missing):
@@ -331,7 +336,7 @@ class Placing:
             self._pause.wait(_STEP_S)
 
     def _confirm(self, group: str, whose: str) -> None:
-        """Wait until the live nodes no longer set resources aside for a placement group."""
+        """Wait until no live node reserves resources for a placement group any more."""
         began = time.monotonic()
         while nodes := self.nodes.holding(group):
             waited = time.monotonic() - began
@@ -345,7 +350,7 @@ class Placing:
             self._pause.wait(_STEP_S)
 
     def _open(self, number: int, held: Held, key: bytes, indices: Sequence[int]) -> list[Slot]:
-        """Start keepers in bundles; return their slots, without those on nodes that are just gone."""
+        """Start keepers in bundles, and return their slots. Slots on nodes that are gone by now are left out."""
         request, placed = held.request, {index: held.placed[index] for index in indices}
         with held.making():
             held.opened -= placed.keys()
@@ -380,7 +385,7 @@ class Placing:
         ]
 
     def _gpus(self, held: Held, indices: Sequence[int]) -> dict[int, Gpus]:
-        """Return the GPUs of bundles, which Ray reports only to tasks inside a bundle."""
+        """Run a task in each bundle, and return the bundles' GPUs, which Ray reports only to such tasks."""
         request, group = held.request, held.group
         if not request.gpus:
             return dict.fromkeys(indices, Gpus())
@@ -398,13 +403,13 @@ class Placing:
         return dict(zip(indices, gpus, strict=True))
 
     def _owner(self, request: Request) -> str:
-        """Return the owner's name for new holders: the reservation's id."""
+        """Return the reservation's id as the owner in the names of new holders."""
         return request.id
 
     def _answers(self, opened: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        """Return the holders' answers by node; raise an error that names the nodes of failed holders.
+        """Return the holders' answers by node, or raise an error that names the nodes of failed holders.
 
-        A failure on a node that is gone doesn't count.
+        Failures on nodes that are gone are ignored.
         """
         answers, faults = {}, {}
         for node, ref in opened.items():
@@ -425,7 +430,7 @@ class Placing:
         return answers
 
     def _ended(self, holder: Holding, words: str) -> None:
-        """Mark a lost holder's slots as lost. On a thread of Ray's."""
+        """Report the slots of a lost holder as lost. Runs on one of Ray's threads."""
         for number, held in list(self._held.items()):
             for index, holding in list(held.holders.items()):
                 if holding is holder and index in held.opened:
@@ -435,15 +440,15 @@ class Placing:
 def _bundle(request: Request) -> dict[str, float]:
     bundle = {"CPU": request.cpus, "GPU": request.gpus, "memory": request.host_memory_bytes or 0}
     bundle |= request.resources
-    # A bundle must not be empty: one byte of memory is the least.
+    # A bundle must not be empty, so a request for nothing gets one byte of memory.
     return {name: amount for name, amount in bundle.items() if amount} or {"memory": 1}
 
 
 def _where(request: Request) -> dict[str, Any]:
-    """Return the options that tell Ray where to place a request's bundles.
+    """Return the options by which Ray chooses nodes for the bundles of a request.
 
     Raises:
-        CapabilityError: This version of Ray lacks such an option.
+        CapabilityError: This version of Ray lacks an option that the request needs.
     """
     strategy = request.strategy.upper()
     options: dict[str, Any] = {"strategy": strategy}
@@ -462,7 +467,7 @@ def _where(request: Request) -> dict[str, Any]:
 
 
 def _wait_placed(held: Held, deadline: float) -> bool:
-    """Wait until a placement group has slots; return False on a timeout."""
+    """Wait until Ray has placed all bundles of a reservation; return False on a timeout."""
     while held.group is None or _state(held.group) != "CREATED":
         if held.released.wait(_STEP_S):
             raise ColocateError(_WITHDRAWN)
@@ -482,8 +487,8 @@ def _state(group: PlacementGroup) -> str:
 
 
 def start_words(error: Exception) -> str:
-    """Explain in words why an actor or a task could not be started."""
-    text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray colours error texts
+    """Return an error text that explains why an actor or a task could not be started."""
+    text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray adds colour codes to error texts.
     environment = "the environment that connect('ray', runtime_env=...) names can't be set up there"
     if isinstance(error, RuntimeEnvSetupError):
         return f"{environment}: {last_words(error)}"

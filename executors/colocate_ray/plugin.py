@@ -10,7 +10,7 @@ from colocate.executor import About, Executor, Running
 
 @hookimpl
 def colocate_executor() -> type[Executor]:
-    """Return the executor's class."""
+    """Return the class of the Ray executor."""
     from colocate_ray.executor import RayExecutor
 
     return RayExecutor
@@ -18,7 +18,7 @@ def colocate_executor() -> type[Executor]:
 
 @hookimpl
 def colocate_about() -> About:
-    """Describe this executor for commands and errors, without an import of the executor."""
+    """Describe the executor for commands and error texts, without importing the executor."""
     joined = "ray with address=…"
     return About(
         capabilities={

@@ -1,4 +1,4 @@
-"""A Ray for one driver: folder, token, end."""
+"""The files, settings and processes of a private Ray, which serves one driver."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from colocate.errors import ClusterError, ColocateError
 from colocate.worker.birth.supervisor import TRACKERS_S, tracks
 from colocate_ray.terms import Cluster
 
-PREFIX = "colocate-ray-"  # of the folder's name
+PREFIX = "colocate-ray-"  # Names of folders for private Rays start with this prefix.
 _PR_SET_CHILD_SUBREAPER = 36
-# Ray's sockets lie below the folder: "/r/session_<date>_<microseconds>_<pid>/sockets/plasma_store".
+# Ray's sockets have such paths below the folder: "/r/session_<date>_<microseconds>_<pid>/sockets/plasma_store".
 _LONGEST_SOCKET = 107
 _BELOW = len("/colocate-ray-12345678/r/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 _ENDS_WITHIN_S = 10.0
 _LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _LOG_BYTES, _LINES, _LINE = 64 * 1024, 2, 300
-_SEVERE = re.compile(r"\[\S+ \S+ [WEFC] ")  # matches "[2026-11-28 15:04:54,949 C 30173 30184] (raylet) …"
-_STORE_BYTES = 100 * 2**20  # small, since colocate puts nothing into Ray's object store
+# This matches a log line such as "[2026-11-28 15:04:54,949 C 30173 30184] (raylet) …".
+_SEVERE = re.compile(r"\[\S+ \S+ [WEFC] ")
+_STORE_BYTES = 100 * 2**20  # The store is small, because colocate puts nothing into Ray's object store.
 
 
 class PrivateFolder:
-    """A folder for all files of a private Ray, accessible to this user only."""
+    """The folder with all files of a private Ray. Only this user has access."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -46,15 +47,15 @@ class PrivateFolder:
             file.write(secrets.token_hex(32))
 
     def settings(self, cluster: Cluster) -> dict[str, Any]:
-        """Return the arguments for `ray.init`."""
+        """Return the keyword arguments for `ray.init` that start a private Ray."""
         cpus = cluster.cpus
         return {
-            "address": "local",  # overrides RAY_ADDRESS, and the file of another Ray
+            "address": "local",  # This overrides RAY_ADDRESS and the address file of another Ray.
             "num_cpus": int(cpus) if cpus is not None and cpus == int(cpus) else cpus,
             "num_gpus": None if cluster.gpus is None else len(cluster.gpus),
             "include_dashboard": False,
             "object_store_memory": _STORE_BYTES,
-            "_temp_dir": str(self.path / "r"),  # a subfolder, since Ray opens this folder to all users
+            "_temp_dir": str(self.path / "r"),  # A subfolder is used, because Ray opens this folder to all users.
         }
 
     def remove(self) -> None:
@@ -63,7 +64,7 @@ class PrivateFolder:
 
 
 def cluster_error(folder: str | Path, why: str) -> ClusterError:
-    """Return the error for a private Ray, with the last log lines of the raylet and the control store."""
+    """Return the error of a private Ray, with the last log lines of the raylet and the control store."""
     texts = {}
     for name in _LOGS:
         with contextlib.suppress(OSError), Path(folder, "r", "session_latest", "logs", name).open("rb") as file:
@@ -74,7 +75,7 @@ def cluster_error(folder: str | Path, why: str) -> ClusterError:
 
 
 def _last_lines(logs: Mapping[str, str]) -> str:
-    """Return the last relevant log lines: without C++ stacks and tables of statistics."""
+    """Return the last relevant log lines, without C++ stacks and tables of statistics."""
     lines_shown = []
     for name, text in logs.items():
         lines = [line for line in text.partition("*** StackTrace Information ***")[0].splitlines() if line[:1] == "["]
@@ -84,16 +85,16 @@ def _last_lines(logs: Mapping[str, str]) -> str:
 
 
 def new_folder() -> str:
-    """Return a path for a new folder.
+    """Return an unused path for the folder of a private Ray.
 
     Raises:
-        ColocateError: No place allows a path short enough.
+        ColocateError: Every possible path is too long for Ray's sockets.
     """
     return f"{_parent()}/{PREFIX}{secrets.token_hex(4)}"
 
 
 def _parent() -> str:
-    """Return the folder for temporary files, or /tmp if Ray's socket names would be too long for the system."""
+    """Return the folder for temporary files, or /tmp if the paths of Ray's sockets would be too long there."""
     for parent in (tempfile.gettempdir(), "/tmp"):
         if len(parent) + _BELOW <= _LONGEST_SOCKET and os.access(parent, os.W_OK | os.X_OK):
             return parent
@@ -104,13 +105,13 @@ def _parent() -> str:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that this process can find and end every one."""
+    """Become the parent of orphaned descendants, so that this process can find and end every descendant."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_orphans() -> None:
-    """Reap adopted zombies until no child is left."""
+    """Reap ended children, including adopted orphans, until no child is left."""
     try:
         while True:
             os.waitpid(-1, 0)
@@ -119,7 +120,10 @@ def reap_orphans() -> None:
 
 
 def end_children() -> None:
-    """Kill all processes below this one. Python's trackers get time to remove roles' shared memory and exit first."""
+    """Kill all descendants of this process.
+
+    Python's resource trackers first get time to remove shared memory of roles, and to exit.
+    """
     began = time.monotonic()
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() - began < _ENDS_WITHIN_S:
         for process in children:
@@ -129,4 +133,4 @@ def end_children() -> None:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 pass
-        psutil.wait_procs(children, timeout=1.0)  # also reaps zombies that are children of this process
+        psutil.wait_procs(children, timeout=1.0)  # This call also reaps zombies that are children of this process.

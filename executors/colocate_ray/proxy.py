@@ -1,4 +1,4 @@
-"""A process that is in a cluster on the driver's behalf: both ends of the connection. Imports no cluster."""
+"""A process that joins a cluster for the driver, with both ends of the connection. Imports no cluster library."""
 
 from __future__ import annotations
 
@@ -29,43 +29,43 @@ from colocate.worker.birth.signals import FOR_DRIVERS, LEFT, pass_over
 from colocate_ray import janitor
 
 _ENDS_WITHIN_S = 10.0
-# seconds; a proxy that is silent for this long gets a ping, and is killed if no answer comes.
+# A proxy that is silent for this long gets a ping, and is killed if no answer comes.
 SILENCE_S = 2.0
 _PONG_WITHIN_S = 3.0
-_PARTY = "the proxy"  # the party that owes answers, for `Requests`
+_PARTY = "the proxy"  # `Requests` needs a name for the party that answers.
 _LAST_WORDS_BYTES = 2000
 
 Asked: TypeAlias = Request[str, Any]
 
 PING = "ping"
-"""The name of a ping, which is answered at once; the only request without a method in the module."""
+"""The name of a ping request, which the proxy answers at once. All other requests call a method of the module."""
 OPEN = "open"
-"""The name of the first request, which runs on the main thread."""
+"""The name of the first request, which runs on the proxy's main thread."""
 
 
 @message
 class ProxyDo(Message):
-    """A call of a method; the body has the arguments. Answered by `ProxyDid`."""
+    """A request to call a method of the proxy. The body has the arguments. Answered by `ProxyDid`."""
 
-    token: int  # id of the request
-    name: str  # name of the method
+    token: int  # Id of the request.
+    name: str
 
 
 @message
 class ProxyDid(Message):
-    """The result of a call; the body has the result, or a `Failure`."""
+    """The answer to a `ProxyDo`. The body has the method's result, or a `Failure`."""
 
-    token: int  # id of the request
+    token: int  # Id of the request.
 
 
 @message
 class ProxySaid(Message):
-    """A notification from the proxy; the body has the payload."""
+    """A notification from the proxy to the driver. The body has the payload."""
 
 
 @attrs.frozen
 class Failure:
-    """An error on the way to the driver."""
+    """An error in a form that the driver can unpickle without the cluster's library."""
 
     kind: type[ColocateError]
     message: str
@@ -73,32 +73,33 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, engine: str) -> Failure:
-        """Describe an error; a cluster's own error becomes text, since the driver may lack the cluster's library."""
+        """Describe an error. Errors of the cluster's library become text, because the driver may lack the library."""
         if not isinstance(error, ColocateError):
             error = ColocateError(f"{engine} failed: {type(error).__name__}: {error}")
         return cls(type(error), error.message, dict(error.__dict__))
 
     def error(self) -> ColocateError:
-        """Return the error."""
+        """Rebuild the error."""
         return self.kind(self.message, **self.facts)
 
 
 class DriverProxy:
-    """The driver's end of a process that is in a cluster on the driver's behalf.
+    """The driver's end of a process that joins a cluster on the driver's behalf.
 
-    A cluster connection would mark the driver's process for good: with threads, signal handlers, settings, one
-    connection per process. So a module with a subclass of `Proxied` runs in a process of its own; the driver calls that
-    subclass's methods. The process ends when it is closed, and with the driver in whatever way that ends; the janitor,
-    a small process, kills one that is stopped or stuck then.
+    A cluster connection would change the driver's process for good: it adds threads, signal handlers and settings, and
+    allows one connection per process. So a module with a subclass of `Proxied` runs in a separate process, and the
+    driver calls the methods of that subclass. The process ends when it is closed, or when the driver ends for any
+    reason. A small process, the janitor, then kills a process that is stopped or stuck.
 
     Args:
-        module: The module to run as a program. Its output is kept for errors.
+        module: The module to run as a program. The output is stored for error texts.
         engine: The cluster's name in errors ("Ray", "the cluster at …").
-        heard: Called with the arguments of each `Proxied.say`, in order, on a thread of the proxy's: must not block.
-        env: The process's environment; None for this process's. The import path for colocate and the module is added.
-        mark: A variable set in the process's environment, and so in all descendants.
-        folder: A folder of the descendants' files: after the process's end, the janitor kills all processes with the
-            mark, and removes the folder, after `lost`. None if no such process belongs to the driver.
+        heard: Called in order with the arguments of each `Proxied.say`, on the proxy's own thread. Must not block.
+        env: The environment of the process; None for the driver's own. Import paths for colocate and the module are
+            added.
+        mark: Name of a variable that is set in the environment of the process and of all descendants.
+        folder: A folder for files of the descendants. After the end of the process, the janitor kills all processes
+            with the mark. After `lost` the janitor removes the folder. None if no descendants must be killed.
     """
 
     def __init__(
@@ -111,10 +112,10 @@ class DriverProxy:
         mark: str = "COLOCATE_PROXY",
         folder: str | None = None,
     ) -> None:
-        """Start the process; call `open` next.
+        """Start the process. The caller then calls `open`.
 
         Raises:
-            OSError: The process can't be started; nothing is left behind.
+            OSError: The process can't be started. No process or descriptor is left behind.
         """
         self._engine = engine
         self._said = heard
@@ -135,7 +136,8 @@ class DriverProxy:
                     stdout=self._log,
                     stderr=self._log,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # keeps Ctrl-C for the driver
+                    # A new session keeps Ctrl-C in the driver's terminal away from this process.
+                    start_new_session=True,
                 )
             self._janitor = _watched(self._process, f"{mark}={value}", folder)
         except BaseException:
@@ -147,11 +149,13 @@ class DriverProxy:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
+        """The process id of the proxy."""
         return self._process.pid
 
     def open(self, *arguments: Any, within_s: float) -> bool:
-        """Call `Proxied.open` and wait; return False on a timeout. An error closes the proxy, a timeout doesn't.
+        """Call `Proxied.open` and wait for the end of the call; return False on a timeout.
+
+        An error closes the proxy; a timeout doesn't.
 
         Raises:
             ColocateError: The call failed, or the process is gone.
@@ -167,7 +171,7 @@ class DriverProxy:
         return False
 
     def call(self, name: str, *arguments: Any, within_s: float) -> Any:
-        """Call a method of the `Proxied` and wait for the result, while the proxy lives.
+        """Call a method of the `Proxied` object, and wait for the result while the proxy is alive.
 
         Args:
             name: The method's name.
@@ -184,7 +188,7 @@ class DriverProxy:
         return answer
 
     def wait(self, posted: Sequence[Asked], within_s: float | None = None) -> bool:
-        """Wait for posted requests; return whether all are done. A proxy that answers no ping meanwhile is killed."""
+        """Wait for posted requests, and return whether all have ended. Kills a proxy that answers no ping."""
         deadline = math.inf if within_s is None else time.monotonic() + within_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
@@ -194,41 +198,42 @@ class DriverProxy:
             if left_s <= SILENCE_S:
                 return False
             if not self.post(PING).wait(_PONG_WITHIN_S):
-                # The proxy is stopped or stuck. Only the process's end frees resources; the reader's thread reports
-                # the end.
+                # The proxy is stopped or stuck. Only the end of the process frees the cluster's resources.
+                # The reader's thread then reports the end.
                 self._process.kill()
 
     def post(self, name: str, *arguments: Any) -> Asked:
-        """Send a request to the proxy, without waiting."""
+        """Send a request to the proxy, without waiting for the answer."""
         body = wire.pack(arguments)
         question = self._requests.open([_PARTY])
-        if not question.over:  # a dead proxy ends the request at once
+        if not question.over:  # With a dead proxy the request has failed already.
             self._lane.send(ProxyDo(question.token, name).head(), body)
         return question
 
     def close(self) -> None:
-        """Close the connection: the process calls `Proxied.leave`, and exits. Idempotent."""
+        """Close the connection, so that the process calls `Proxied.leave` and exits. Further calls do nothing."""
         self._closing = True
         self._event_loop.close()
         self._end()
         self._log.close()
 
     def last_words(self) -> str:
-        """Return the end of the process's output for an error; empty without output."""
+        """Return the last lines of the process's output for an error text; empty without output."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         text = tail.decode(errors="replace").strip()
         return f"Its last words:\n{text}" if text else ""
 
     def lost(self, why: str) -> ClusterError:
-        """Return the error for all pending requests when the process ended by itself. `folder` still exists."""
+        """Return the error for all pending requests of a process that ended by itself. `folder` still exists."""
         return ClusterError(why, logs={})
 
     def _end(self) -> None:
         self._end_process()
         assert self._janitor.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # the janitor has ended, or was already told
-            self._janitor.stdin.write(b".")  # closing stdin isn't enough: a fork of the driver may hold the pipe open
+        with contextlib.suppress(OSError, ValueError):  # The janitor may have ended, or may have been notified before.
+            # Closing stdin isn't enough, because a fork of the driver may hold the pipe open.
+            self._janitor.stdin.write(b".")
         self._janitor.stdin.close()
         if not _has_ended(self._janitor, _ENDS_WITHIN_S):
             self._janitor.kill()
@@ -301,7 +306,7 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def _import_path(given: str | None, module: str) -> Iterable[str]:
-    """Return import paths for colocate and the module, however this process has found these."""
+    """Return the import paths by which the new process finds colocate and the module."""
     folders = [given] if given else []
     for name in ("colocate", module.partition(".")[0]):
         spec = find_spec(name)
@@ -313,37 +318,43 @@ def _import_path(given: str | None, module: str) -> Iterable[str]:
 
 
 class Proxied:
-    """The proxy's end: the driver calls a subclass's methods, and `DriverProxy` runs the subclass's module.
+    """The proxy's side of the connection. The driver calls the methods of a subclass.
 
-    The module ends with `if __name__ == "__main__": MyProxied.serve()`. `open` comes first, and runs on the main
-    thread, which stays: the kernel may tie the lives of processes to the thread that starts them. Each other method
-    runs on a thread of its own. Arguments and results travel pickled; a cluster's own error travels as text.
+    The subclass's module ends with `if __name__ == "__main__": MyProxied.serve()`. `open` is called first, on the main
+    thread, which never ends: the kernel may end processes with the thread that started them. Each other method runs on
+    a thread of its own. Arguments and results are pickled. An error of the cluster's library is sent as text.
     """
 
-    engine: ClassVar[str] = "the cluster"  # the cluster's name in errors
+    engine: ClassVar[str] = "the cluster"  # The cluster's name in error texts.
     _lane: wire.SocketLane
     _to_open: queue.SimpleQueue[tuple[int, tuple[Any, ...]]]
 
     def open(self, *arguments: Any) -> Any:
-        """Start the service, with the arguments of `DriverProxy.open`. No other method is called before the return."""
+        """Start the service with the arguments of `DriverProxy.open`.
+
+        No other method is called before this method returns.
+        """
 
     def leave(self) -> None:
-        """Release the driver's resources: the driver has closed, or is gone. The process exits afterwards."""
+        """Release the driver's resources, because the driver has closed or is gone. The process exits afterwards."""
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return the method for a request; override this where another object has the methods."""
+        """Return the method for a request. Override this if another object has the methods."""
         function: Callable[..., Any] = getattr(self, name)
         return function
 
     def say(self, *what: Any) -> None:
-        """Send a notification to the driver's `heard`. From any thread; in order."""
+        """Send a notification to the driver, which calls `heard` with these arguments.
+
+        Any thread may call this. Notifications arrive in order.
+        """
         self._tell(ProxySaid(), what)
 
     @classmethod
     def serve(cls) -> None:
-        """Run the process until the driver closes or is gone. Doesn't return."""
-        pass_over(LEFT)  # the driver decides when the process ends
-        # an engine's processes, started here, are no target of a batch system's signals either
+        """Run the process until the driver closes the connection or is gone. Doesn't return."""
+        pass_over(LEFT)  # The process ignores signals, because the driver decides when the process ends.
+        # Processes of the cluster, started here, must ignore a batch system's signals too.
         for number in FOR_DRIVERS:
             signal.signal(number, signal.SIG_IGN)
         service = cls()
@@ -368,7 +379,7 @@ class Proxied:
             job = message.token, message.name, arguments
             try:
                 Thread(target=self._do, args=job, name=message.name).start()
-            except RuntimeError as error:  # no thread could be started
+            except RuntimeError as error:  # No thread could be started.
                 self._tell(ProxyDid(message.token), Failure.of(error, self.engine))
 
     def _do(self, token: int, name: str, arguments: tuple[Any, ...]) -> None:
@@ -379,7 +390,7 @@ class Proxied:
         self._tell(ProxyDid(token), answer)
 
     def _tell(self, message: Message, value: Any) -> None:
-        self._lane.send(message.head(), wire.pack(value))  # without a reader, `_left` is about to be called
+        self._lane.send(message.head(), wire.pack(value))  # If the driver is gone, `_left` is about to be called.
 
     def _left(self, _reason: str) -> None:
         try:

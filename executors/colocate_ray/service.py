@@ -1,6 +1,8 @@
-"""The envoy's process: `python -m colocate_ray.service FD DRIVER_PID`. In Ray on the driver's behalf.
+"""The program of the envoy, the process that joins Ray on the driver's behalf.
 
-The process ends with the driver. DRIVER_PID is there for people and tools that list the processes of this machine.
+Run as `python -m colocate_ray.service FD DRIVER_PID`.
+
+The process ends with the driver. DRIVER_PID serves only people and tools that list the processes of this machine.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
     from colocate_ray.owners import OwnedPlacing
 
 _LEAVES_WITHIN_S = 2.5
-_TRIES = "3"  # attempts to join, of a second each; Ray's own default is twenty
+_TRIES = "3"  # The number of attempts to join, each of one second. Ray's own default is twenty.
 
 
 class Service(Proxied):
-    """Handles the driver's requests, with the methods of `OwnedPlacing` and the functions of `names`."""
+    """The envoy's side of the connection: handles requests with an `OwnedPlacing` and the functions of `names`."""
 
     engine = "Ray"
 
@@ -34,7 +36,7 @@ class Service(Proxied):
         self._joined = False
 
     def open(self, cluster: Cluster, folder: str | None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Start a private Ray in a folder, or join an existing Ray."""
+        """Start a private Ray in a folder, or join an existing Ray cluster."""
         if folder is not None:
             self._folder = PrivateFolder(folder)
             _keep_to_ourselves()
@@ -48,12 +50,12 @@ class Service(Proxied):
         else:
             joining.join(cluster)
             self._joined = True
-        pass_over([signal.SIGTERM])  # Ray has set a SIGTERM handler, but the driver decides when this process ends
+        pass_over([signal.SIGTERM])  # Ray has set a handler for SIGTERM, but the driver decides when this process ends.
 
         self._placing = OwnedPlacing(cluster, self.say)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return a method of the `OwnedPlacing`, or a function of `names`."""
+        """Return the method for a request: a method of the `OwnedPlacing`, or else a function of `names`."""
         from colocate_ray import names
 
         assert self._placing is not None
@@ -61,11 +63,12 @@ class Service(Proxied):
         return function
 
     def leave(self) -> None:
-        """Leave Ray, and end all processes and files of this driver: the driver has closed, or is gone."""
+        """Leave Ray, and end all processes and remove all files of this driver. Called at the driver's end."""
         if self._joined:
             import ray
 
-            signal.setitimer(signal.ITIMER_REAL, _LEAVES_WITHIN_S)  # bounds the wait for a cluster that is gone
+            # This timer bounds the wait for a cluster that is gone.
+            signal.setitimer(signal.ITIMER_REAL, _LEAVES_WITHIN_S)
             if self._placing is not None:
                 self._placing.abandon()
             ray.shutdown()
@@ -78,21 +81,21 @@ def _prepare_environment(token_file: str | None) -> None:
     if token_file is not None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.path.expanduser(token_file))
         os.environ.pop("RAY_AUTH_TOKEN", None)
-    # Without this, a request in progress at the driver's end would start a new Ray after `ray.shutdown()`.
+    # Without this setting, a request in progress at the driver's end would start a new Ray after the shutdown.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", _TRIES)
-    # Ray's future default, set early to silence a warning
+    # This is Ray's future default, set early to silence a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def _keep_to_ourselves() -> None:
-    """Restrict a private Ray: no processes except colocate's actors, and no metrics for others."""
+    """Restrict a private Ray to the processes of colocate's actors, and turn off metrics."""
     os.environ.update(
-        # Ray would serve metrics to anyone, on all addresses, if the library is installed. -1 is no port.
+        # Without these settings, Ray may serve metrics to anyone on all addresses. -1 disables the port.
         AUTOSCALER_METRIC_PORT="-1",
         DASHBOARD_METRIC_PORT="-1",
         RAY_enable_metrics_collection="0",
-        # Ray would keep spare processes, one per CPU.
+        # Without these settings, Ray keeps one spare process for each CPU.
         RAY_prestart_worker_first_driver="0",
         RAY_enable_worker_prestart="0",
         RAY_num_workers_soft_limit="0",

@@ -1,4 +1,4 @@
-"""Common terms of driver, envoy and Ray actors: plain data, and certificates. Imports no Ray."""
+"""Data that driver, envoy and Ray actors share: settings, slots, and certificates. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from colocate.errors import ConfigError
 from colocate.wire import Tls
 
 _FILES = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
-HEAD = "check_head"  # the one request that takes at most a few seconds, whatever the state of the cluster
+HEAD = "check_head"  # This request ends within a few seconds, whatever the state of the cluster.
 
 
 @attrs.frozen
 class Cluster:
-    """The Ray to join or to start."""
+    """The settings of the Ray to join or to start."""
 
-    # address of the cluster to join, "auto" for this machine's; None to start a private Ray
+    # Address of the cluster to join, or "auto" for this machine's cluster; None to start a private Ray.
     address: str | None = None
-    cpus: float | None = None  # CPUs that a private Ray offers; None for this machine's
-    # names of the GPUs that a private Ray offers, in the order of the ranks; None for detection by Ray, or for a
-    # cluster to join
+    cpus: float | None = None  # CPUs that a private Ray offers; None for all CPUs of this machine.
+    # Names of the GPUs that a private Ray offers, in the order of ranks.
+    # None lets Ray detect GPUs, and is also the value for a cluster to join.
     gpus: tuple[str, ...] | None = None
-    # the file with the token of the cluster to join; None for Ray's own environment
+    # The file with the token of the cluster to join; None for Ray's own environment.
     token_file: str | None = None
-    runtime_env: Mapping[str, Any] | None = None  # Ray's runtime environment of the actors
+    runtime_env: Mapping[str, Any] | None = None  # Ray's runtime environment for the actors.
 
     @property
     def private(self) -> bool:
-        """Whether the Ray is started for this driver alone."""
+        """Whether the Ray is started for this driver only."""
         return self.address is None
 
 
 @attrs.frozen
 class Slot:
-    """A held slot, as found by the envoy."""
+    """A slot that the envoy has reserved, as described to the driver."""
 
-    index: int  # index of the bundle in the placement group; the slots themselves are sorted by node and device
-    node: str  # name of the machine
-    devices: tuple[int, ...]  # indices of the GPUs
-    host: str  # address of the machine for other workers
-    address: str  # address of the keeper
+    # Index of the bundle in the placement group. The slots of a reservation are sorted by node and device instead.
+    index: int
+    node: str
+    devices: tuple[int, ...]  # Indices of the GPUs.
+    host: str  # Address of the machine for workers on other machines.
+    address: str  # Address of the keeper.
 
 
 def tls_of_environment() -> Tls | None:
-    """Return the certificates in `RAY_USE_TLS` and related variables; None if Ray doesn't encrypt.
+    """Return the certificates that Ray's environment variables name; None if Ray doesn't encrypt.
 
     Raises:
-        ConfigError: A file is missing. (The connection must not fall back to clear text.)
+        ConfigError: A file is missing. The connection must not fall back to clear text.
     """
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", ""):
         return None

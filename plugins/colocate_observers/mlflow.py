@@ -1,4 +1,4 @@
-"""`observe: [mlflow]`: a run's logs in an MLflow store."""
+"""The observer `mlflow`, which writes a run's logs to an MLflow store."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ import colocate
 
 _FOREIGN = re.compile(r"[^/\w.\- :]")
 ANSWERS_WITHIN_S = 10.0
-_LONGEST = 250  # characters of a key
+_LONGEST = 250  # The longest key that MLflow accepts, in characters.
 
 
 class MLflow:
-    """Writes scalars, seconds per phase, versions, the config and the report.
+    """An observer that writes scalars, seconds per phase, versions, the config and the report to MLflow.
 
-    A separate thread sends logged values, batched with values logged meanwhile: other observers don't wait for the
-    store.
+    A separate thread sends logged values in batches, so that other observers don't wait for the store.
     """
 
     def __init__(self, experiment: str = "colocate", tracking_uri: str | None = None) -> None:
-        """Connect to a store.
+        """Connect to an MLflow store.
 
         Args:
             experiment: The experiment's name in the store; created if missing.
@@ -39,7 +38,7 @@ class MLflow:
             ConfigError: The store isn't available.
         """
         try:
-            # a client rather than MLflow's active run, which belongs to one thread
+            # Use a client, because MLflow's active run belongs to one thread.
             self._client = MlflowClient(tracking_uri)
         except MlflowException as error:
             raise colocate.ConfigError(
@@ -55,7 +54,7 @@ class MLflow:
         self._raised = False
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Create an MLflow run, or continue the one of a resumed run.
+        """Create an MLflow run, or continue the MLflow run of a resumed run.
 
         Raises:
             ConfigError: The server doesn't answer, or no longer has the MLflow run.
@@ -74,11 +73,10 @@ class MLflow:
             self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
             file.write_text(f"{self._run}\n", encoding="utf-8")
             parameters = [Param(name, value) for name, value in run.environment.items()]
-            self._client.log_batch(self._run, params=parameters)  # MLflow's parameters can't change later
+            self._client.log_batch(self._run, params=parameters)  # MLflow's parameters can't be changed later.
         self._client.log_dict(self._run, dict(run.config), "config.json")
 
     def _goes_on(self, kept: Path) -> str:
-        """Reopen the MLflow run with the id in a file; return the id."""
         run = kept.read_text(encoding="utf-8").strip()
         try:
             self._client.update_run(run, status="RUNNING")
@@ -111,7 +109,7 @@ class MLflow:
             raise self._failure
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Wait until all values are sent; write the report, and the run's status."""
+        """Wait until all values are sent, then write the report and the run's status."""
         if self._run is not None:
             self._sender.shutdown()
             self._check_server()
@@ -122,13 +120,13 @@ class MLflow:
             self._raise_failure()
 
     def _check_server(self) -> None:
-        # The client itself would retry for four minutes without any message.
+        # Check the server here, because MLflow's client would retry silently for four minutes.
         uri = urlsplit(self._client.tracking_uri)
         if uri.scheme not in ("http", "https"):
             return
         try:
             requests.head(uri.geturl(), timeout=ANSWERS_WITHIN_S)
-        except requests.exceptions.SSLError:  # the client has its own list of trusted certificates
+        except requests.exceptions.SSLError:  # Ignored, because MLflow's client may trust other certificates.
             pass
         except (requests.ConnectionError, requests.Timeout) as error:
             where = uri.netloc.rpartition("@")[2]
@@ -137,12 +135,12 @@ class MLflow:
 
 def _status(record: colocate.RunRecord, error: BaseException | None) -> str:
     if record.stopped or isinstance(error, KeyboardInterrupt):
-        return "KILLED"  # the user stopped the run, which is no failure
+        return "KILLED"  # A run that the user has stopped isn't a failed run.
     return "FINISHED" if error is None else "FAILED"
 
 
 def _legal(name: str) -> str:
-    """Return a name that MLflow accepts; MLflow may use names as paths."""
+    """Convert a metric's name to a name that MLflow accepts, also as a relative path."""
     name = _FOREIGN.sub("_", name)[:_LONGEST]
     normal = posixpath.normpath(name)
     return name if normal == name and not name.startswith((".", "/")) else f"_{name.replace('/', '_')}"[:_LONGEST]
@@ -150,5 +148,5 @@ def _legal(name: str) -> str:
 
 @colocate.hookimpl
 def colocate_observer() -> type[MLflow]:
-    """Return the observer's class; see `ObserverHooks`."""
+    """Return the class of the MLflow observer."""
     return MLflow

@@ -1,4 +1,4 @@
-"""`observe: [opentelemetry]`: a run, calls and logs as OpenTelemetry spans and gauges."""
+"""The observer `opentelemetry`, which sends a run's calls and logs as OpenTelemetry spans and gauges."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from opentelemetry.trace import Span, StatusCode
 import colocate
 
 _FOREIGN = re.compile(r"[^-_./a-zA-Z0-9]")
-_LONGEST = 255  # characters of an instrument's name
+_LONGEST = 255  # The longest name of an instrument, in characters.
 
 
 class OpenTelemetry:
-    """Sends a span for the run and for each call on each rank, and a gauge for each logged number."""
+    """An observer that sends a span for the run and for each call on each rank, and a gauge for each logged number."""
 
     def __init__(self, endpoint: str | None = None, service: str = "colocate") -> None:
         """Set up exporters to a collector, by OTLP over HTTP.
@@ -35,7 +35,7 @@ class OpenTelemetry:
             service: The service's name in the collector.
 
         Raises:
-            ConfigError: The endpoint is no address; the exporters would report this only at the end of the run.
+            ConfigError: The endpoint is no URL. The exporters would report this only at the end of the run.
         """
         if endpoint is not None:
             uri = urlsplit(endpoint)
@@ -52,24 +52,25 @@ class OpenTelemetry:
         self._run: Span | None = None
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Start the run's span; a resumed run has another span with the same folder."""
+        """Start the run's span. A resumed run gets a new span, with the same folder as an attribute."""
         attributes: dict[str, str | int] = {**run.environment, "colocate.directory": str(run.directory)}
         if run.resumed is not None:
             attributes["colocate.resumed"] = run.resumed
         self._run = self._tracer.start_span(run.name, attributes=attributes)
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Set gauges, except for numbers that aren't finite."""
+        """Set the gauges of all logged numbers that are finite."""
         seconds = {f"seconds.{phase}": spent for phase, spent in record.seconds.items()}
         for name, value in {"step": record.step, **record.scalars, **seconds}.items():
             if name not in self._gauges:
                 legal = _FOREIGN.sub("_", f"colocate.{name}")[:_LONGEST]
                 self._gauges[name] = self._meter.create_gauge(legal).set
             if math.isfinite(value):
-                self._gauges[name](float(value))  # as a float: OpenTelemetry has no integers of more than 64 bits
+                # Converted to a float, because OpenTelemetry has no integers of more than 64 bits.
+                self._gauges[name](float(value))
 
     def colocate_call_finished(self, record: colocate.CallRecord) -> None:
-        """Send one span for each rank of a call, or one for a call that failed before any rank started."""
+        """Send a span for each rank that ran a call, and a span without a rank if the call failed on no rank."""
         inside = None if self._run is None else trace.set_span_in_context(self._run)
         name = f"{record.role}.{record.method}" if record.role else record.method
         shared: dict[str, str | float] = {"colocate.group": record.group, "colocate.submitted": record.submitted}
@@ -83,7 +84,7 @@ class OpenTelemetry:
             span.end(_ns(end))
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """End the run's span, and send everything unsent."""
+        """End the run's span, and send all queued data."""
         if self._run is not None:
             if error is not None:
                 self._run.record_exception(error)
@@ -99,5 +100,5 @@ def _ns(seconds: float) -> int:
 
 @colocate.hookimpl
 def colocate_observer() -> type[OpenTelemetry]:
-    """Return the observer's class; see `ObserverHooks`."""
+    """Return the class of the OpenTelemetry observer."""
     return OpenTelemetry

@@ -1,4 +1,4 @@
-"""`observe: [prometheus]`: a Prometheus endpoint during a run."""
+"""The observer `prometheus`, which serves metrics to Prometheus during a run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _LOOKS_FOR_S = 2.0
 
 
 class RoleBytes(Collector):
-    """The roles' memory, queried from the workers on each scrape. A group that doesn't answer is left out."""
+    """A collector that queries the roles' memory from the workers at each scrape, and skips silent groups."""
 
     def __init__(self, observer: Prometheus) -> None:
         self._observer = observer
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        """Return nothing: no group exists at registration."""
+        """Return no metrics, because no group exists at registration."""
         return ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Query each group that is ready for calls."""
+        """Yield the memory of all roles in groups that are ready for calls."""
         labels = ["run", "group", "role", "slot", "where"]
         family = GaugeMetricFamily("colocate_role_bytes", "bytes that roles hold", labels=labels)
         for name, group in list(self._observer.groups.items()):
@@ -48,7 +48,7 @@ class RoleBytes(Collector):
 
 
 class Prometheus:
-    """Serves the latest logs, calls and their seconds, the states of groups, and the memory of roles.
+    """An observer that serves the latest logs, calls and their seconds, states of groups, and memory of roles.
 
     `/metrics` is for Prometheus; `/healthz` answers 200, or 503 once a group has failed for good.
 
@@ -65,7 +65,7 @@ class Prometheus:
             address: The address to listen on; everyone who can reach this address can read all numbers of the run.
 
         Raises:
-            ConfigError: There is no such port.
+            ConfigError: The port's number is out of range.
         """
         if not 0 <= port <= _LAST_PORT:
             raise colocate.ConfigError(f"port: {port} is none: give one up to {_LAST_PORT}, or 0 for any that is free")
@@ -101,11 +101,11 @@ class Prometheus:
 
     @property
     def port(self) -> int | None:
-        """The open port; None before and after the run."""
+        """The port on which this observer listens; None before and after the run."""
         return None if self._served is None else self._served[0].server_port
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Start to listen.
+        """Open the port and start serving metrics.
 
         Raises:
             ConfigError: The port is taken or forbidden, or this machine lacks the address.
@@ -122,7 +122,7 @@ class Prometheus:
             print(f"prometheus: http://{address}:{self.port}/metrics")
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Set the gauges of logged values, and add the seconds of phases."""
+        """Set the gauges of logged values, and count the seconds of phases."""
         self._step.labels(self.run).set(record.step)
         for name, value in record.scalars.items():
             self._logged.labels(self.run, name).set(value)
@@ -130,11 +130,11 @@ class Prometheus:
             self._phase.labels(self.run, phase).inc(seconds)
 
     def colocate_group_spawned(self, group: colocate.ColocatedGroup) -> None:
-        """Register a group, with counters at zero."""
+        """Register a new group and create the group's counters."""
         self.groups[group.name] = group
         self._is(group.name, group.state)
         for counter in (self._restarts, self._deaths):
-            counter.labels(self.run, group.name)  # counters start at 0, as rates need
+            counter.labels(self.run, group.name)  # `labels` creates the counter at 0, which rates need.
 
     def colocate_group_changed(self, name: str, state: str, cause: colocate.ColocateError | None) -> None:
         """Set a group's state, and count a restart."""
@@ -157,22 +157,22 @@ class Prometheus:
         self._state.labels(self.run, group, state).set(1)
 
     def _health(self) -> tuple[bool, str]:
-        """Return whether all groups live, and a text with the groups' states; a failed group is lost for good."""
+        """Return whether no group has failed for good, and a text with the states of all groups."""
         lost = "failed" in self._states.values()
         return not lost, "".join(f"{group} {state}\n" for group, state in sorted(self._states.items()))
 
     def colocate_call_finished(self, record: colocate.CallRecord) -> None:
-        """Count a call and the ranks' seconds."""
+        """Count a finished call, and add the seconds that ranks ran."""
         method = (self.run, record.group, record.role, record.method.removeprefix("the "))
         self._calls.labels(*method, "ok" if record.error is None else "error").inc()
         self._busy.labels(*method).inc(sum(end - start for _, start, end in record.ran))
 
     def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
-        """Count the bytes that a role moved to sleep or wake."""
+        """Add the bytes that a role moved to sleep or to wake up."""
         self._moved.labels(self.run, record.group, record.role, record.kind).inc(record.nbytes)
 
     def colocate_devices_sampled(self, samples: Sequence[colocate.DeviceSample]) -> None:
-        """Set the gauges of GPUs, and count XID errors."""
+        """Set the gauges of GPUs, and count the GPUs' XID errors."""
         for sample in samples:
             gpu = self.run, sample.node, sample.uuid, ",".join(f"{group}/{slot}" for group, slot in sample.slots)
             for name, gauge in self._gpu.items():
@@ -182,7 +182,7 @@ class Prometheus:
                 self._xids.labels(*gpu, str(xid)).inc()
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Stop listening."""
+        """Stop serving metrics and close the port."""
         served, self._served = self._served, None
         if served is not None:
             server, thread = served
@@ -194,7 +194,6 @@ class Prometheus:
 def _serve(
     port: int, address: str, metrics: Callable[..., Any], health: Callable[[], tuple[bool, str]]
 ) -> tuple[WSGIServer, threading.Thread]:
-    """Start a server on a thread; the server answers `/healthz`, and passes all other requests to `metrics`."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/healthz":
@@ -218,5 +217,5 @@ def _cure(error: OSError) -> str:
 
 @colocate.hookimpl
 def colocate_observer() -> type[Prometheus]:
-    """Return the observer's class; see `ObserverHooks`."""
+    """Return the class of the Prometheus observer."""
     return Prometheus

@@ -1,4 +1,4 @@
-"""`observe: [tensorboard]`: a run's logs for TensorBoard."""
+"""The observer `tensorboard`, which writes a run's logs for TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import colocate
 
 
 class TensorBoard:
-    """Writes scalars, seconds per phase, and the config, for `tensorboard --logdir runs`."""
+    """An observer that writes scalars, seconds per phase, and the config for `tensorboard --logdir runs`."""
 
     def __init__(self, directory: str | None = None) -> None:
-        """Choose the folder.
+        """Set the folder for TensorBoard's files.
 
         Args:
             directory: The parent of a folder for each run; None for `tensorboard` in the run's own folder.
@@ -23,7 +23,7 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Open the writer; TensorBoard then hides earlier values after the step of a resume."""
+        """Open the writer. In a resumed run, TensorBoard hides old values of steps after the resumed step."""
         directory = Path(self._directory) / run.directory.name if self._directory else run.directory / "tensorboard"
         purge = None if run.resumed is None else run.resumed + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge)
@@ -45,5 +45,5 @@ class TensorBoard:
 
 @colocate.hookimpl
 def colocate_observer() -> type[TensorBoard]:
-    """Return the observer's class; see `ObserverHooks`."""
+    """Return the class of the TensorBoard observer."""
     return TensorBoard

@@ -1,4 +1,4 @@
-"""`observe: [wandb]`: a run's logs for Weights & Biases."""
+"""The observer `wandb`, which sends a run's logs to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import colocate
 
 
 class WeightsAndBiases:
-    """Sends scalars, seconds per phase, the config and the report."""
+    """An observer that sends scalars, seconds per phase, the config and the report to W&B."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class WeightsAndBiases:
         mode: Literal["online", "offline", "disabled"] | None = None,
         tags: list[str] | None = None,
     ) -> None:
-        """Set the options of `wandb.init`.
+        """Store the options for `wandb.init`.
 
         Args:
             project: The project's name.
@@ -30,16 +30,16 @@ class WeightsAndBiases:
         """
         self._options: dict[str, Any] = {"project": project, "entity": entity, "mode": mode, "tags": tags}
         self._run: wandb.Run | None = None
-        self._next: int | None = None  # number of the next row, for an offline run
+        self._next: int | None = None  # The next row's number in a resumed offline run, else None.
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Create a W&B run, or continue the one of a resumed run; files go to the run's folder.
+        """Create a W&B run in the run's folder, or continue the W&B run of a resumed run.
 
         Raises:
             ConfigError: There is no API key.
         """
         options = {**self._options, "config": dict(run.config), "dir": str(run.directory)}
-        file = run.directory / "wandb-run"  # has the W&B run's id, and a dot for each row
+        file = run.directory / "wandb-run"  # This file has the W&B run's id, and a dot for each row.
         name, rows = "", ""
         if run.resumed is not None and file.exists():
             name, _, rows = file.read_text(encoding="utf-8").partition("\n")
@@ -57,10 +57,9 @@ class WeightsAndBiases:
         if self._run.id != name:
             self._kept.truncate(0)
             self._kept.write(f"{self._run.id}\n".encode())
-        # An offline run would number rows from 0 again after a resume, and a later upload would replace the earlier
-        # rows.
+        # After a resume, an offline run would number rows from 0, and a later upload would replace earlier rows.
         self._next = len(rows) if rows and self._run.offline else None
-        self._run.define_metric("*", step_metric="step")  # the x axis of charts
+        self._run.define_metric("*", step_metric="step")  # Use the step as the x axis of charts.
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Send scalars and seconds per phase."""
@@ -71,7 +70,7 @@ class WeightsAndBiases:
             self._next = None if self._next is None else self._next + 1
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Send the report and the exit status; wait until all is sent."""
+        """Send the report and the exit status, and wait until all data is sent."""
         if self._run is not None:
             report = record.directory / "report.html"
             if report.exists():
@@ -82,5 +81,5 @@ class WeightsAndBiases:
 
 @colocate.hookimpl
 def colocate_observer() -> type[WeightsAndBiases]:
-    """Return the observer's class; see `ObserverHooks`."""
+    """Return the class of the W&B observer."""
     return WeightsAndBiases

@@ -1,4 +1,4 @@
-"""`ppo.actor`: the policy. First imitates demonstrations, then answers questions and learns from the advantages."""
+"""The role `ppo.actor`: a policy that imitates demonstrations, then answers questions and learns from advantages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _wrong(options: Mapping[str, Any], *_: object) -> Iterator[tuple[str, str]]:
 @checks(_wrong)
 @needs("process_group")
 class Actor(Role):
-    """The policy and its tokenizer.
+    """The policy model, with a tokenizer and an optimizer.
 
     Args:
         model: A hub id or a local folder with a causal language model and its tokenizer; None makes a small Llama with
@@ -101,7 +101,7 @@ class Actor(Role):
             inner = pretrained_model(model, self.ctx.device)
             self.tokenizer = pretrained_tokenizer(model, ends_of(inner), stop, template_options)
         self.config = inner.config
-        # An engine that runs this model stops at the same tokens.
+        # Set the model's own end tokens, too, so that an engine that runs this model stops at the same tokens.
         inner.generation_config.eos_token_id = [*self.tokenizer.ends]
         self.has_learned = model is not None
         self.model = SpreadModel(self.ctx, inner, Layout(parallel, dtype, gradient_checkpointing))
@@ -115,7 +115,7 @@ class Actor(Role):
 
     @method(collect=First(), awake=())
     def ends(self) -> list[int]:
-        """Return the tokens that end an answer."""
+        """Return the ids of the tokens that end an answer."""
         return [*self.tokenizer.ends]
 
     def renew(self) -> None:
@@ -124,24 +124,24 @@ class Actor(Role):
 
     @method(collect=First())
     def weights(self) -> Weights:
-        """Return a copy of the model, which other ranks and roles can `load`."""
+        """Return the model's config and a copy of the weights, which other ranks and roles can `load`."""
         return {"config": self.config.to_dict(), "state": self.model.weights()}
 
     @method
     def load(self, weights: Weights) -> None:
-        """Replace the weights, and reset the optimizer."""
+        """Replace the model's weights and reset the optimizer."""
         self.model.load(weights["state"])
         self.learner.forget()
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the weights by the names of transformers, for `colocate.sync_weights`."""
-        from colocate.torch import named_weights  # imported late, as in the learner: the import is slow
+        from colocate.torch import named_weights  # Imported only when needed, because the import is slow.
 
         return named_weights(self.model.module)
 
     @method(dispatch=Scatter("problems"), collect=Reduce("sum"))
     def warm_up(self, problems: Problems, lr_scale: float = 1.0, number: int | None = None) -> float:
-        """Imitate the problems' own answers, in one step.
+        """Make one supervised training step on the problems' own answers.
 
         Args:
             problems: The demonstrations.
@@ -175,7 +175,7 @@ class Actor(Role):
         greedy: bool = False,
         number: int | None = None,
     ) -> Rollout:
-        """Answer each problem.
+        """Generate an answer to each problem.
 
         Args:
             problems: The problems to answer.
@@ -223,7 +223,7 @@ class Actor(Role):
         lr_scale: float = 1.0,
         number: int | None = None,
     ) -> dict[str, float]:
-        """Learn from the advantages.
+        """Update the policy with PPO's clipped objective.
 
         Args:
             rollout: The answers.
@@ -247,7 +247,7 @@ class Actor(Role):
         for rows in minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
             mask, tokens, old = rollout["mask"][rows], rollout["tokens"][rows], log_probs[rows]
             logits = response_logits(self.model, tokens, rollout["attention"][rows], mask.shape[1], temperature)
-            # Masked before `exp`: an infinite ratio on padding would make the gradient NaN.
+            # Mask padding before `exp`, because an infinite ratio on padding would make the gradient NaN.
             now = torch.where(mask, maths.token_log_probs(logits, tokens[:, -mask.shape[1] :]), old)
             losses, clipped = maths.policy_loss(now, old, estimates["advantages"][rows], clip)
             count = total(self.ctx)(mask.sum())
@@ -271,7 +271,7 @@ class Actor(Role):
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
     def _asked(self, problems: Problems) -> Problems:
-        """Return the problems with a prompt for each question; missing prompts are made here.
+        """Return the problems with a prompt for each question; build missing prompts.
 
         Raises:
             ConfigError: A question leaves no room for an answer.
@@ -294,10 +294,10 @@ def named_question(asked: Problems, row: int) -> str:
 
 
 def actors_weights(roles: Mapping[str, object]) -> Weights:
-    """Return the weights of the actor in a group's roles.
+    """Return the weights of the actor among a group's roles.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No role is an actor.
     """
     for role in roles.values():
         if isinstance(role, Actor):

@@ -1,6 +1,6 @@
-"""Model checkpoints, written by torch.distributed.checkpoint: any number of ranks can read them.
+"""Save and restore models with torch.distributed.checkpoint, on any number of ranks.
 
-Functions import torch.distributed.checkpoint when called: the import takes a second.
+Functions import torch.distributed.checkpoint when called, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 
 def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | None = None) -> None:
-    """Write a role's model and optimizer moments; calls go on meanwhile if the checkpoint doesn't wait.
+    """Write a role's model and optimizer moments to a checkpoint folder.
 
-    Of a sharded model each rank writes its part.
+    Each rank writes its part of a sharded model. Calls continue during the write if the checkpoint doesn't wait.
 
     Args:
         ctx: The role's context.
@@ -35,7 +35,7 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
         learner: The model's learner; None for a model without training.
 
     Raises:
-        FloatingPointError: A weight isn't finite: the last checkpoint stays. All ranks raise.
+        FloatingPointError: A weight isn't finite. The last checkpoint stays; all ranks raise.
     """
     from colocate.torch import save_state
 
@@ -58,7 +58,7 @@ def config_of(ctx: Context, directory: str) -> Any:
     """Return the transformers config of the model in a checkpoint.
 
     Raises:
-        ConfigError: The folder has no such model.
+        ConfigError: The folder has no complete checkpoint.
     """
     from transformers import AutoConfig
 
@@ -67,10 +67,10 @@ def config_of(ctx: Context, directory: str) -> Any:
 
 
 def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner | None = None) -> None:
-    """Restore a model and its optimizer from a checkpoint of any number of ranks.
+    """Restore a model and the optimizer from a checkpoint that any number of ranks wrote.
 
     Raises:
-        ConfigError: The folder has no such model, or another one.
+        ConfigError: The folder has no complete checkpoint, or the checkpoint of another model.
     """
     from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
@@ -94,7 +94,7 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
 
 
 def _written(ctx: Context, directory: str) -> Metadata:
-    """Return the checkpoint's metadata; raise a ConfigError without a complete checkpoint."""
+    """Return a checkpoint's metadata; raise a ConfigError if the folder has no complete checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
@@ -111,5 +111,5 @@ def _ranks(ctx: Context) -> dict[str, Any]:
 
 
 def _is_finite(parameter: Tensor) -> bool:
-    local: Tensor = getattr(parameter, "to_local", lambda: parameter)()  # only DTensors have `to_local`
+    local: Tensor = getattr(parameter, "to_local", lambda: parameter)()  # Only DTensors have `to_local`.
     return bool(local.isfinite().all())

@@ -1,4 +1,4 @@
-"""`ppo.critic`: the value of the state before each token, and the advantage of each token."""
+"""The role `ppo.critic`, which estimates the value before each token, and each token's advantage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Critic(Role):
 
     @property
     def model(self) -> SpreadModel:
-        """The loaded model."""
+        """The loaded value model."""
         return self.learner.model
 
     def renew(self) -> None:
@@ -97,7 +97,7 @@ class Critic(Role):
         kl_coefficient: float = 0.01,
         kl_estimator: maths.KlEstimator = "k1",
     ) -> Estimates:
-        """Compute advantages and returns of each response token.
+        """Compute the advantage and the return of each response token.
 
         Args:
             rollout: The answers.
@@ -127,7 +127,7 @@ class Critic(Role):
         clip: float = 0.5,
         number: int | None = None,
     ) -> dict[str, float]:
-        """Fit the values to the returns.
+        """Train the value model to predict the returns.
 
         Args:
             rollout: The answers.

@@ -1,4 +1,4 @@
-"""Forward passes over rollouts: outputs for all response tokens in one pass."""
+"""Forward passes over rollouts; each pass computes the outputs for all response tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INFERENCE: tuple[Literal["weights"], Literal["cache"]] = ("weights", "cache")
 def response_logits(
     model: Model, tokens: Tensor, attention: Tensor, responses: int, temperature: float = 1.0
 ) -> Tensor:
-    """Return the logits from which each response token was chosen, or would be.
+    """Return the logits that predict each response token.
 
     Args:
         model: A causal language model.
@@ -29,7 +29,7 @@ def response_logits(
         temperature: Divides the logits, as in sampling.
 
     Returns:
-        `[B, R, V]`, float32; the first come from the last prompt token.
+        `[B, R, V]`, float32. The model's output at the last prompt token predicts the first response token.
     """
     logits: Tensor = model(**_inputs(tokens, attention), use_cache=False, logits_to_keep=responses + 1).logits
     return logits[: len(tokens), :-1].float() / temperature
@@ -43,18 +43,21 @@ def response_log_probs(model: Model, rollout: Rollout, temperature: float) -> Te
 
 
 def response_values(model: Model, tokens: Tensor, attention: Tensor, responses: int) -> Tensor:
-    """Return the value of the state before each response token, `[B, R]`; arguments as for `response_logits`."""
+    """Return the value of the state before each response token, `[B, R]`.
+
+    The arguments are the same as for `response_logits`.
+    """
     values: Tensor = model(**_inputs(tokens, attention))
     return values[: len(tokens), -responses - 1 : -1, 0].float()
 
 
 def positions(attention: Tensor) -> Tensor:
-    """Return the position of each token among the row's unpadded tokens, so that left padding changes nothing."""
+    """Return each token's position in the row, counted without padding, so that left padding changes nothing."""
     return (attention.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def _inputs(tokens: Tensor, attention: Tensor) -> dict[str, Tensor]:
     if not len(tokens):
-        # A rank may have no row of a minibatch, but transformers needs one: a dummy row, whose output is cut off.
+        # A rank may have no row of a minibatch, but transformers needs a row. The dummy row's output is cut off later.
         tokens, attention = (tensor.new_ones(1, tensor.shape[1]) for tensor in (tokens, attention))
     return {"input_ids": tokens, "attention_mask": attention, "position_ids": positions(attention)}

@@ -1,4 +1,4 @@
-"""Batched generation from a causal language model: with a key-value cache, sampled or greedy."""
+"""Generate text in batches from a causal language model, by sampling or greedily, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Padded:
-    """Continue each prompt until a token of `ends` or `max_new_tokens`.
+    """Generate tokens after each prompt, up to an end token or `max_new_tokens`.
 
     Args:
         model: A causal language model.
@@ -61,7 +61,7 @@ def generate(
         if not alive.any():
             break
         cache, inputs, places = output.past_key_values, responses[:, step, None], places[:, -1:] + 1
-        # A finished row continues with unread padding: cheaper than a smaller batch.
+        # A finished row stays in the batch with unread padding, which is cheaper than a smaller batch.
         attention = torch.cat([attention, torch.ones_like(attention[:, :1])], dim=1)
     return Padded(responses, mask)
 
@@ -69,7 +69,7 @@ def generate(
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     if generator is not None:
         logits = logits / temperature
-    # Checked before the draw: with such logits, the draw would kill a GPU's process.
+    # Check before drawing a token, because drawing from non-finite logits on a GPU would kill the process.
     if not logits.logsumexp(dim=-1).isfinite().all():
         raise FloatingPointError(
             "the model's logits are no numbers, so no token can be drawn: its weights, or what it computes in its "

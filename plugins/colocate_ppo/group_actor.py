@@ -1,4 +1,4 @@
-"""`grpo.actor`: the policy of `ppo.actor`, which learns from comparisons among answers to the same question."""
+"""The role `grpo.actor`: the policy of `ppo.actor`, trained by comparing several answers to the same question."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from colocate_ppo.tokenizer import Padded
 
 
 class Response(Protocol):
-    """A sample from an engine: token ids, the end token included, and the log-probability of each."""
+    """An engine's response: the token ids, with the end token, and their log-probabilities."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The response's tokens."""
+        """The ids of the response's tokens."""
         ...
 
     @property
     def log_probs(self) -> Sequence[float]:
-        """The log-probability of each token."""
+        """The log-probability of each token in the response."""
         ...
 
 
 class GroupActor(Actor):
-    """The policy and the tokenizer of `ppo.actor`, with GRPO's methods."""
+    """The actor of `ppo.actor` with additional methods for GRPO."""
 
     @method(dispatch=Scatter("problems"), collect=Concat(), awake=INFERENCE)
     def sample(
@@ -44,9 +44,9 @@ class GroupActor(Actor):
         temperature: float = 1.0,
         number: int | None = None,
     ) -> Rollout:
-        """Answer each problem `samples` times, as `generate` does.
+        """Generate `samples` answers to each problem.
 
-        One row per answer; a problem's answers are adjacent.
+        The rollout has a row for each answer; a problem's answers are adjacent.
         """
         return self.generate(self._asked(problems).repeated(samples), max_new_tokens, temperature, number=number)
 
@@ -68,7 +68,7 @@ class GroupActor(Actor):
             A row for each sample; a problem's samples are adjacent.
 
         Raises:
-            ConfigError: An engine had no room for an answer.
+            ConfigError: The engine had no room for an answer.
         """
         prepared = self._asked(problems).repeated(len(responses[0]))
         flat = [response for group in responses for response in group]
@@ -104,7 +104,7 @@ class GroupActor(Actor):
 
     @method(dispatch=OnRank(0), awake=())
     def advantages(self, scores: Tensor, samples: int, baseline: maths.Baseline = "leave_one_out") -> Tensor:
-        """Compute the advantage of each response over the others to the same question, `[B]`.
+        """Compute the advantage of each response over other responses to the same question, `[B]`.
 
         Args:
             scores: `[B]`, the scores of the whole batch.
@@ -134,7 +134,7 @@ class GroupActor(Actor):
         lr_scale: float = 1.0,
         number: int | None = None,
     ) -> dict[str, float]:
-        """Learn from the advantages: PPO's clipped objective, with the mean over the tokens of a minibatch.
+        """Update the policy with PPO's clipped objective, averaged over the tokens of a minibatch.
 
         Args:
             rollout: The responses.
@@ -167,7 +167,7 @@ class GroupActor(Actor):
             mask, old = rollout["mask"][rows], log_probs[rows]
             ids = rollout["tokens"][rows]
             logits = response_logits(self.model, ids, rollout["attention"][rows], mask.shape[1], temperature)
-            # Masked before `exp`: an infinite ratio on padding would make the gradient NaN.
+            # Mask padding before `exp`, because an infinite ratio on padding would make the gradient NaN.
             now = torch.where(mask, maths.token_log_probs(logits, ids[:, -mask.shape[1] :]), old)
             losses, clipped = maths.policy_loss(now, old, advantages[rows, None], clip)
             informative = (advantages[rows, None] != 0).float().expand_as(old)

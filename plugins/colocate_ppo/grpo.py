@@ -1,4 +1,4 @@
-"""`grpo.train`: a supervised warm-up, then GRPO, which compares each answer with others to the same question."""
+"""The job `grpo.train`: a supervised warm-up, then GRPO, which compares several answers to the same question."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMITS: Mapping[str, Limit] = {"importance_cap": BOUND, "check_weights": AMOUNT
 
 @attrs.frozen(eq=False)
 class GroupTeam(Players[GroupActor]):
-    """The roles of GRPO.
+    """The roles that the job `grpo.train` calls.
 
     Attributes:
         actor: `grpo.actor`.
@@ -47,7 +47,7 @@ class GroupTeam(Players[GroupActor]):
 
     @classmethod
     def of(cls, group: ColocatedGroup, rollout: str, refers: bool) -> GroupTeam:
-        """Return a group's views: actor, reward, optional reference, and the role that generates."""
+        """Return the team of a group: actor, reward, optional reference, and the role that generates."""
         return cls(
             group.role(_ACTOR, GroupActor),
             group.role("reward", Reward),
@@ -59,7 +59,7 @@ class GroupTeam(Players[GroupActor]):
 
     @property
     def followers(self) -> Sequence[Critic | Reference]:
-        """The reference, if there is one."""
+        """The roles that start from the actor's weights: the reference, if any."""
         return () if self.reference is None else (self.reference,)
 
 
@@ -201,8 +201,9 @@ def train(
         job="grpo.train",
     )
     part, longest = training.part, training.longest
-    several = inspect(actor).ranks > 1  # balancing rows needs several ranks
-    ends = [] if engine is None else actor.ends()  # an engine with another model may end answers at other tokens
+    several = inspect(actor).ranks > 1  # Rows are balanced between ranks.
+    # The engine gets the actor's end tokens, because an engine with another model may have different end tokens.
+    ends = [] if engine is None else actor.ends()
     ahead: _Asked | None = None
     syncs = 0
 
@@ -215,7 +216,7 @@ def train(
 
     def generate(asked: _Asked) -> Any:
         assert engine is not None
-        # A repeated step draws the same rows: equal seeds give equal rows.
+        # The seed depends on the step's number, so that a repeated step generates the same responses.
         seed = (run.runtime.seed * 1_000_003 + asked.number) % (1 << 62)
         sampling = {"max_tokens": longest, "temperature": temperature, "seed": seed, "stop_token_ids": ends}
         return engine.generate.keep(asked.problems.prompts, samples=samples, sampling=sampling)
@@ -230,7 +231,8 @@ def train(
         nonlocal ahead
         number = training.progress.step
         now, ahead = ahead, None
-        if now is None or (now.number, now.after) != (number, training.problems.position):  # the job has gone back
+        # Draw new problems if none were drawn ahead, or if the job has returned to an earlier step since.
+        if now is None or (now.number, now.after) != (number, training.problems.position):
             now = draw(number)
             if staleness:
                 sync()
@@ -248,7 +250,8 @@ def train(
         number = now.number
 
         def roll_out() -> tuple[Any, ...]:
-            responses, now.responses = now.responses, None  # consumed, so that a repetition generates anew
+            # Use the responses only once, so that a repeated rollout generates new responses.
+            responses, now.responses = now.responses, None
             with team.pipeline():
                 if engine is None:
                     answered = actor.sample.keep(now.problems, samples, longest, temperature, number=number)
@@ -267,7 +270,7 @@ def train(
                     reference_log_probs = reference.log_probs.keep(answered.ref, temperature)
                     kl = reference.kl.submit(answered.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)
                     refers = reference_log_probs.ref
-            # waits for all residents but the reference's; otherwise a later user of a resident would raise the failure
+            # Raise a failure of the rollout here, and not in a later call that uses a failed resident.
             log_probs.wait()
             numbers = summary.result() if kl is None else {**summary.result(), "kl": kl.result()}
             tokens = None if lengths is None else lengths.result()
@@ -305,7 +308,7 @@ def train(
 
 @attrs.define(eq=False)
 class _Asked:
-    """The problems of a step.
+    """The problems drawn for one training step.
 
     Attributes:
         number: The step's number.
@@ -336,7 +339,7 @@ def _refuse(workers: ColocatedGroup, **options: Any) -> None:
 
     def is_background(role: str) -> bool:
         try:
-            workers.pause(role)  # only background roles can be paused
+            workers.pause(role)  # Pausing raises for a role that isn't a background role.
         except ConfigError:
             return False
         workers.resume(role)

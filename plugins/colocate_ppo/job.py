@@ -1,4 +1,7 @@
-"""`ppo.train`: a supervised warm-up, then PPO. Roles exchange residents; the driver sees only scalars."""
+"""The job `ppo.train`: a supervised warm-up, then PPO.
+
+Roles exchange residents, so that the driver receives only scalars.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,7 @@ def train(
                     kl_coefficient=kl_coefficient,
                     kl_estimator=kl_estimator,
                 )
-            # waits for the last resident; otherwise a later user of the resident would raise the failure
+            # Raise a failure of the rollout here, and not in a later call that uses a failed resident.
             estimates.wait()
             return rollout.ref, log_probs.ref, values.ref, estimates.ref, {**summary.result(), "kl": kl.result()}
 
@@ -196,7 +199,7 @@ def train(
                     lr_scale=lr_scale,
                     number=number,
                 )
-            wait([of_actor])  # the last call, so that this thread wakes up once
+            wait([of_actor])  # Wait only for the last call, so that this thread wakes up once.
             return {**of_critic.result(), **of_actor.result()}
 
         results: dict[str, float] = metrics | part("update", update)

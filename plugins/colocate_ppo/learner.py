@@ -17,7 +17,7 @@ from colocate_ppo.spread import SpreadModel, whole
 
 @attrs.define
 class Call:
-    """The updates of one call.
+    """The updates that one call has made so far.
 
     Attributes:
         name: The call's method.
@@ -34,7 +34,7 @@ class Call:
     sums: dict[str, float] = attrs.field(factory=dict)
 
     def means(self, kind: str, ranks: int) -> dict[str, float]:
-        """Return the average of each number over the updates, as parts that add up over the ranks.
+        """Return this rank's part of each number's average over the updates; the parts add up over the ranks.
 
         Args:
             kind: Prefix of the names `grad_norm` and `skipped`; the latter is present only after a skipped update.
@@ -50,7 +50,7 @@ class Call:
 
 
 class Learner:
-    """A model with its AdamW: gradients are summed over the ranks, then clipped.
+    """A model with an AdamW optimizer, which sums gradients over the ranks and clips the norm.
 
     Args:
         ctx: The role's context.
@@ -71,29 +71,29 @@ class Learner:
         self._call = Call()
 
     def call(self, name: str, number: int | None) -> Call:
-        """Start a call, or continue the last call if the number is the same.
+        """Start a call, or continue the last call if name and number are the same.
 
-        A call that failed on some rank is repeated with its number, and makes the missing updates. Their count is equal
-        on all ranks, or colocate would have raised a `RenewalError`.
+        A call that failed on some rank is repeated with its number, and makes the missing updates. All ranks miss
+        equally many updates; otherwise colocate would have raised a `RenewalError`.
         """
         if number is None or (name, number) != (self._call.name, self._call.number):
             self._call = Call(name, number)
         return self._call
 
     def step(self, minimised: Tensor, lr: float, **given: Tensor) -> None:
-        """Make one update, unless the loss or the gradient isn't finite: such an update would spoil all weights.
+        """Make one update, unless the loss or the gradient isn't finite and would spoil all weights.
 
         Args:
             minimised: The loss: this rank's part of a sum over the ranks.
             lr: Learning rate.
-            **given: Further numbers of this rank to add up in the call, beside `grad_norm`: this rank's part of the
-                norm of the gradient before clipping.
+            **given: Further numbers of this rank to add up in the call, in addition to `grad_norm`, this rank's part of
+                the norm of the gradient before clipping.
 
         Raises:
             FloatingPointError: The loss or the gradient isn't finite, and `skip_nonfinite` is off. All ranks raise.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        # A bad loss on one rank spoils the norm on every rank, so all ranks decide alike without another message.
+        # A bad loss on one rank spoils the norm on every rank, so all ranks make the same decision without a message.
         finite = torch.where(minimised.detach().isfinite(), 1.0, torch.nan)
         gradients = self._gradients(minimised * finite)
         norm = whole(get_total_norm(gradients))
@@ -130,16 +130,16 @@ class Learner:
         renew(self.model.wrapped, self._optimizer, self._ctx)
 
     def forget(self) -> None:
-        """Drop the moments of all updates so far, and free their memory."""
+        """Drop the optimizer's moments and free their memory."""
         self._optimizer.state.clear()
         self._call = Call()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's moments by parameter name, without a copy: for a checkpoint."""
+        """Return the optimizer's moments by parameter name, without copying tensors."""
         return {name: dict(self._optimizer.state[p]) for name, p in self._named.items() if p in self._optimizer.state}
 
     def room(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
-        """Allocate moments for a checkpoint to fill; the optimizer uses these from now on.
+        """Replace the optimizer's moments by zeros, which a checkpoint is then loaded into.
 
         Args:
             names: The names of the moments, by parameter name.
@@ -157,7 +157,7 @@ class Learner:
     def _gradients(self, loss: Tensor) -> list[Tensor]:
         parameters: list[Tensor] = [*self._named.values()]
         if self.model.layout.parallel != "none":
-            # both ways average the gradient over the ranks, so this makes a sum
+            # DDP and FSDP2 average gradients over the ranks. This factor turns the average into a sum.
             torch.autograd.backward(loss * self._ctx.world_size)
             return [p.grad for p in parameters if p.grad is not None]
         torch.autograd.backward(loss)
@@ -166,7 +166,7 @@ class Learner:
         return [p.grad for p in parameters if p.grad is not None]
 
     def _sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Sum all gradients with one message: small messages cost latency, not bytes."""
+        """Sum all gradients over the ranks in one message, because each message adds latency."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=self._ctx.process_group())

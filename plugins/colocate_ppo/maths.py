@@ -1,7 +1,7 @@
-"""The mathematics of PPO at token level: plain functions over tensors, without models or roles.
+"""The mathematics of PPO at token level, as plain functions over tensors, without models or roles.
 
-Shapes: B rows (answers), T response positions. Everything per token is `[B, T]`; `mask` is boolean, true on an answer's
-own tokens (its end token included), and an answer's tokens come first in its row. Floats are float32.
+Shapes: B rows (answers), T response positions. Values per token have the shape `[B, T]`. `mask` is boolean, true on an
+answer's own tokens (end token included), which come first in the row. Floats are float32.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ Total = Callable[[Tensor], Tensor]
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return the tensor: the `Total` of a single rank."""
+    """Return the tensor, which is the sum over a single rank."""
     return tensor
 
 
 def token_mean(values: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
     """Compute this rank's part of the mean over the tokens of all ranks: `sum(values * mask) / tokens`.
 
-    The sum of the parts over the ranks is the mean, and the same holds for gradients: a longer answer weighs more, on
-    whichever rank.
+    The ranks' parts add up to the mean, and the parts' gradients to the mean's gradient. Each token has equal weight.
 
     Args:
         values: `[B, T]`.
@@ -41,7 +40,7 @@ def token_mean(values: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, total: Total = alone) -> Tensor:
-    """Shift and scale to mean 0 and variance 1 over the tokens of all ranks.
+    """Shift and scale values to mean 0 and variance 1 over the tokens of all ranks.
 
     `(x - mean) / sqrt(variance + 1e-8)` with the unbiased variance, as in Ziegler et al. 2019 (arXiv:1909.08593).
 
@@ -55,7 +54,7 @@ def whiten(values: Tensor, mask: Tensor, total: Total = alone) -> Tensor:
     """
     tokens = total(mask.sum())
     centred = values - total(token_mean(values, mask, tokens))
-    # In two passes: the difference of two large sums would lose most of float32's precision.
+    # Compute the variance in a second pass, because the difference of two large sums would lose float32's precision.
     variance = total(token_mean(centred.square(), mask, tokens - 1))
     return torch.where(mask, centred * torch.rsqrt(variance + 1e-8), 0.0)
 
@@ -63,7 +62,7 @@ def whiten(values: Tensor, mask: Tensor, total: Total = alone) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Compute generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438, equation 16).
 
-    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`; past the end, V and A are 0.
+    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`; after the end, V and A are 0.
 
     Args:
         rewards: `[B, T]`, the reward of each token.
@@ -112,7 +111,7 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KlEstimator) ->
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coefficient: float) -> Tensor:
-    """Compute the reward of each token: a KL penalty, and the answer's score on the last token.
+    """Compute the reward of each token: a KL penalty, plus the answer's score on the last token.
 
     As in Ziegler et al. 2019 (arXiv:1909.08593, equation 2), at token level.
 
@@ -125,7 +124,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coefficient: floa
     Returns:
         `[B, T]`, 0 where the mask is false.
     """
-    # Without a penalty, an infinite estimate must not count either: 0 times infinity is NaN.
+    # Skip the penalty if the coefficient is 0, because 0 times an infinite estimate is NaN.
     rewards = torch.where(mask, -kl_coefficient * kl, 0.0) if kl_coefficient else torch.zeros_like(kl)
     last = mask.sum(dim=1, keepdim=True) - 1
     return rewards.scatter_add(1, last, scores.to(rewards.dtype)[:, None])
@@ -157,7 +156,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Compute PPO's clipped objective, as a loss (Schulman et al. 2017, arXiv:1707.06347, equation 7).
+    """Compute PPO's clipped objective as a loss for each token (Schulman et al. 2017, arXiv:1707.06347, equation 7).
 
     `max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip))` with `ratio = exp(log_probs - old_log_probs)`.
 
@@ -177,7 +176,7 @@ def policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, cl
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Compute the clipped squared error of the critic, halved (OpenAI baselines' ppo2; Ziegler et al. 2019).
+    """Compute half the clipped squared error of the critic (OpenAI baselines' ppo2; Ziegler et al. 2019).
 
     `max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2`.
 
@@ -195,9 +194,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def group_advantages(scores: Tensor, samples: int, baseline: Baseline) -> Tensor:
-    """Compute advantages of answers over the other answers to the same question.
+    """Compute the advantage of each answer over other answers to the same question.
 
-    "leave_one_out": the score minus the mean of the others' (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
+    "leave_one_out": the score minus the other scores' mean (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
     "normalised": `(score - mean) / (deviation + 1e-4)` of the group, with the unbiased deviation (Shao et al. 2024,
     arXiv:2402.03300).
 
@@ -219,7 +218,7 @@ def group_advantages(scores: Tensor, samples: int, baseline: Baseline) -> Tensor
 
 
 def importance_weights(log_probs: Tensor, sampled: Tensor, cap: float) -> Tensor:
-    """Compute truncated importance weights of sampled tokens, trainer over engine (Ionides 2008).
+    """Compute truncated importance weights of tokens: the trainer's probability over the engine's (Ionides 2008).
 
     `min(exp(log_probs - sampled), cap)` weighs an engine's samples as if the trainer had sampled them, although the
     numerics of both, or the ages of their weights, may differ.

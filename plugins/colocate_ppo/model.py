@@ -1,6 +1,6 @@
-"""The networks: a causal language model as policy and reference, and the same backbone with one output as critic.
+"""The networks: a causal language model for policy and reference, and a backbone with one output for the critic.
 
-Functions that build a model import transformers: this takes a second, which a check of a config doesn't need.
+Functions import transformers only when they build a model, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Weights(TypedDict):
-    """A language model as plain data: `config` to build the model, `state` with the learned weights."""
+    """A language model as plain data: the config's fields (`config`), and the weights by name (`state`)."""
 
     config: dict[str, Any]
     state: dict[str, Tensor]
 
 
 def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed_forward: int) -> PreTrainedConfig:
-    """Return the architecture of a small Llama for the tokens of a tokenizer."""
+    """Return the config of a small Llama for the tokens of a tokenizer."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -44,20 +44,20 @@ def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed
 
 
 def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: torch.device) -> PreTrainedModel:
-    """Build a causal language model with random weights, all from `generator`."""
+    """Build a causal language model with random weights drawn from `generator`."""
     from transformers import AutoModelForCausalLM
 
     model = _empty(AutoModelForCausalLM, config)
     with torch.no_grad():
         for parameter in () if device.type == "meta" else model.parameters():
-            if parameter.ndim > 1:  # the other parameters are norms and biases, which start at one and zero
+            if parameter.ndim > 1:  # Other parameters are norms (all ones) and biases (all zeros).
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device=generator.device))
                 parameter.mul_(getattr(config, "initializer_range", 0.02))
     return _ready(model, device)
 
 
 def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
-    """Load the causal language model of a hub id or a local folder, in float32."""
+    """Load a causal language model in float32 from the hub or from a local folder."""
     from transformers import AutoModelForCausalLM
 
     # Without `trust_remote_code=False`, transformers asks on the terminal whether a model's own code may run.
@@ -66,7 +66,7 @@ def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
 
 
 def ends_of(model: PreTrainedModel) -> list[int]:
-    """Return the tokens at which transformers' `generate` ends an answer of a model.
+    """Return the ids of the end tokens in a model's generation config.
 
     Raises:
         ConfigError: The generation config also ends answers by text.
@@ -82,14 +82,14 @@ def ends_of(model: PreTrainedModel) -> list[int]:
 
 
 def empty_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Build a causal language model with meaningless weights, to be loaded."""
+    """Build a causal language model for weights that are loaded later."""
     from transformers import AutoModelForCausalLM
 
     return _ready(_empty(AutoModelForCausalLM, config), device)
 
 
 class ValueModel(nn.Module):
-    """The backbone of a language model with one output per token, which is zero at first."""
+    """The critic's network: a language model's backbone and a linear layer. The output is zero before training."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         from transformers import AutoModel
@@ -108,7 +108,7 @@ class ValueModel(nn.Module):
 
 
 def value_model_from(weights: Weights) -> ValueModel:
-    """Build a value model with a copy of a language model's backbone."""
+    """Build a value model from a copy of a language model's backbone."""
     model = ValueModel(config_from(weights["config"]))
     prefix = f"{model.backbone.base_model_prefix}."
     backbone = {name.removeprefix(prefix): t for name, t in weights["state"].items() if name.startswith(prefix)}
@@ -117,7 +117,7 @@ def value_model_from(weights: Weights) -> ValueModel:
 
 
 def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
-    """Rebuild a config from the fields of `to_dict`."""
+    """Rebuild a transformers config from the result of `to_dict`."""
     from transformers import AutoConfig
 
     options = dict(fields)
@@ -130,7 +130,7 @@ def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    # No dropout: PPO compares log-probabilities of the same weights, which must be the same numbers.
+    # Turn off dropout, because PPO compares log-probabilities from several passes with the same weights.
     nn.Module.to(model, device)
     model.train(False)
     return model

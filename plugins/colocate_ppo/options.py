@@ -1,4 +1,4 @@
-"""Limits of numeric options: a run with numbers beyond these limits would go on and learn nothing."""
+"""Check numeric options against limits, because a run with a number beyond a limit would learn nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from colocate import ConfigError
 
 @attrs.frozen
 class Limit:
-    """The numbers that an option takes.
+    """A range of valid numbers for an option.
 
     Attributes:
-        text: The numbers in words.
-        least: The least one.
-        most: The largest one.
+        text: The range in words, for the error text.
+        least: The smallest number.
+        most: The largest number.
         above: Whether `least` itself is refused.
     """
 
@@ -29,7 +29,7 @@ class Limit:
     above: bool = False
 
     def problem(self, value: Any) -> str | None:
-        """Return the problem of a number as text; None for a good one, and for values of other kinds."""
+        """Return an error text if the value is a number outside the range, else None."""
         if not isinstance(value, int | float):
             return None
         fits = self.least < value if self.above else self.least <= value
@@ -44,17 +44,17 @@ BOUND = Limit("above 0 (.inf for no bound)", above=True, most=math.inf)
 
 
 def beyond_limits(options: Mapping[str, Any], limits: Mapping[str, Limit]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the problem of each option beyond a limit."""
+    """Yield the name and an error text for each option that exceeds a limit."""
     for name, limit in limits.items():
         if (problem := limit.problem(options[name])) is not None:
             yield name, problem
 
 
 def refuse(owner: str, wrong: Iterable[tuple[str, str]]) -> None:
-    """Refuse options of a job or a role.
+    """Raise an error for the first wrong option of a job or a role.
 
     Raises:
-        ConfigError: There is a wrong option; the first one is named.
+        ConfigError: There is a wrong option.
     """
     for option, problem in wrong:
         raise ConfigError(f"{owner}: option `{option}` {problem}")

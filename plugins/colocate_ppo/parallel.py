@@ -1,4 +1,4 @@
-"""Data parallelism over a role's ranks. A single rank sends nothing and doesn't touch torch.distributed."""
+"""Data parallelism over a role's ranks. A single rank sends no messages and doesn't use torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colocate_ppo.maths import Total, alone
 
 
 def total(ctx: Context) -> Total:
-    """Return a function that sums a tensor over the ranks; every rank gets the sum, as a new tensor."""
+    """Return a function that sums a tensor over all ranks and returns the sum on each rank."""
     if ctx.world_size == 1:
         return alone
 
@@ -26,17 +26,17 @@ def total(ctx: Context) -> Total:
 
 
 def per_rank(ctx: Context, number: int) -> list[int]:
-    """Gather one number from each rank, on all ranks."""
+    """Gather one number from each rank; return the list on all ranks."""
     numbers = torch.zeros(ctx.world_size, dtype=torch.int64, device=ctx.device)
     numbers[ctx.rank] = number
     return [int(n) for n in total(ctx)(numbers)]
 
 
 def drawing(ctx: Context, number: int | None) -> torch.Generator:
-    """Return the rank's generator, at the start of a step's random numbers.
+    """Return the rank's random generator, seeded for a step.
 
-    The numbers depend only on the rank's seed and the step: a repeated call draws the same numbers, and a resumed run
-    draws the numbers of an uninterrupted run.
+    The random numbers depend only on the rank's seed and the step, so that a repeated call and a resumed run draw the
+    numbers of an uninterrupted run.
 
     Args:
         ctx: The role's context.
@@ -47,16 +47,16 @@ def drawing(ctx: Context, number: int | None) -> torch.Generator:
 
 
 def how_many(counts: Sequence[int], size: int) -> int:
-    """Return the number of minibatches in an epoch, from the number of rows on each rank."""
+    """Return the number of minibatches of `size` rows in an epoch; `counts` has the rows on each rank."""
     return -(-sum(counts) // size)
 
 
 def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> list[Tensor]:
     """Return one rank's rows of each minibatch; all ranks have the same number of minibatches.
 
-    The rows' numbers in the whole batch decide the minibatch, so the number of ranks doesn't matter. With k minibatches
-    an epoch, each minibatch has one of any k consecutive rows, so ranks with contiguous parts do equal work; each epoch
-    combines rows differently. No shuffling: the batch was drawn at random.
+    A row's number in the whole batch decides its minibatch, so the number of ranks doesn't matter. With k minibatches
+    in an epoch, each minibatch has one of any k consecutive rows, so ranks with contiguous parts do equal work; each
+    epoch combines rows differently. Rows aren't shuffled, because the batch was drawn at random.
 
     Args:
         counts: Rows on each rank; contiguous in the batch, in the order of the ranks.
@@ -65,7 +65,7 @@ def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> lis
         epochs: How often each row is used.
 
     Returns:
-        Row numbers within the rank's part, int64, maybe none; for each minibatch in turn.
+        Row numbers within the rank's part for each minibatch in turn, int64, maybe none.
     """
     k = how_many(counts, size)
     number = torch.arange(counts[rank]) + sum(counts[:rank])
@@ -74,7 +74,7 @@ def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> lis
 
 
 def even_minibatches(tokens: Tensor, k: int, epochs: int) -> list[Tensor]:
-    """Return one rank's rows of each minibatch, with about equal numbers of tokens in each.
+    """Return one rank's rows of each minibatch; minibatches have about equal numbers of tokens.
 
     The longest rows are dealt first, back and forth; each epoch combines rows differently.
 
@@ -84,7 +84,7 @@ def even_minibatches(tokens: Tensor, k: int, epochs: int) -> list[Tensor]:
         epochs: How often each row is used.
 
     Returns:
-        Row numbers within the rank's part, int64, maybe none; for each minibatch in turn.
+        Row numbers within the rank's part for each minibatch in turn, int64, maybe none.
     """
     rows = tokens.argsort(descending=True, stable=True)
     turn, place = torch.arange(len(rows)) // k, torch.arange(len(rows)) % k

@@ -1,4 +1,4 @@
-"""The plugin's roles and jobs. Names only, so that a listing imports neither torch nor transformers."""
+"""Register the plugin's roles and jobs by import path, without importing torch or transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from colocate import hookimpl
 
 @hookimpl
 def colocate_roles() -> dict[str, str]:
-    """Return the roles of namespace `ppo`."""
+    """Return the import paths of the roles in namespace `ppo`."""
     return {
         "actor": "colocate_ppo.actor:Actor",
         "critic": "colocate_ppo.critic:Critic",
@@ -18,5 +18,5 @@ def colocate_roles() -> dict[str, str]:
 
 @hookimpl
 def colocate_jobs() -> dict[str, str]:
-    """Return the jobs of namespace `ppo`."""
+    """Return the import paths of the jobs in namespace `ppo`."""
     return {"train": "colocate_ppo.job:train"}

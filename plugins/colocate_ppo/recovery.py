@@ -1,4 +1,4 @@
-"""Recovery from a failed step: repeat the step, go back to the last checkpoint, or end the job."""
+"""Recover from a failed step: repeat the step, restore the last checkpoint, or end the job."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger("colocate.ppo")
 
 @attrs.define
 class Recovery:
-    """A job's policy for failed calls of its roles.
+    """A job's policy for failed calls of roles.
 
-    A group that can't go on is another matter: that group is ended, or restarted if it has `on_failure: restart`.
+    The policy doesn't cover a group that can't continue, which is ended, or restarted under `on_failure: restart`.
 
     Attributes:
-        how: What follows a failed step.
+        how: The reaction to a failed step.
         limit: How often the same part of a step is repeated, or the same checkpoint is restored.
         job: The job's name, for errors.
         failed: Calls that have failed since the last report.
@@ -59,7 +59,7 @@ class Recovery:
                 _log.warning("%s is done again: %s", name, _what(error))
 
     def restore(self, run: Run, error: RoleError, restore: Callable[[], None]) -> None:
-        """Go back to the last checkpoint if the policy is "restore", or raise the error.
+        """Restore the last checkpoint if the policy is "restore", else raise the error.
 
         Args:
             run: The run.
@@ -67,7 +67,7 @@ class Recovery:
             restore: Restores the roles and the job from `run.resumed`.
 
         Raises:
-            RoleError: The policy is another one, there is no checkpoint, or the limit is reached.
+            RoleError: The policy isn't "restore", there is no checkpoint, or the limit is reached.
         """
         if self.how != "restore" or _is_final(error) or self._restored >= self.limit:
             raise error
@@ -80,17 +80,17 @@ class Recovery:
         restore()
 
     def progressed(self) -> None:
-        """Reset the count of restores: there is a new checkpoint."""
+        """Reset the count of restores after a new checkpoint."""
         self._restored = 0
 
     def told(self) -> dict[str, float]:
-        """Return the step's metric `failed_calls`, if calls have failed since the last report."""
+        """Return the metric `failed_calls` if calls have failed since the last report, else an empty dict."""
         failed, self.failed = self.failed, 0
         return {"failed_calls": failed} if failed else {}
 
 
 def _is_final(error: RoleError) -> bool:
-    """Return whether another attempt would fail in the same way: ranks that disagree, or a mistake in the config."""
+    """Return whether a retry is useless, because the ranks' states differ or the config is wrong."""
     return isinstance(error, RenewalError) or isinstance(error.__cause__, ConfigError)
 
 

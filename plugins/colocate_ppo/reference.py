@@ -1,4 +1,4 @@
-"""`ppo.reference`: the frozen policy, which limits the actor's drift."""
+"""The role `ppo.reference`: a frozen copy of the policy, which limits the actor's drift."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @needs("process_group")
 class Reference(Role):
-    """A copy of the actor without training, set by `load`.
+    """A frozen copy of the actor's model. `load` sets the weights.
 
     Args:
         parallel: How the ranks share the model: "none" or "fsdp2"; see `Layout`.
@@ -35,12 +35,12 @@ class Reference(Role):
 
     @property
     def model(self) -> SpreadModel:
-        """The loaded model."""
+        """The loaded reference model."""
         return loaded(self.ctx, self.loaded)
 
     def renew(self) -> None:
         """Use new process groups after a failed call."""
-        from colocate.torch import renew  # imported late, as in the learner: the import is slow
+        from colocate.torch import renew  # Imported only when needed, because the import is slow.
 
         if self.loaded is not None:
             renew(self.loaded.wrapped, None, self.ctx)
@@ -51,7 +51,7 @@ class Reference(Role):
 
     @method
     def load(self, weights: Weights) -> None:
-        """Become a copy of these weights."""
+        """Replace the model by a copy of these weights."""
         self._adopt(config_from(weights["config"]))
         self.model.load(weights["state"])
 
@@ -65,7 +65,7 @@ class Reference(Role):
     def kl(
         self, rollout: Rollout, log_probs: Tensor, reference_log_probs: Tensor, estimator: maths.KlEstimator = "k1"
     ) -> float:
-        """Return the mean KL from the actor over all response tokens, as the sum of the ranks' parts."""
+        """Return the mean KL between actor and reference over all response tokens, as the sum of the ranks' parts."""
         estimate, mask = maths.kl_estimate(log_probs, reference_log_probs, estimator), rollout["mask"]
         return maths.token_mean(estimate, mask, parallel.total(self.ctx)(mask.sum())).item()
 

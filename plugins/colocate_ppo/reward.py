@@ -1,4 +1,4 @@
-"""`ppo.reward`: the task's own scorer, or a subclass's scorer."""
+"""The role `ppo.reward`, which scores answers with the task's or a subclass's scorer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from colocate_ppo.task import Problem
 
 
 class Reward(Role):
-    """Scores answers with reasoning-gym's scorer of each problem.
+    """A role that scores answers with reasoning-gym's scorer for each problem.
 
-    Override `score_answer` in a subclass to score texts. Override `score` to score with more than texts:
-    `rollout["token_ids"]` has the tokens of each answer. A score that isn't finite is an error: after the next update,
-    one such score would be in each weight.
+    Override `score_answer` in a subclass to score texts. Override `score` to score with more than texts; for example,
+    `rollout["token_ids"]` has the tokens of each answer. A score that isn't finite is an error, because it would spoil
+    all weights in the next update.
     """
 
     def score_answer(self, answer: str, problem: Problem) -> float:
-        """Score one answer; higher is better.
+        """Return the score of one answer; a higher score is better.
 
         Args:
             answer: The answer's text with special tokens and blanks, without the token that ended it. reasoning-gym's
@@ -37,7 +37,7 @@ class Reward(Role):
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     def score(self, rollout: Rollout) -> Tensor:
-        """Score each answer, `[B]` float32; reasoning-gym's scores are 0 to 1."""
+        """Score each answer, `[B]` float32. reasoning-gym's scores are between 0 and 1."""
         scores = []
         for row, (answer, problem) in enumerate(zip(rollout["answers"], rollout["problems"], strict=True)):
             score = self.score_answer(answer, problem)
@@ -48,7 +48,7 @@ class Reward(Role):
 
     @method(dispatch=OnRank(0))
     def shuffle(self, scores: Tensor, number: int | None = None) -> Tensor:
-        """Shuffle the scores of the whole batch: a control experiment, in which nothing can be learned.
+        """Shuffle the scores of the whole batch, for a control experiment in which nothing can be learned.
 
         Args:
             scores: `[B]`.
@@ -94,6 +94,6 @@ def _is_finite(score: Any) -> bool:
 
 @cache
 def _scorer(task: str) -> Any:
-    import reasoning_gym  # imported late: the import takes a second
+    import reasoning_gym  # Imported only when needed, because the import takes a second.
 
     return reasoning_gym.get_score_answer_fn(task)

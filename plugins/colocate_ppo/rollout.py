@@ -1,4 +1,4 @@
-"""Rollouts: questions with their answers, as rows of tensors that roles exchange."""
+"""Rollouts: batches of questions and answers that roles exchange, with tensors of the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colocate_ppo.tokenizer import Padded
 
 
 class Rollout(TypedDict):
-    """A batch of questions and answers: B rows of P prompt and R response positions.
+    """A batch of questions and answers with B rows, each of P prompt positions and R response positions.
 
     The prompts are padded on the left and the responses on the right, so all responses begin at position P.
 
@@ -38,14 +38,14 @@ class Rollout(TypedDict):
 
 
 class Estimates(TypedDict):
-    """The targets of actor and critic: `advantages` (whitened) and `returns`, `[B, R]` each."""
+    """The training targets of actor and critic: whitened `advantages` and `returns`, `[B, R]` each."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def widen(prompts: Padded, width: int, pad: int) -> Padded:
-    """Pad the prompts on the left to a width."""
+    """Pad prompts on the left to `width` tokens."""
     missing = width - prompts.tokens.shape[1]
     return Padded(
         functional.pad(prompts.tokens, (missing, 0), value=pad), functional.pad(prompts.mask, (missing, 0), value=False)

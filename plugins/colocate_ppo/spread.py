@@ -1,6 +1,6 @@
-"""A model that the ranks of a role share: a copy on each, copies kept equal by DDP, or shards by FSDP2.
+"""Share a model among the ranks of a role, as full copies on all ranks (with or without DDP) or as FSDP2's shards.
 
-Functions that build a shared model import its library: this takes a second, which a check of a config doesn't need.
+Functions import libraries only when they build a model, because the imports take a second.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 @attrs.frozen
 class Layout:
-    """The ranks' way to share a model, and the dtype and memory use of computations.
+    """Options that decide how ranks share a model, and the dtype and memory use of computations.
 
     Attributes:
-        parallel: "none": a copy on each rank; gradients are summed in one message after the backward pass. "ddp": the
-            same, but gradients are summed by `DistributedDataParallel` during the backward pass. "fsdp2": each rank has
+        parallel: "none": a copy on each rank; gradients are summed in one message after the backward pass. "ddp": a
+            copy on each rank; `DistributedDataParallel` sums gradients during the backward pass. "fsdp2": each rank has
             a part of every parameter, of its gradient and of the optimizer's state, by `fully_shard`.
         dtype: The dtype of the passes. Weights and the optimizer's state are float32.
         gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
@@ -44,7 +44,7 @@ class Layout:
 
 
 class SpreadModel:
-    """One model over all ranks of a role. A wrapped model starts from the first rank's weights.
+    """A model that all ranks of a role train together. Under "ddp" and "fsdp2" it starts from rank 0's weights.
 
     Args:
         ctx: The role's context.
@@ -73,7 +73,7 @@ class SpreadModel:
         if layout.gradient_checkpointing:
             for layer in layers:
                 _compute_again(layer)
-        if layout.dtype != "float32" and layout.parallel != "fsdp2":  # FSDP2 has a policy for dtypes
+        if layout.dtype != "float32" and layout.parallel != "fsdp2":  # FSDP2 has a separate policy for dtypes.
             _compute_in(module, getattr(torch, layout.dtype))
         if layout.parallel == "fsdp2":
             _copy_from_first(ctx, module)
@@ -81,23 +81,21 @@ class SpreadModel:
         elif layout.parallel == "ddp" and any(p.requires_grad and not p.is_meta for p in module.parameters()):
             from torch.nn.parallel import DistributedDataParallel
 
-            # Otherwise DDP's buckets take as much memory as all gradients again, and C++ owns them, so no role is
-            # charged.
+            # Without this view, DDP's buckets would need as much memory as all gradients, which no role is charged for.
             self.wrapped = DistributedDataParallel(
                 module, process_group=ctx.process_group(), gradient_as_bucket_view=True
             )
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run the model. With gradients all ranks take part; without, one rank may run alone."""
-        # DDP's forward pass sends buffers to the other ranks and expects a backward pass, so only use DDP with
-        # gradients.
+        """Run the model. All ranks must take part if gradients are enabled; otherwise one rank may run alone."""
+        # Use DDP only with gradients, because DDP's forward pass sends buffers and expects a backward pass.
         model = self.wrapped if torch.is_grad_enabled() else self.module
         if self._longest is not None and "position_ids" in inputs:
             self.check_length(int(inputs["position_ids"].max()) + 1)
         return model(**inputs)
 
     def check_length(self, length: int) -> None:
-        """Refuse a length at which long-rope changes the results of the pass's other rows.
+        """Refuse a row so long that long-rope would change the results of all other rows in the pass.
 
         Args:
             length: The tokens of the longest row, prompt and response together.
@@ -114,9 +112,9 @@ class SpreadModel:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Keep all weights on each rank, from the first forward pass to the end of the block.
+        """A context manager that keeps all weights on each rank after the first forward pass in the block.
 
-        Otherwise a rank with few forward passes left, since its answers ended early, would keep the others waiting.
+        Otherwise ranks would gather weights in each pass, and wait for a rank whose answers have all ended early.
         """
         sharded = self._sharded()
         for submodule in sharded:
@@ -126,11 +124,11 @@ class SpreadModel:
         finally:
             for submodule in sharded:
                 submodule.reshard()
-                # the root stays unsharded: the next pass begins there
+                # The root module stays unsharded after a forward pass, because the next pass begins there.
                 submodule.set_reshard_after_forward(submodule in sharded[1:], recurse=False)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return a copy of all weights, whole, for `load`. All ranks call this."""
+        """Return a copy of all weights, unsharded, for `load`. All ranks call this."""
         return {name: whole(value).clone() for name, value in self.module.state_dict().items()}
 
     @torch.no_grad()
@@ -138,7 +136,7 @@ class SpreadModel:
         """Copy weights, equal on all ranks, into the model. All ranks call this.
 
         Raises:
-            KeyError: The weights are another model's.
+            KeyError: The weights belong to another model.
         """
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -166,15 +164,13 @@ class SpreadModel:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers marks as layers, to recompute or to shard each as one."""
-    # imported late, as in the networks: the import is slow
+    # Imported only when needed, because the import is slow.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Run all forward passes of a module in a dtype other than the weights', an engine's passes included."""
     _wrap_forward(module, functools.partial(_forward_in, module, dtype))
 
 
@@ -184,13 +180,13 @@ def _forward_in(module: nn.Module, dtype: torch.dtype, /, *args: Any, **named: A
 
 
 def _wrap_forward(module: nn.Module, forward: functools.partial[Any]) -> None:
-    """Replace a module's forward pass by a partial; a copy of the module binds the copy."""
-    # Keeps the signature of the module's own forward: transformers' `generate` inspects the parameters.
+    """Replace a module's `forward` by a partial; a deep copy of the module gets a partial that binds the copy."""
+    # Keep the signature of the module's own `forward`, because transformers' `generate` inspects the parameters.
     module.forward = functools.update_wrapper(forward, module.forward, (), ())
 
 
 def _longest(config: Any) -> int | None:
-    """Return the length beyond which a model computes the positions of all rows differently; None without a limit."""
+    """Return the longest row with which long-rope leaves other rows unchanged; None without long-rope."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [section for section in rope.values() if isinstance(section, Mapping)]
     lengths = [
@@ -200,10 +196,7 @@ def _longest(config: Any) -> int | None:
 
 
 def _compute_again(layer: nn.Module) -> None:
-    """Keep only a layer's input for the backward pass.
-
-    Transformers' own option works only in training mode, with dropout.
-    """
+    """Make a layer recompute activations. Transformers' own option works only in training mode, with dropout."""
     _wrap_forward(layer, functools.partial(_forward_again, layer))
 
 
@@ -235,5 +228,5 @@ def loaded(ctx: Context, there: T | None) -> T:
 
 def whole(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on all ranks; return any other tensor detached."""
-    gather = getattr(tensor, "full_tensor", None)  # only DTensors have `full_tensor`
+    gather = getattr(tensor, "full_tensor", None)  # Only DTensors have `full_tensor`.
     return tensor.detach() if gather is None else gather()

@@ -1,6 +1,6 @@
-"""Problems of a task: a training stream, held-out problems that never occur in the stream, and demonstrations.
+"""The problems of a task: a stream for training, held-out problems for evaluation, and demonstrations.
 
-A task is one of reasoning-gym's, or a user's function that gives problems by index.
+A task is a dataset of reasoning-gym, or a user's function that returns problems by index.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import attrs
 from colocate import ConfigError, register_batch
 from colocate.signatures import brief
 
-# A virtual dataset derives items from `seed + index`: seeds this far apart give disjoint streams.
+# A reasoning-gym dataset derives items from `seed + index`, so seeds this far apart give disjoint streams.
 _ITEMS = 1 << 30
 _HELD_OUT_SEED = 1 << 60
 _HELD_OUT_PART = 10
-# A digest has at most this many rows, evenly spread: a few rows identify a generated stream.
+# A digest covers at most this many evenly spread rows. A few rows are enough to identify a generated stream.
 _DIGESTED, _DIGESTED_ITEMS = 1 << 16, 4
 
 
 Question: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
-"""A question: a text as it is, the messages of a chat (`role` and `content`), or token ids."""
+"""A question: a plain text, the messages of a chat (`role` and `content`), or token ids."""
 
 
 @attrs.frozen
 class Problem:
-    """One problem.
+    """A question of a task with the right answer.
 
     Attributes:
         question: The question for the policy.
@@ -54,12 +54,12 @@ class Problem:
 
 @attrs.frozen
 class Problems(Sequence[Problem]):
-    """A batch of problems with a row for each, cheap to send.
+    """A batch of problems, stored as columns, which are cheap to send.
 
     Attributes:
         questions: The questions for the policy.
         answers: The task's own answers; in demonstrations, the answers to imitate.
-        entries: The task's original items, pickled: only the scorer reads these.
+        entries: The task's original items, pickled because only the scorer reads them.
         prompts: The token ids of each question's prompt; empty before the prompts are made.
     """
 
@@ -78,7 +78,7 @@ class Problems(Sequence[Problem]):
         return cls([p.question for p in rows], [p.answer for p in rows], entries, [p.prompt for p in rows])
 
     def repeated(self, times: int) -> Problems:
-        """Repeat each problem `times` times; the repetitions are adjacent."""
+        """Return a batch that has each problem `times` times in adjacent rows."""
         rows = [row for row in range(len(self)) for _ in range(times)]
         return Problems(
             [self.questions[row] for row in rows],
@@ -126,7 +126,7 @@ class Task:
             end.
         options: The dataset's options, such as `max_word_len`, or the function's.
         seed: Decides the training stream; the held-out problems are the same for every seed.
-        position: The index of the training stream's next item: the only state to save and restore.
+        position: The index of the training stream's next item, which is the only state to save and restore.
     """
 
     name: str = "spell_backward"
@@ -142,7 +142,7 @@ class Task:
     def _dataset(self, seed: int) -> Any:
         if ":" in self.name:
             return self._own_dataset()
-        import reasoning_gym  # imported late: the import takes a second, and most ranks don't need reasoning-gym
+        import reasoning_gym  # Imported only when needed, because the import takes a second.
         from reasoning_gym.factory import DATASETS
 
         if self.name not in DATASETS:
@@ -153,7 +153,7 @@ class Task:
             )
         try:
             return reasoning_gym.create_dataset(self.name, seed=seed, size=_ITEMS, **self.options)
-        except (TypeError, ValueError, AssertionError) as error:  # reasoning-gym's errors for unsuitable options
+        except (TypeError, ValueError, AssertionError) as error:  # reasoning-gym raises these for wrong options.
             raise ConfigError(f"task {self.name!r} refuses the options {dict(self.options)}: {error}") from error
 
     def _own_dataset(self) -> Any:
@@ -173,11 +173,11 @@ class Task:
         return rows
 
     def describe_rows(self) -> dict[str, Any]:
-        """Describe the training stream, to detect another stream after a resume.
+        """Describe the training stream, so that a resumed run can detect a different stream.
 
         Returns:
-            `task`, `options`, `seed` and `count`; `contents`, a digest of the rows in any order, and `order`, one of
-            the rows as they come.
+            `task`, `options`, `seed` and `count`; `contents`, a digest of the rows in any order; `order`, a digest of
+            the rows in their order.
         """
         size = len(self._training)
         looks = min(size, _DIGESTED if ":" in self.name else _DIGESTED_ITEMS)
@@ -209,7 +209,7 @@ class Task:
         return problems
 
     def demonstrate(self, count: int, flawed: float) -> Problems:
-        """Draw the next problems of the training stream with answers to imitate, some wrong on purpose.
+        """Draw the next problems of the training stream, with some answers wrong on purpose.
 
         Args:
             count: Number of problems.
@@ -221,7 +221,7 @@ class Task:
         return attrs.evolve(drawn, answers=[_flaw(answer, chance, flawed) for answer in drawn.answers])
 
     def held_out(self, count: int) -> Problems:
-        """Return distinct problems that are never drawn for training; fewer if a long search finds no more."""
+        """Return up to `count` distinct problems that are never drawn for training."""
         dataset = self._dataset(_HELD_OUT_SEED)
         looks = min(10 * _HELD_OUT_PART * count, len(dataset))
         candidates = (_problem(dataset[index]) for index in range(looks))
@@ -237,9 +237,9 @@ class Task:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch for the block.
+    """A context manager that seeds the global random generators of Python, NumPy and torch.
 
-    A task that shuffles rows then gives the same order after a resume.
+    A task that shuffles its rows then returns the same order after a resume.
     """
     import numpy as np
     import torch
@@ -271,12 +271,12 @@ def difference_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str
 
 
 def is_held_out(question: Question) -> bool:
-    """Return whether a question belongs to the tenth held out for evaluation; the same on every machine."""
+    """Return whether a question is held out for evaluation. A hash selects about a tenth of all questions."""
     return zlib.crc32(question_text(question).encode()) % _HELD_OUT_PART == 0
 
 
 def question_text(question: Question) -> str:
-    """Return a question as one text, to compare and to show: messages and token ids as JSON."""
+    """Return a question as one text for comparisons and messages; chat messages and token ids become JSON."""
     return question if isinstance(question, str) else json.dumps(question, ensure_ascii=False, default=str)
 
 
@@ -286,7 +286,7 @@ def _digest(entry: Mapping[str, Any]) -> bytes:
 
 
 def _stable_text(value: Any) -> Any:
-    """Convert a value to JSON that is equal in every process: without addresses, and with sets sorted."""
+    """Convert a value to JSON that is equal in every process, without memory addresses and with sorted sets."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     text = repr(value)

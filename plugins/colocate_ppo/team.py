@@ -1,4 +1,4 @@
-"""The roles of one group, and operations outside a step."""
+"""The roles of a group, with the operations outside of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A = TypeVar("A", bound=Actor)
 
 
 class Players(Generic[A]):
-    """Views of a group: an actor that learns, a reward, and roles that start from the actor's weights."""
+    """The views of a group's roles: an actor that learns, a reward, and roles that start from the actor's weights."""
 
     actor: A
     reward: Reward
@@ -31,7 +31,7 @@ class Players(Generic[A]):
         raise NotImplementedError
 
     def align(self) -> None:
-        """Copy the actor's weights on the first rank to every model on every rank."""
+        """Copy the actor's weights from the first rank to all ranks of the actor and the followers."""
         with self.scope():
             weights = self.actor.weights.keep()
             self.actor.load(weights.ref)
@@ -39,7 +39,7 @@ class Players(Generic[A]):
                 role.load(weights.ref)
 
     def evaluate(self, problems: Problems, max_new_tokens: int) -> dict[str, float]:
-        """Answer problems greedily: `eval_accuracy` (exact match) and `eval_score` (the task's own score)."""
+        """Answer problems greedily; return `eval_accuracy` (exact match) and `eval_score` (the task's own score)."""
         with self.scope():
             rollout = self.actor.generate.keep(problems, max_new_tokens, greedy=True)
             scores = self.reward.score.keep(rollout.ref)
@@ -53,7 +53,7 @@ class Players(Generic[A]):
 
 @attrs.frozen(eq=False)
 class Team(Players[Actor]):
-    """The four roles of PPO.
+    """The views of PPO's four roles.
 
     Attributes:
         actor: `ppo.actor`.
@@ -73,7 +73,7 @@ class Team(Players[Actor]):
 
     @classmethod
     def of(cls, group: ColocatedGroup) -> Team:
-        """Return the views named actor, critic, reference and reward of a group."""
+        """Build a team from a group's roles named actor, critic, reference and reward."""
         return cls(
             group.role("actor", Actor),
             group.role("critic", Critic),
@@ -85,5 +85,5 @@ class Team(Players[Actor]):
 
     @property
     def followers(self) -> Sequence[Critic | Reference]:
-        """The reference and the critic."""
+        """The roles that start from the actor's weights: reference and critic."""
         return self.reference, self.critic

@@ -1,4 +1,4 @@
-"""The policy's tokenizer: by default built in code, one token per character, so that nothing is downloaded."""
+"""The policy's tokenizer. The default tokenizer has one token per character and needs no download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHARACTERS = "\n" + " " + string.ascii_letters + string.digits + string.punctua
 
 @attrs.frozen(eq=False)
 class Padded:
-    """Rows of tokens, padded on one side: `tokens` int64 and `mask`, which is false on padding."""
+    """Rows of tokens padded to the same length: `tokens` (int64) and `mask`, which is false on padding."""
 
     tokens: Tensor
     mask: Tensor
@@ -35,14 +35,14 @@ class Padded:
 
 @attrs.frozen(eq=False)
 class Tokenizer:
-    """A tokenizer of transformers, for questions and answers.
+    """A tokenizer of transformers, adapted to questions and answers.
 
     Attributes:
         inner: The tokenizer of transformers.
         size: The number of tokens.
         ends: The tokens that end an answer; the first one ends demonstrations.
         pad: The padding token.
-        begin: The tokens before a text. A tokenizer's tokens after a text aren't used: they would end a question.
+        begin: The tokens before a text. A tokenizer's tokens after a text aren't used, because they'd end a question.
         suffix: The text after each question that is a text.
         template_options: Options of the chat template.
     """
@@ -77,7 +77,7 @@ class Tokenizer:
         return cls(inner, len(inner), [*dict.fromkeys(ends)], inner.pad_token_id, _begin(inner))
 
     def prompt(self, question: Question) -> list[int]:
-        """Return a question's prompt: messages by the chat template, a text and token ids unchanged.
+        """Return the token ids of a question's prompt. Messages are converted by the chat template.
 
         Raises:
             ConfigError: The prompt has no tokens, or tokens unknown to the tokenizer; or the chat template refuses the
@@ -96,46 +96,46 @@ class Tokenizer:
         return tokens
 
     def _text_tokens(self, text: str) -> list[int]:
-        """Return a text's tokens, after the tokens before each text, unless the text has these already."""
+        """Return a text's tokens, and prepend the begin tokens if missing."""
         tokens: list[int] = self.inner(text, add_special_tokens=False)["input_ids"]
         begins = tokens[: len(self.begin)] == [*self.begin]
         return tokens if begins else [*self.begin, *tokens]
 
     def _chat_tokens(self, messages: Any) -> list[int]:
         messages = [*messages]
-        # If the last message is the assistant's, the answer continues this message.
+        # If the last message is the assistant's, the answer continues that message.
         continued = messages[-1].get("role") == "assistant"
         part = "continue_final_message" if continued else "add_generation_prompt"
         options = {part: True, **self.template_options, "tokenize": True, "return_dict": True}
         try:
             tokens: list[int] = self.inner.apply_chat_template(messages, **options)["input_ids"]
-        except Exception as error:  # templates are code, and may raise any error
+        except Exception as error:  # A chat template is code and may raise any error.
             raise ConfigError(
                 f"the chat template of the model's tokenizer can't ask {messages!r}: {str(error).partition(chr(10))[0]}"
             ) from error
         return tokens
 
     def prompts(self, questions: Sequence[Question], device: torch.device) -> Padded:
-        """Return the prompts of questions, padded on the left."""
+        """Return the token ids of each question's prompt, padded on the left."""
         return self.padded([self.prompt(question) for question in questions], device, side="left")
 
     def answers(self, answers: Sequence[str], device: torch.device) -> Padded:
-        """Return the tokens of answers with an end token, padded on the right."""
+        """Return the tokens of each answer and an end token, padded on the right."""
         rows = self.inner([*answers], add_special_tokens=False)["input_ids"]
         return self.padded([[*row, self.ends[0]] for row in rows], device, side="right")
 
     def texts(self, responses: Padded) -> list[str]:
-        """Decode responses, with special tokens and blanks, without the token that ends a response."""
+        """Decode responses to texts with special tokens and blanks, but without the end token."""
         bodies = [row[:-1] if row and row[-1] in self.ends else row for row in responses.rows]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        # Decoded after a letter: SentencePiece decoders drop a text's leading blank.
+        # Decode each text with a letter in front, because SentencePiece decoders drop a text's leading blank.
         letter: list[int] = self.inner("a", add_special_tokens=False)["input_ids"]
         if self.inner.decode(letter, **options) != "a":
             return [self.inner.decode(body, **options) for body in bodies]
         return [self.inner.decode([*letter, *body], **options)[1:] for body in bodies]
 
     def padded(self, rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]) -> Padded:
-        """Pad rows of tokens on one side to the width of the longest."""
+        """Pad rows of tokens on one side to the length of the longest row."""
         tokens = torch.full((len(rows), max(map(len, rows), default=0)), self.pad)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         for number, row in enumerate(rows):
@@ -151,15 +151,17 @@ def character_tokenizer(phrases: Sequence[str] = (), stop: Sequence[str | int] =
         phrases: Texts that are one token each. A token for the common beginning of all questions shortens sequences.
         stop: Further tokens that end an answer.
     """
-    from transformers import PreTrainedTokenizerFast  # imported late, as in the networks: the import is slow
+    # Imported only when needed, because the import is slow.
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL.values(), *_CHARACTERS])}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=_SPECIAL["unk_token"]))
     backend.decoder = decoders.Fuse()
-    inner: Any = PreTrainedTokenizerFast  # typed Any: the signature has no types
+    inner: Any = PreTrainedTokenizerFast  # Typed Any, because the constructor's signature has no types.
     inner = inner(tokenizer_object=backend, **_SPECIAL)
     inner.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    return attrs.evolve(Tokenizer.of(inner, stop=stop), suffix="\n")  # the model learns where a question ends
+    # The newline after each question lets the model learn where a question ends.
+    return attrs.evolve(Tokenizer.of(inner, stop=stop), suffix="\n")
 
 
 def pretrained_tokenizer(
@@ -168,7 +170,7 @@ def pretrained_tokenizer(
     stop: Sequence[str | int] = (),
     template_options: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of a hub id or a local folder; `ends` and `stop` as for `Tokenizer.of`."""
+    """Load a tokenizer from the hub or from a local folder. `Tokenizer.of` explains `ends` and `stop`."""
     from transformers import AutoTokenizer
 
     tokenizer = Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)

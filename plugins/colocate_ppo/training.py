@@ -45,13 +45,13 @@ _LIMITS: Mapping[str, Limit] = {
 
 @attrs.define
 class Progress:
-    """The job's progress, stored in a checkpoint beside the roles' files.
+    """The job's progress, which each checkpoint stores in a JSON file.
 
     Attributes:
         warmed: Warm-up steps done.
         step: Steps done after the warm-up.
         position: The next position of the task's training stream.
-        before: Answers to the shown problems between warm-up and the first step.
+        before: Answers after the warm-up to the held-out problems that the report shows.
         rows: The description of the task's rows (`Task.describe_rows`).
     """
 
@@ -72,7 +72,7 @@ class Progress:
 
 
 class Training:
-    """An actor's training: imitation first, then steps that the job defines.
+    """A job's training loop: a supervised warm-up, then steps that the job defines.
 
     Args:
         run: The job's run.
@@ -90,14 +90,14 @@ class Training:
         eval_problems: Problems in an evaluation.
         checkpoint_every: Steps between checkpoints.
         checkpoint_waits: Whether the next step waits until a checkpoint is written.
-        on_step_failure: What follows when a role raises in a step.
+        on_step_failure: The reaction when a role raises in a step.
         step_retries: How often the same part is repeated.
         same_rows: Whether a resumed run must have the same rows.
         job: The job's name, for errors.
 
     Attributes:
-        team: See above.
-        problems: The task.
+        team: The group's roles.
+        problems: The task that provides the problems.
         longest: The longest answer in tokens.
         progress: The job's progress.
         begins_at: The position of the training stream for the next checkpoint, if the job has drawn ahead.
@@ -141,11 +141,11 @@ class Training:
         self.progress, self._recovery = Progress(), Recovery(on_step_failure, step_retries, job)
 
     def part(self, name: str, do: Callable[[], T]) -> T:
-        """Run a part of a step, with repetitions by `Recovery.part`."""
+        """Run a part of a step; `Recovery.part` repeats a failed part."""
         return self._recovery.part(self._run, name, do)
 
     def train(self, step: Callable[[], dict[str, float]]) -> None:
-        """Run the rest of the job, whether new or resumed.
+        """Run the training loop from the start or from a checkpoint.
 
         Args:
             step: Makes step number `progress.step`, and returns its metrics.
@@ -155,7 +155,7 @@ class Training:
         self._tell_progress()
         if run.resumed is None:
             self.part("align", self.team.align)
-        # the caller of this job hasn't restored the group, or the checkpoint has nothing of the group
+        # `wait_ready` returns None if the group hasn't been restored from a checkpoint.
         elif self._workers.wait_ready() is None:
             self._restore()
         else:
@@ -208,7 +208,7 @@ class Training:
     def _go_on(self) -> None:
         assert self._run.resumed is not None
         self.progress.read(self._run.resumed / _PROGRESS)
-        before = self.progress.rows  # empty in a checkpoint of an earlier version
+        before = self.progress.rows  # Checkpoints of earlier versions have no rows.
         if self._same_rows and before and (difference := difference_of_rows(before, self._rows)) is not None:
             raise ConfigError(
                 f"{self._job}: the run can't go on after step {self.progress.step}, as task {self.problems.name!r} "
@@ -240,10 +240,10 @@ class Training:
 
 
 def group_of(run: Run, name: str | None, job: str) -> ColocatedGroup:
-    """Return the group that a job trains in: the named group, or the only one.
+    """Return the run's group with a name, or the only group if the name is None.
 
     Raises:
-        ConfigError: No group, or several, match.
+        ConfigError: No group matches, or several groups match.
     """
     named = [group for key, group in run.groups.items() if name in (None, key)]
     if len(named) != 1:
@@ -259,7 +259,7 @@ def wrong_options(
     classes: Mapping[str, type | None],
     wanted: Mapping[str, type],
 ) -> Iterator[tuple[str, str]]:
-    """Yield wrong options of a job of this plugin, and missing roles of the job's group, with reasons.
+    """Yield each wrong option of a job, and each missing role of the job's group, with an error text.
 
     Args:
         options: The job's options.
@@ -278,7 +278,7 @@ def wrong_options(
 
 
 def classes_of(roles: Mapping[str, RoleSpec[Any]]) -> dict[str, type | None]:
-    """Return the classes of roles in a config; None for a class that isn't imported."""
+    """Return the class of each role in a config, by name; None for a class that isn't imported."""
     return {name: spec.target if isinstance(spec.target, type) else None for name, spec in roles.items()}
 
 
@@ -303,5 +303,4 @@ def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) ->
 
 
 def _warm_up_scale(done: int, ramp: int, steps: int) -> float:
-    """Return the factor of the warm-up's learning rate: a ramp to 1, then a linear decay to 0."""
     return min((done + 1) / max(1, ramp), (steps - done) / max(1, steps - ramp))

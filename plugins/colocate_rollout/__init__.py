@@ -1,4 +1,4 @@
-"""Rollouts by an engine: the role `rollout.engine`, the engines that come with colocate, and the engines' contract.
+"""Rollouts by an engine: the role `rollout.engine`, colocate's own engines, and the contract of an engine.
 
 `rollout.engine` is built on colocate's public API only. Engines are found by the entry-point group `colocate.engines`;
 `transformers` and `vllm` come with colocate.

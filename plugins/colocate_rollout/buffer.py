@@ -1,4 +1,4 @@
-"""`Buffer`: items from the role that generates, for the role that trains, with a limit on staleness."""
+"""`Buffer` passes items from a role that generates to a role that trains, and limits the items' staleness."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from colocate.texts import amount_problem, limit, shown
 T = TypeVar("T")
 
 
-@attrs.frozen(eq=False)  # compared by identity: users' values may define their own equality
+@attrs.frozen(eq=False)  # Compare by identity, because users' values may define equality.
 class _Item(Generic[T]):
     value: T
     version: int
 
 
 class Buffer(Generic[T]):
-    """A bounded buffer on the driver between a stream and a trainer; all methods are thread-safe.
+    """A bounded buffer on the driver between a stream of items and a trainer. All methods are thread-safe.
 
     Iteration takes items one by one, whatever their version, until the buffer is closed and empty.
 
@@ -42,7 +42,7 @@ class Buffer(Generic[T]):
             max_staleness: By how many versions an item may be older than the `version` of `get`; 0 for none.
 
         Raises:
-            ConfigError: An argument is no such number.
+            ConfigError: An argument is no whole number, or too small.
         """
         for name, value, least in (("capacity", capacity, 1), ("max_staleness", max_staleness, 0)):
             if (problem := amount_problem(value, whole=True, least=least)) is not None:
@@ -53,11 +53,11 @@ class Buffer(Generic[T]):
         self._dropped = 0
         self._closed = False
         self._error: BaseException | None = None
-        self._trace: TracebackType | None = None  # the traceback of the error at the time of `close`
+        self._trace: TracebackType | None = None  # The error's traceback when `close` was called.
 
     @property
     def dropped(self) -> int:
-        """The number of items that were dropped as too old."""
+        """The number of dropped items, which were too old."""
         return self._dropped
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Buffer(Generic[T]):
         return f"<buffer of {len(self)} of {self.capacity} items, {state}, {self._dropped} dropped>"
 
     def put(self, item: T, version: int = 0, timeout: float | None = None) -> None:
-        """Add an item, and wait for room first.
+        """Add an item; wait for room if the buffer is full.
 
         Args:
             item: The item.
@@ -92,7 +92,7 @@ class Buffer(Generic[T]):
             self._news.notify_all()
 
     def get(self, n: int = 1, *, version: int | None = None, timeout: float | None = None) -> list[T]:
-        """Take the oldest items; items that are too stale are dropped and counted in `dropped`.
+        """Remove and return the oldest items; drop and count items that are too stale.
 
         Args:
             n: Number of items.
@@ -125,7 +125,7 @@ class Buffer(Generic[T]):
             return values
 
     def close(self, error: BaseException | None = None) -> None:
-        """Refuse further items; present items can still be taken. A waiting `put` raises a `ClosedError`. Idempotent.
+        """Close the buffer for new items. A waiting `put` raises a `ClosedError`; `get` still returns present items.
 
         Args:
             error: The error that ended the producer, if any. `get` raises the error once no items are left.
@@ -141,14 +141,14 @@ class Buffer(Generic[T]):
             yield items[0]
 
     def _has(self, n: int, version: int | None) -> bool:
-        """Return whether the buffer has `n` items, after dropping items that are too stale."""
+        """Drop items that are too stale; return whether at least `n` items are left."""
         if version is not None:
-            # One by one, in single steps: a signal handler may change the buffer between any two of these lines.
+            # Remove items one by one, because a signal handler may change the buffer between any two of these lines.
             for old in [item for item in [*self._items] if item.version < version - self.max_staleness]:
-                with contextlib.suppress(ValueError):  # a signal handler has taken the item
+                with contextlib.suppress(ValueError):  # A signal handler may have taken the item.
                     self._items.remove(old)
                     self._dropped += 1
-                self._news.notify_all()  # wakes a `put` that waits for room
+                self._news.notify_all()  # Wake up a `put` that waits for room.
         return len(self._items) >= n
 
 

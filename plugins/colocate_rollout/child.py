@@ -1,7 +1,7 @@
-"""An engine in a separate process, a child of the role: any engine, driven by messages.
+"""Run any engine in a child process of the role, controlled by messages.
 
-A request is a method's name with arguments, and gets one answer. `rows` instead sends each row, and between any two
-steps a question whether to stop; until the reply to that question, the child handles other requests.
+A request is a method's name with arguments, and gets one answer. For `rows`, the child instead sends each row, and asks
+between any two steps whether to stop. Until the reply, the child handles other requests.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ if TYPE_CHECKING:
 
 _LOOKS_S = 0.05
 _CANCELLED_S = 5.0
-"""Seconds of a step after its call's cancellation: a call that doesn't return in ten seconds fails its group."""
+"""The longest step after a call's cancellation, in seconds. A call that runs on for ten seconds fails its group."""
 _CLOSES_S = 5.0
 
 
 @attrs.frozen
 class ChildOptions:
-    """Options of an engine's own process.
+    """Options of an engine's child process.
 
     Attributes:
         python: The interpreter of another environment, which has the same version of colocate; None for the worker's.
-        env: Variables besides those of the worker.
+        env: Environment variables in addition to the worker's.
         within: Seconds until the engine must be ready.
-        hung_after: Seconds of silence during a request after which the child is killed: more than the longest step of
-            the engine.
-        fails: What the child's end fails: "call", the call that generates, or "group", so that a restart acts.
+        hung_after: Seconds of silence during a request after which the child is killed; more than the longest step.
+        fails: What fails if the child ends: "call" for the generating call, or "group", which may then be restarted.
         bucket: Size of the buffer through which weights are sent.
     """
 
@@ -56,10 +55,10 @@ class ChildOptions:
 
 
 class ChildEngine:
-    """An engine in a child process of the role.
+    """An engine that runs in a child process of the role.
 
-    The child's end fails a call. The next update of weights starts a new child; if no weights ever came, so does the
-    next call.
+    A call fails if the child has ended. The next update of weights starts a new child; if no weights ever came, the
+    next call does.
 
     Args:
         ctx: The role's context.
@@ -77,7 +76,7 @@ class ChildEngine:
         self, ctx: Context, engine: str | type[Any], options: Mapping[str, Any], child: Literal[True] | ChildOptions
     ) -> None:
         if not isinstance(child, ChildOptions):
-            child_options: Any = {} if child is True else child  # a mapping, from a role declared in Python
+            child_options: Any = {} if child is True else child  # A role declared in Python may pass a mapping.
             if not isinstance(child_options, Mapping):
                 raise ConfigError(f"child={child_options!r}: true or false, or a mapping with what ChildOptions has")
             child = ChildOptions(**fitting(ChildOptions, "child", child_options))
@@ -87,24 +86,23 @@ class ChildEngine:
                 "can't be: leave the axis out, or `child`"
             )
         self._ctx, self._settings = ctx, child
-        self._missing: str | None = None  # why the weights can't be used
+        self._missing: str | None = None  # The reason why the weights can't be used.
         if options.get("role") is not None:
             options = _with_config(ctx, options)
             self._missing = "none have come yet; colocate.sync_weights brings them"
         place = {"device": str(ctx.device), "role": ctx.role, "group": ctx.group, "node": ctx.node}
         self._serve = partial(_serve, engine, dict(options), place)
-        self._has_got = False  # whether a child has got weights
+        self._has_got = False  # Whether a child has ever received weights.
         self._managed: Mapping[str, int] = {}
-        self._early: deque[Any] = deque()  # messages of `rows` that came during another request
+        self._early: deque[Any] = deque()  # Messages of `rows` that came during another request.
         self.apart = (self,)
         self._begin()
 
     def _begin(self) -> None:
         settings = self._settings
-        self._is_told = False  # whether a call has failed because of the child's end
+        self._is_told = False  # Whether a call has failed because the child ended.
         self._early.clear()
-        # With "call" the child's end fails no group: this class checks for the end, so other roles stay usable and a
-        # later update can start a new child.
+        # With `fails="call"`, the child's end doesn't fail the group, so that a later update can start a new child.
         self._child = self._ctx.start(
             self._serve,
             name="engine",
@@ -138,7 +136,7 @@ class ChildEngine:
             raise _error(*value)
 
     def _ask_if_alive(self, method: str, *args: Any, patience: float | None = None) -> None:
-        """Send a request that a dead child may miss; the next call of `rows` reports the death."""
+        """Send a request if the child is alive. The next call of `rows` reports a dead child."""
         with contextlib.suppress(ChildDied):
             if self._child.alive:
                 self._ask(method, *args, patience=patience)
@@ -158,7 +156,7 @@ class ChildEngine:
     # -- what an engine does
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """Generate rows in the child; see `Engine`."""
+        """Generate rows in the child process; see `Engine.rows`."""
         if self._is_told and not (self._child.alive or self._has_got):
             self._begin()
         try:
@@ -170,14 +168,14 @@ class ChildEngine:
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
         if self._child.alive and self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
-        self._ask("managed")  # detects a hung child before a message that might fill the pipe
+        self._ask("managed")  # Detect a hung child before sending a message that might fill the pipe.
         self._line.send(("rows", ([*prompts], sampling)))
         runs, asks, child = True, False, self._child
         try:
             while runs:
                 kind, value, managed = self._next()
                 if asks := kind == "asks":
-                    stops = stop()  # a paused role waits in here, and the engine may be replaced meanwhile
+                    stops = stop()  # A paused role waits here, and the child may be replaced meanwhile.
                     self._same(child)
                     self._line.send(("goes on", stops))
                 elif kind == "row":
@@ -196,17 +194,17 @@ class ChildEngine:
                 runs, asks = kind in ("asks", "row"), kind == "asks"
 
     def _same(self, child: Child) -> None:
-        """Raise unless the child of a generation still runs."""
+        """Raise an error if the child that began a generation has been replaced."""
         if child is not self._child:
             raise ChildDied("the engine's process has ended amid these rows, and another one has begun since")
 
     def update(self, weights: Weights, version: int) -> None:
-        """Send weights through shared memory or CUDA IPC; see `Engine`."""
+        """Send weights to the child through shared memory or CUDA IPC; see `Engine.update`."""
         if not self._child.alive:
             self._begin()
             if self._has_got:
                 self._missing = "its process has ended, with those that it had"
-        self._ask("managed")  # detects a hung child before a message that might fill the pipe
+        self._ask("managed")  # Detect a hung child before sending a message that might fill the pipe.
         self._line.send(("update", (weights.source, dict(weights.specs), version)))
         kind, value = self._answer()
         if kind == "wants":
@@ -215,7 +213,7 @@ class ChildEngine:
             except ChildDied:
                 raise
             except BaseException:
-                self._answer()  # takes the child's answer, which reports the failure
+                self._answer()  # Read the child's answer, which reports the failure.
                 raise
             kind, value = self._answer()
         if kind == "raised":
@@ -226,7 +224,7 @@ class ChildEngine:
         self._missing, self._has_got = None, True
 
     def named_weights(self) -> _Given:
-        """Return the child's weights, received through shared memory or CUDA IPC; see `Engine`.
+        """Return the child's weights, received through shared memory or CUDA IPC.
 
         Raises:
             ConfigError: The engine can't return weights.
@@ -241,32 +239,32 @@ class ChildEngine:
         self._line.send(("give", (self._settings.bucket,)))
         try:
             yield from colocate.torch.receive_weights(cast("Connection", self._line))
-        finally:  # the child always sends a final answer
+        finally:  # The child always sends a final answer, which must be read.
             kind, value = self._answer()
             if kind == "raised":
                 raise _error(*value)
 
     def managed(self) -> Mapping[str, int]:
-        """Return the child's last report, without a request: other threads call this too. See `Engine`."""
+        """Return the memory in the child's last report, without a request, because other threads call this, too."""
         return self._managed if self._child.alive else {}
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free memory in the child; see `Engine`.
+        """Free memory in the child by tag; see `Engine.sleep`.
 
-        Weights that an engine leaves to colocate stay awake: colocate can't find these in a child.
+        Weights that an engine leaves to colocate stay awake, because colocate can't find these in a child.
         """
         self._ask_if_alive("sleep", tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take memory back in the child; see `Engine`."""
+        """Allocate the freed memory in the child again; see `Engine.wake`."""
         self._ask_if_alive("wake", tags)
 
     def abort(self) -> None:
-        """Drop all requests in the child; see `Engine`."""
+        """Drop all requests in the child; see `Engine.abort`."""
         self._ask_if_alive("abort")
 
     def close(self) -> None:
-        """Close the engine and stop the child; see `Engine`."""
+        """Close the engine and stop the child process; see `Engine.close`."""
         try:
             self._ask_if_alive("close", patience=_CLOSES_S)
         finally:
@@ -275,10 +273,10 @@ class ChildEngine:
 
 @attrs.frozen(eq=False)
 class _Given:
-    """Weights that a child sends back, with a description.
+    """Weights that a child sends back to the role.
 
     Attributes:
-        specs: Shape and dtype of each, in order.
+        specs: Shape and dtype of each weight, in order.
         given: Receives the weights.
     """
 
@@ -290,7 +288,7 @@ class _Given:
 
 
 class _Line:
-    """The connection to a child; a silent child is killed."""
+    """The connection to a child, which kills a child that is silent for too long."""
 
     def __init__(self, ctx: Context, child: Child, hung_after: float) -> None:
         assert child.connection is not None
@@ -298,12 +296,13 @@ class _Line:
         self.fileno, self.send = self._connection.fileno, self._connection.send
 
     def recv(self, patience: float | None = None) -> Any:
-        """Wait for a message, at most `patience` seconds (`hung_after` by default); then kill the child.
+        """Return the child's next message; kill the child after `patience` seconds without a message.
 
         Raises:
             ChildDied: The child has ended.
         """
-        silent = since_cancelled = 0.0  # counted by polls, not by a clock: this process may have been stopped as well
+        # Count seconds by polls, because a clock would also count the time while this process was stopped.
+        silent = since_cancelled = 0.0
         longest = self._hung_after if patience is None else patience
         while not self._connection.poll(_LOOKS_S):
             silent += _LOOKS_S
@@ -322,7 +321,6 @@ class _Line:
 def _serve(
     engine: str | type[Any], options: Mapping[str, Any], place: Mapping[str, Any], connection: Connection
 ) -> None:
-    """Run the child: make the engine, then handle requests until the connection closes."""
     serving = _Serving(connection)
     serving.answer(serving.make, engine, options, place)
     while True:
@@ -334,7 +332,7 @@ def _serve(
 
 
 class _Serving:
-    """An engine in a child, driven by messages."""
+    """Runs the engine in the child, and answers requests."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -351,11 +349,11 @@ class _Serving:
         self._connection.send((kind, value, managed))
 
     def answer(self, function: Callable[..., object], *args: Any) -> None:
-        """Send a function's result or error, and the memory that the engine manages now."""
+        """Call a function; send the result or the error, and the memory that the engine manages now."""
         try:
             result = function(*args)
             managed = {} if function == self._engine.close else dict(self._engine.managed())
-        except BaseException as error:  # the role handles any error of an engine
+        except BaseException as error:  # The role handles any error of an engine.
             self._say("raised", _told(error))
         else:
             self._say("returned", result if function == self._described else None, managed)
@@ -374,7 +372,6 @@ class _Serving:
         return self._engine.named_weights()
 
     def _described(self) -> dict[str, Any]:
-        """Return the specs of the engine's weights, as given by the engine or read from the weights."""
         weights = self._named_weights()
         return dict(getattr(weights, "specs", None) or Weights.of(weights).specs)
 
@@ -386,13 +383,13 @@ class _Serving:
             for row in self._engine.rows(prompts, sampling, self._stop):
                 self._say("row", row)
             managed = dict(self._engine.managed())
-        except BaseException as error:  # as above
+        except BaseException as error:  # The role handles any error of an engine.
             self._say("failed", _told(error))
         else:
             self._say("ended", None, managed)
 
     def _stop(self) -> bool:
-        """Ask whether to stop, and handle other requests until the reply."""
+        """Ask the role whether to stop, and handle other requests until the reply."""
         self._say("asks")
         while True:
             method, args = self._connection.recv()
@@ -411,35 +408,35 @@ class _Serving:
             weights.close()
 
     def _weights(self) -> Generator[tuple[str, Tensor]]:
-        """Yield received weights; the transfer starts when the engine takes the first one."""
+        """Yield received weights. The transfer starts when the engine takes the first weight."""
         self._say("wants")
         with contextlib.closing(colocate.torch.receive_weights(self._connection)) as received:
             for name, tensor in received:
-                # a copy: vLLM keeps weights until a layer is complete, and this buffer is reused earlier
+                # Copy the tensor, because vLLM keeps weights until a layer is complete, and the buffer is reused.
                 yield name, tensor.clone()
 
 
 def _told(error: BaseException) -> tuple[bytes, str, str]:
     try:
         packed = pickle.dumps(error)
-    except Exception:  # users' exceptions may raise anything when pickled
+    except Exception:  # A user's exception may raise any error when pickled.
         packed = b""
     return packed, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
 
 
 def _error(packed: bytes, said: str, text: str) -> BaseException:
-    """Return an error of the child, with the child's traceback as a note."""
+    """Rebuild an error that the child sent, and add the child's traceback as a note."""
     try:
         error: BaseException = pickle.loads(packed)
-    except Exception:  # the class exists only in the child, or can't be rebuilt
+    except Exception:  # The class may exist only in the child.
         error = RuntimeError(said)
     error.add_note(f"In the engine's own process:\n{text}")
     return error
 
 
 def _with_config(ctx: Context, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the option `role` by the config of the named role's model."""
-    from colocate_rollout.models import described_in  # imported late: `models` imports torch, and this module must not
+    # Imported here, because `models` imports torch, which this module must not import.
+    from colocate_rollout.models import described_in
 
     name = options["role"]
     fields, dtype = described_in(ctx, name)

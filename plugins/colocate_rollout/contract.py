@@ -1,4 +1,4 @@
-"""The contract of an engine: seven methods, their arguments, and their rows."""
+"""The contract of an engine: seven methods, and the types of their arguments and results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Finish = Literal["stop", "length", "aborted"]
 """The reason for the end of a response."""
 
 
-_ENDLESS = sys.float_info.max  # infinity can't be a parameter of sampling
+_ENDLESS = sys.float_info.max  # Infinity is no valid sampling parameter.
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -39,14 +39,14 @@ def _number(least: float, most: float, whole: bool = False) -> Callable[[Any, at
 
 @attrs.frozen
 class Sampling:
-    """Parameters of sampling.
+    """Parameters that control the sampling of tokens.
 
     Attributes:
         max_tokens: The longest response, with the token that ends it.
         temperature: Divides the logits; 0 takes the likeliest token each time.
         top_p: Draw only among the likeliest tokens that together have this probability.
         top_k: Draw only among this many of the likeliest tokens; 0 for all.
-        seed: The base of the rows' seeds, instead of the runtime's seed and the call's number: two calls with equal
+        seed: The base of the rows' seeds, instead of the runtime's seed and the call's number. Two calls with equal
             seeds draw equal rows.
         stop_token_ids: The tokens that end a response; None for the end tokens of the model's generation config, and ()
             for none.
@@ -77,7 +77,7 @@ class Prompt:
 
 @attrs.frozen
 class Row:
-    """One response.
+    """One response to a prompt.
 
     Attributes:
         index: The prompt's number.
@@ -99,34 +99,34 @@ class Row:
 
 
 class Engine(Protocol):
-    """An engine that generates in a role's worker.
+    """The interface of an engine, which generates responses in a role's worker.
 
     An entry point in the group `colocate.engines` names the class, which is called as `Class(ctx, **options)`: with the
     role's context, and with the role's options (`with:` of a config), checked against the class's signature. All
-    methods are called on the worker's lane, one at a time. While a caller iterates over `rows`, other methods may be
-    called: `update` and `sleep` between two rows.
+    methods are called on the worker's lane, one at a time. While a caller iterates over `rows`, `update` and `sleep`
+    may be called between two rows.
 
     An engine with process groups also has a method `renew()`, which stops using these groups (see
-    `colocate.torch.renew`). An engine that can return its weights has `named_weights()`: whole tensors under the names
-    that `update` takes, like a source's `named_weights` (see `colocate.sync_weights`), for `check=True` and
+    `colocate.torch.renew`). An engine that can return its weights has `named_weights()`, which returns unsharded
+    tensors under the names that `update` takes, for `colocate.sync_weights(check=True)` and
     `colocate.compare_weights`.
     """
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """Generate rows, and yield each row when finished.
+        """Generate responses, and yield each finished response as a row.
 
-        A row depends only on its prompt, its seed, `sampling` and the weights; rows beside it change no more than the
-        rounding of floating-point numbers. The row with numbers i and k belongs to the prompt with `index` i, and is
-        drawn with `seeds[k]`; each comes once.
+        A row depends only on its prompt, its seed, `sampling` and the weights; other rows in the batch change no more
+        than the rounding of floating-point numbers. The row with numbers i and k belongs to the prompt with `index` i,
+        and is drawn with `seeds[k]`; each row comes once.
 
-        The iterator may be closed at any row, and any step may raise: either way no part of the rows is left in the
+        The iterator may be closed at any row, and any step may raise. Either way no part of the rows is left in the
         engine, and the next `rows` gives the same result as on a new engine.
 
         Args:
             prompts: The prompts to continue.
             sampling: The parameters of sampling.
             stop: Returns whether to stop; called between any two steps of the engine. On True, yield unfinished rows as
-                "aborted". During this call the engine may get other weights, sleep and wake: generation then continues
+                "aborted". During this call the engine may get other weights, sleep and wake. Generation then continues
                 with the new weights.
 
         Raises:
@@ -135,7 +135,7 @@ class Engine(Protocol):
         ...
 
     def update(self, weights: Weights, version: int) -> None:
-        """Copy new weights into the engine, under transformers' names.
+        """Copy new weights, named as in transformers, into the engine.
 
         The engine iterates over `weights` to the end, copies what it needs, and discards results of the former weights.
         It refuses unsuitable weights before any write (`weights.check`). After an incomplete update, the engine refuses
@@ -148,35 +148,35 @@ class Engine(Protocol):
         ...
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free memory by tag, "weights" or "cache"; a tag that already sleeps stays asleep.
+        """Free the memory of these tags, "weights" or "cache"; ignore tags that already sleep.
 
-        A cache's contents need not come back. Weights must, unless the engine leaves weights to colocate, which moves
-        the engine's tensors except the memory reported by `managed`.
+        `wake` must restore weights, but not a cache's contents. An engine may leave weights to colocate, which moves
+        all of the engine's tensors except the memory reported by `managed`.
         """
         ...
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take back the memory of these tags that `sleep` has freed."""
+        """Allocate the memory again that `sleep` has freed for these tags."""
         ...
 
     def managed(self) -> Mapping[str, int]:
-        """Return the bytes of memory that `sleep` would free or that colocate can't find, by tag, at this moment.
+        """Return the bytes, by tag, that `sleep` would free now or that colocate can't find.
 
-        A sleeping tag has none. colocate doesn't search objects in the engine's attribute `apart`, a sequence.
+        A sleeping tag has no bytes. colocate doesn't search objects in the engine's attribute `apart`, a sequence.
         """
         ...
 
     def abort(self) -> None:
-        """Drop all requests. Called after a failure; does nothing without requests."""
+        """Drop all requests after a failure; do nothing if there are no requests."""
         ...
 
     def close(self) -> None:
-        """End the engine, and undo all its effects outside the engine: processes, files, settings."""
+        """Close the engine, and undo all effects outside of the engine, such as processes, files and settings."""
         ...
 
 
 def engine_with(engine: str | type[Any], options: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return an engine's factory, which only lacks the context.
+    """Return a function that builds an engine with these options from a context.
 
     Raises:
         PluginError: There is no such engine, or it can't be imported.
@@ -188,7 +188,7 @@ def engine_with(engine: str | type[Any], options: Mapping[str, Any]) -> Callable
 
 
 def engine_named(engine: str) -> type[Any]:
-    """Return the class of an installed engine; raise like `engine_with`."""
+    """Return the class of an installed engine. Errors are as for `engine_with`."""
     if ":" in engine:
         raise ConfigError(
             f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
@@ -200,10 +200,10 @@ def engine_named(engine: str) -> type[Any]:
 
 
 def fitting(target: Callable[..., Any], name: str, options: Mapping[str, Any], skip: int = 0) -> dict[str, Any]:
-    """Convert options to a class's arguments, after the first `skip`; `name` names the class in errors.
+    """Convert options to keyword arguments of a class, after the first `skip` parameters.
 
     Raises:
-        ConfigError: Options don't fit; names all of them, with the nearest names.
+        ConfigError: Options don't fit. The error names all of them, with the nearest names, and the class as `name`.
     """
     arguments = arguments_of(target, name, skip=skip)
     problems = [

@@ -1,4 +1,4 @@
-"""A role's model, borrowed by an engine that generates: whole on each rank, without dropout, restored afterwards."""
+"""Prepare a role's model for generation by an engine, and restore the model afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_TOKENS = ("POLY", "SHADOW", "XLORA")
 
 
 def check_adapters(module: PreTrainedModel, name: str) -> None:
-    """Refuse a model with adapters outside the layers.
+    """Refuse a model with adapters outside of the layers.
 
     Raises:
         ConfigError: Token-by-token generation would give other results.
@@ -38,13 +38,13 @@ def check_adapters(module: PreTrainedModel, name: str) -> None:
 
 def is_sharded(module: PreTrainedModel) -> bool:
     """Return whether each rank has only parts of the model's weights."""
-    # A sharded model exists only after this import, which is too slow to make here.
+    # Don't import DTensor here, because the import is slow, and no sharded model exists before that import.
     tensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return bool(_parts(module)) or any(isinstance(part, tensors) for part in module.parameters())
 
 
 def computes_together(module: PreTrainedModel) -> bool:
-    """Return whether ranks have parts of weights that FSDP2 doesn't gather, as in tensor parallelism."""
+    """Return whether the model has sharded weights that FSDP2 doesn't gather, as in tensor parallelism."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -55,9 +55,9 @@ def computes_together(module: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def whole(module: PreTrainedModel) -> Iterator[None]:
-    """Prepare a model to generate in the block: whole on each rank, without dropout.
+    """A context manager that gathers a sharded model on each rank and turns off dropout.
 
-    Otherwise a rank whose rows end early would keep the others waiting. The end of the block restores the model.
+    In a sharded model, other ranks would wait for a rank whose rows end early. The end of the block restores the model.
     """
     trains = [submodule for submodule in module.modules() if submodule.training]
     parts = [_Part(submodule) for submodule in _parts(module)]
@@ -80,15 +80,15 @@ def _parts(module: torch.nn.Module) -> list[Any]:
 
 
 class _Part:
-    """A module that FSDP2 shards, and the module's present state.
+    """A module that FSDP2 shards, with a record of the module's state.
 
-    FSDP2 can set the action after a forward pass, but not return the setting; and it records the order of forward
-    passes for the gathers of the next backward pass. Both are read from private parts, as in torch 2.11 to 2.14.
+    Whether a module reshards after a forward pass, and the order of forward passes for the next backward pass, are read
+    from private attributes of torch 2.11 to 2.14.
     """
 
     def __init__(self, module: Any) -> None:
         self._module, self._state = module, module._get_fsdp_state()
-        # as in the first forward pass, outermost module first: this call decides about the root
+        # Initialise outermost modules first, as the first forward pass would, because this call determines the root.
         self._state._lazy_init()
         groups = getattr(self._state, "_fsdp_param_groups", None) or [self._state._fsdp_param_group]
         self._groups = [group for group in groups if group is not None]
@@ -98,15 +98,14 @@ class _Part:
         self._was_whole = [group.is_unsharded for group in self._groups]
 
     def gather(self) -> None:
-        """Gather the module's present weights, and keep the weights whole after forward passes."""
         self._module.reshard()
         self._module.unshard()
         for group in self._groups:
             group.post_forward_mesh_info = None
 
     def go_back(self) -> None:
-        """Restore the sharded state, as if no forward pass had run."""
-        self._state._state_ctx.iter_forward_root = None  # left over from a failed forward pass
+        """Restore the module's recorded state, as if no forward pass had run since."""
+        self._state._state_ctx.iter_forward_root = None  # A failed forward pass may have left this set.
         indices, passes = self._passes
         del self._order[passes:]
         for group, after_forward, was_whole, index in zip(

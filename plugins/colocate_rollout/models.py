@@ -1,4 +1,4 @@
-"""Models of transformers for engines: by name, by config, or from another role."""
+"""Find and check an engine's model of transformers: by name, by config, or in another role."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ASKS_S = 5.0
 
 
 def imported() -> Any:
-    """Import transformers under a lock, with the names used here: two concurrent imports would see a partial module."""
+    """Import transformers under a lock, because concurrent imports would see a partial module."""
     with _IMPORTING:
         import transformers
 
@@ -37,10 +37,10 @@ def imported() -> Any:
 
 
 def given_once(engine: str, model: object, role: object) -> None:
-    """Refuse options with both a model and a role, or with neither.
+    """Refuse options unless exactly one of `model` and `role` is set.
 
     Raises:
-        ConfigError: Both or neither are given.
+        ConfigError: Both or neither are set.
     """
     if (model is None) == (role is None):
         raise ConfigError(
@@ -50,9 +50,9 @@ def given_once(engine: str, model: object, role: object) -> None:
 
 
 def reading(model: str) -> dict[str, Any]:
-    """Return the options with which transformers reads a folder or a model of the hub.
+    """Return the options with which transformers loads a model from a folder or the hub.
 
-    If the hub can't be reached, earlier downloads are used: transformers would retry for half a minute.
+    If the hub can't be reached, only earlier downloads are used, because transformers would retry for half a minute.
 
     Raises:
         ConfigError: There is no such folder; or the model was never downloaded, and the hub can't be reached.
@@ -71,24 +71,24 @@ def reading(model: str) -> dict[str, Any]:
 
 
 def _unreached() -> str | None:
-    """Explain why the hub of models can't be reached; None for a reachable hub."""
+    """Return the reason why the hub of models can't be reached; None if the hub answers."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "the hub isn't asked, as HF_HUB_OFFLINE is set"
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_ASKS_S).close()
-    except urllib.error.HTTPError:  # an answer, so the hub is reachable
+    except urllib.error.HTTPError:  # The hub is reachable, because an HTTP error is an answer.
         return None
     except OSError as error:
         why = getattr(error, "reason", error)
-        # The hub's own client judges the certificate, and may know further authorities.
+        # Ignore certificate errors, because the hub's own client may trust further authorities.
         return None if isinstance(why, ssl.SSLError) else f"the hub {constants.ENDPOINT} can't be reached ({why})"
     return None
 
 
 def config_of(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Return the config of a folder or hub id, or one made from fields.
+    """Return the config of a folder or hub id, or build a config from fields.
 
     Args:
         model: The folder, the id or the fields.
@@ -132,7 +132,7 @@ def _made(fields: Mapping[str, Any]) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
-    """Borrow the role that an engine's option `role` names, for the block.
+    """A context manager that borrows the role named by an engine's option `role`.
 
     Raises:
         ConfigError: There is no such role, or it can't be borrowed.
@@ -141,18 +141,18 @@ def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
         try:
             role = stack.enter_context(ctx.borrow(name, object, awake=awake))
         except ColocateError as error:
-            if type(error) is not ColocateError:  # the role exists but sleeps, for example
+            if type(error) is not ColocateError:  # For example, the role exists but sleeps.
                 raise
             raise ConfigError(f"option `role: {name}`: {error.message}") from error
         yield role
 
 
 def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
-    """Return config fields of a role's model, with the tokens that end responses, and the model's dtype."""
+    """Return the config fields of a role's model, with the model's end tokens, and the model's dtype."""
     with role_of(ctx, name, ()) as role:
         module = model_in(role, name)
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        # FSDP2 derives a class from the module's, and so may the role's author.
+        # FSDP2 and authors of roles derive classes from the model's class, so look for the first class of transformers.
         bases = type(_without_adapters(module)).__mro__
         kind = next(base for base in bases if base.__module__.startswith("transformers."))
         ends = sorted(stop_ids(module.generation_config)) or None
@@ -174,7 +174,7 @@ def model_in(role: object, name: str) -> PreTrainedModel:
     for value in vars(role).values():
         inner: Any = value
         while inner is not None and not isinstance(_without_adapters(inner), kind):
-            # DistributedDataParallel, torch.compile and users' wrappers keep the inner model in one of these.
+            # DistributedDataParallel, torch.compile and users' wrappers store the model in `module` or `_orig_mod`.
             attributes = vars(inner) if hasattr(inner, "__dict__") else {}
             modules = attributes.get("_modules", {}) if isinstance(inner, nn.Module) else attributes
             inner = modules.get("module", modules.get("_orig_mod"))
@@ -189,16 +189,16 @@ def model_in(role: object, name: str) -> PreTrainedModel:
 
 
 def _without_adapters(value: Any) -> Any:
-    """Return the model inside PEFT's wrapper; any other value unchanged."""
-    peft: Any = sys.modules.get("peft")  # without this import no such model can exist
+    """Return the model inside PEFT's wrapper, or any other value unchanged."""
+    peft: Any = sys.modules.get("peft")  # Without this import, no PEFT model can exist.
     if peft is None or not isinstance(value, peft.PeftModel | peft.PeftMixedModel):
         return value
-    inner = value.base_model  # with prompt learning, the base model is the model itself
+    inner = value.base_model  # With prompt learning, `base_model` is the model itself.
     return inner.model if hasattr(inner, "merge_and_unload") else inner
 
 
 def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) -> GenerationConfig:
-    """Return a model's generation config as transformers does: from the folder, or from the model's config.
+    """Return a model's generation config, from the model's folder or else from the model's config.
 
     Args:
         model: The folder, the hub id or the fields of a config.
@@ -212,13 +212,13 @@ def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) 
     options = {"local_files_only": reading(model)["local_files_only"]}
     try:
         generation = kind.from_pretrained(model, **options)
-    except OSError:  # the file is optional; a model's `from_pretrained` does the same
+    except OSError:  # The file is optional, so use the model's config, as transformers does.
         generation = kind.from_pretrained(model, config_file_name="config.json", _from_model_config=True, **options)
     return generation
 
 
 def stop_ids(config: GenerationConfig) -> frozenset[int]:
-    """Return the tokens at which transformers' `generate` ends a response.
+    """Return the ids of the end tokens in a model's generation config.
 
     Args:
         config: The model's generation config.
@@ -236,7 +236,7 @@ def stop_ids(config: GenerationConfig) -> frozenset[int]:
 
 
 def check_rope(config: Any, length: int, option: str) -> None:
-    """Refuse a long-rope model if rows may exceed a limit: one longer row changes all rows of a pass.
+    """Refuse a long-rope model if one row may be long enough to change all rows of a pass.
 
     Args:
         config: The model's config.
@@ -266,7 +266,7 @@ def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
         vocabulary: The model's number of tokens.
 
     Raises:
-        ConfigError: Names the first prompt that is empty or has other tokens.
+        ConfigError: A prompt is empty, or has tokens unknown to the model.
     """
     for prompt in prompts:
         if not prompt.token_ids:
@@ -277,7 +277,7 @@ def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
 
 
 def with_room(prompts: Sequence[Prompt], longest: int) -> tuple[list[Prompt], list[Row]]:
-    """Separate the prompts with room for a response from the others, which become empty rows.
+    """Return the prompts that leave room for a response, and empty rows for all other prompts.
 
     Args:
         prompts: All prompts.

@@ -1,4 +1,4 @@
-"""The plugin's roles. Names only, so that a listing imports neither torch nor an engine."""
+"""Register the plugin's roles by import path, without importing torch or an engine."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from colocate import hookimpl
 
 @hookimpl
 def colocate_roles() -> dict[str, str]:
-    """Return the roles of namespace `rollout`."""
+    """Return the import paths of the roles in namespace `rollout`."""
     return {"engine": "colocate_rollout.role:EngineRole"}

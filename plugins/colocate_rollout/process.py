@@ -1,6 +1,6 @@
-"""Isolation of vLLM in a shared process: undo the patches, variables, groups and files that vLLM leaves.
+"""Isolate vLLM in a shared process by undoing the changes that vLLM makes to the process.
 
-vLLM takes a process for its own. A worker has other roles, whose code runs between the engine's steps: these must find
+vLLM assumes a process of its own. A worker has other roles, whose code runs between the engine's steps and must find
 torch, the environment and the garbage collector unchanged.
 """
 
@@ -33,7 +33,7 @@ _PATCHED = {
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # read while modules of vLLM are imported: compiling a helper for log-probabilities would take seconds
+    # vLLM's modules read this when imported, and then don't compile a helper for log-probabilities for seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
 _MISSING = object()
@@ -59,7 +59,7 @@ def _have(names: Mapping[tuple[str, str], Any]) -> None:
 
 @attrs.define(eq=False)
 class Guest:
-    """A vLLM engine in a shared process.
+    """A guard that restores a shared process after a vLLM engine has used the process.
 
     Attributes:
         environ: Variables set while the engine's code runs.
@@ -71,8 +71,8 @@ class Guest:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Restore the process after a block that imports vLLM, or makes or ends an engine."""
-        # imported first, so that this module keeps the variable's present value
+        """A context manager that restores the process after vLLM is imported, or an engine is made or ended."""
+        # Import this module before the variables are set, so that the import reads the old TORCHDYNAMO_DISABLE.
         importlib.import_module("torch._dynamo")
         before = dict(os.environ)
         os.environ.update({**_VARIABLES, **self.environ})
@@ -97,9 +97,9 @@ class Guest:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Run the engine's code in the block with vLLM's patches and random state, then restore torch."""
-        torch.get_num_threads()  # on a new thread, this call makes OpenMP use the same number of threads
-        with torch.random.fork_rng():  # vLLM's sampler also draws from the global generator, even for rows with a seed
+        """A context manager that applies vLLM's patches for the engine's code, then restores torch and the RNG."""
+        torch.get_num_threads()  # On a new thread, this call makes OpenMP use torch's number of threads.
+        with torch.random.fork_rng():  # vLLM's sampler draws from the global generator, even for rows with a seed.
             _have(self._theirs)
             try:
                 yield

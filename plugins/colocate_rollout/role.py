@@ -1,4 +1,4 @@
-"""`rollout.engine`: generates with any engine."""
+"""The role `rollout.engine`, which generates responses with any engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_name
 
 
 class _Numbered(Scatter):
-    """`Scatter` of prompts, numbered in the whole list: a prompt's seeds depend on this number alone.
+    """A `Scatter` that numbers prompts in the driver's whole list, because the number decides a prompt's seeds.
 
-    Prompts that lie in workers are numbered per rank.
+    Prompts that are residents on workers are numbered per rank.
     """
 
     accepts_deferred = True
 
     def split(self, arguments: Mapping[str, Any], ranks: Any) -> Sequence[Mapping[str, Any]]:
-        """Split the prompts; see `Scatter`."""
         if (prompts := arguments["prompts"]) is None or isinstance(prompts, str | bytes | Mapping):
             raise DispatchError(
                 f"generate(prompts=...) is {_named(prompts)}, and no list of prompts, each a list of token ids",
@@ -41,7 +40,7 @@ def _wrong(
 ) -> Iterator[tuple[str | Sequence[str | int], str | PluginError]]:
     engine, child = options["engine"], options["child"]
     engine_options = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
-    if not isinstance(child, ChildOptions) or child.python is None:  # another environment has other engines
+    if not isinstance(child, ChildOptions) or child.python is None:  # Another environment may have other engines.
         try:
             cls = engine_named(engine)
         except PluginError as error:
@@ -63,7 +62,7 @@ def _wrong(
 
 @checks(_wrong)
 class EngineRole(Role):
-    """Generates with an engine.
+    """A role that generates responses with an engine.
 
     Args:
         engine: The name of an installed engine ("transformers", "vllm"); in Python also a class.
@@ -86,17 +85,17 @@ class EngineRole(Role):
         **options: Any,
     ) -> None:
         self.sampling = Sampling()
-        self.sampling = self._wanted(sampling)  # a mapping, from a role declared in Python
-        # set first: the engine's constructor may ask for the role's memory, which reads this attribute
+        self.sampling = self._wanted(sampling)  # A role declared in Python may pass a mapping.
+        # Set this attribute first, because `managed` may be called while the engine is constructed.
         self.engine: Engine | None = None
-        if child is False or self.ctx.device.type == "meta":  # a role that is only planned starts no process
+        if child is False or self.ctx.device.type == "meta":  # A role that is only planned must not start a process.
             self.engine = engine_with(engine, options)(self.ctx)
         else:
             self.engine = ChildEngine(self.ctx, engine, options, child)
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Explain why a config of others can't set an option; None if allowed. See `Executor.objection`."""
+        """Return the reason why an untrusted config can't set an option, else None. See `Executor.objection`."""
         if option != "child" or not isinstance(value, Mapping) or value.keys().isdisjoint(("python", "env")):
             return None
         return (
@@ -111,7 +110,7 @@ class EngineRole(Role):
         samples: int = 1,
         sampling: Sampling | Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, tuple[Row, ...]]]:
-        """Continue each prompt.
+        """Generate responses to each prompt.
 
         Args:
             prompts: The token ids of each prompt.
@@ -159,12 +158,12 @@ class EngineRole(Role):
             raise
 
     def _stops(self) -> bool:
-        """Return whether the call is cancelled; blocks while the role is paused."""
+        """Wait while the role is paused; return whether the call is cancelled."""
         self.ctx.pause_point()
         return self.ctx.cancelled
 
     def _wanted(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
-        """Merge a call's parameters of sampling with the role's."""
+        """Return a call's sampling parameters, with the role's parameters as defaults."""
         if sampling is None or isinstance(sampling, Sampling):
             return sampling or self.sampling
         if not isinstance(sampling, Mapping):
@@ -221,26 +220,26 @@ class EngineRole(Role):
         self._engine.sleep(tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take back the engine's memory with these tags."""
+        """Allocate the engine's freed memory with these tags again."""
         self._engine.wake(tags)
 
     def save(self, directory: str) -> None:
-        """Write nothing: weights come by a sync, and the checkpoint itself counts calls, which seed the draws."""
+        """Write nothing, because weights come by a sync, and the checkpoint itself counts calls for the seeds."""
 
     def restore(self, directory: str) -> None:
-        """Restore nothing: weights come by a sync."""
+        """Restore nothing, because weights come by a sync."""
 
     def managed(self) -> Mapping[str, int]:
         """Return the bytes that the engine itself frees in `sleep`, by tag."""
         return {} if self.engine is None else self.engine.managed()
 
     def apart(self) -> Sequence[object]:
-        """Return objects that colocate must not search, by the engine's attribute `apart`."""
+        """Return the engine's attribute `apart`: objects that colocate must not search for memory."""
         parts: Sequence[object] = getattr(self.engine, "apart", ())
         return parts
 
     def renew(self) -> None:
-        """Stop using cut process groups, through the engine's `renew`; an engine without `renew` keeps no groups."""
+        """Call the engine's method `renew`, if there is one, to stop using old process groups."""
         if (hook := getattr(self.engine, "renew", None)) is not None:
             hook()
 
@@ -268,6 +267,6 @@ def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
 
 
 def _seed(base: int, index: int, sample: int) -> int:
-    """Derive the seed of a row, different for all rows of all calls."""
+    """Return a seed that differs between all rows of all calls."""
     text = f"{base}\0{index}\0{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

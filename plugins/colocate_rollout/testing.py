@@ -1,4 +1,4 @@
-"""Test suites for an engine's author.
+"""Test suites for authors of engines.
 
     from colocate_rollout.testing import EngineSuite
 
@@ -6,8 +6,8 @@
         engine = "acme"
 
 `EngineSuite` tests the contract of all engines; it needs no torch. `ModelSuite` adds tests for engines that run a model
-of transformers: log-probabilities must equal those of the model's own forward pass. With an option `child`, both suites
-test the engine in a child.
+of transformers. For example, log-probabilities must equal those of the model's own forward pass. With an option
+`child`, both suites test the engine in a child process.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _NEVER = lambda: False  # noqa: E731
 
 
 class Trainer(Role):
-    """A role with a model, the source of weights for another role."""
+    """A role with a model, which provides weights to another role."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         self.model = made(model)
 
     @method
     def step(self) -> None:
-        """Change all weights."""
+        """Change all weights of the model."""
         changed(self.model, 1)
 
     def named_weights(self) -> Any:
@@ -75,12 +75,12 @@ class Trainer(Role):
 
     @method(dispatch=Scatter("prompts"), collect=Concat())
     def prompts(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return the prompts, to be kept as a resident."""
+        """Return the prompts, for a test that keeps a resident."""
         return [*prompts]
 
     @method
     def log_probs(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[list[float]]:
-        """Compute log-probabilities of rows' tokens, one row for each prompt, with the model's forward pass."""
+        """Compute the log-probabilities of one row's tokens for each prompt with the model's forward pass."""
         return [log_probs(self.model, prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
 
 
@@ -92,7 +92,7 @@ def made(model: Mapping[str, Any]) -> Any:
 
 
 def changed(model: Any, seed: int) -> None:
-    """Replace a model's weights by random ones of a seed."""
+    """Replace a model's weights by random weights drawn with a seed."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +103,7 @@ def changed(model: Any, seed: int) -> None:
 
 
 def log_probs(model: Any, prompt: Sequence[int], row: Row, temperature: float = 1.0) -> list[float]:
-    """Compute log-probabilities of a row's tokens with a model's forward pass."""
+    """Compute the log-probabilities of a row's tokens with a model's forward pass."""
     import torch
 
     tokens = torch.tensor([[*prompt, *row.token_ids]])
@@ -114,7 +114,7 @@ def log_probs(model: Any, prompt: Sequence[int], row: Row, temperature: float = 
 
 
 def weights_of(model: Any, until: int | None = None) -> Weights:
-    """Return a model's weights in an engine's format; with `until`, the iterator raises after this many."""
+    """Return a model's weights for an engine's `update`; their iterator raises after `until` weights."""
     named = colocate.torch.named_weights(model)
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,7 +127,7 @@ def weights_of(model: Any, until: int | None = None) -> Weights:
 
 
 class _Owning(EngineRole):
-    """A role in a thread worker, for engines in children; `close` outside the worker closes the group."""
+    """An engine role in a local group, for engines in children; `close` on the test's thread closes the group."""
 
     made: ClassVar[list[_Owning]] = []
     group: colocate.ColocatedGroup
@@ -138,7 +138,7 @@ class _Owning(EngineRole):
         self.made.append(self)
 
     def close(self) -> None:
-        """Close the engine on the lane, or else the group, which closes the engine there."""
+        """Close the engine if called on the lane; otherwise close the group, which closes the engine on the lane."""
         super().close() if threading.get_ident() == self.lane else self.group.close()
 
 
@@ -161,7 +161,7 @@ def prompts(samples: int = 2, of: Sequence[Sequence[int]] = PROMPTS) -> list[Pro
 
 
 def by_number(rows: Iterator[Row]) -> dict[tuple[int, int], Row]:
-    """Return rows by prompt and sample; fail on a duplicate."""
+    """Return rows by the numbers of prompt and sample; fail on a duplicate."""
     rows_by_key: dict[tuple[int, int], Row] = {}
     for row in rows:
         assert (row.index, row.sample) not in rows_by_key, f"row {row.index}, sample {row.sample} comes twice"
@@ -178,7 +178,7 @@ def assert_alike(found: Mapping[Any, Row], wanted: Mapping[Any, Row], tolerance:
 
 
 class EngineSuite:
-    """The contract of all engines, as tests.
+    """Tests of the contract of all engines.
 
     Attributes:
         engine: The engine's name or class.
@@ -192,7 +192,7 @@ class EngineSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def roles(cls) -> Iterator[list[EngineRole]]:
-        """A list with the open role, at most one: some engines allow only one per process."""
+        """A list with the open role; at most one is open, because some engines allow only one role per process."""
         roles: list[EngineRole] = []
         yield roles
         for role in roles:
@@ -200,7 +200,7 @@ class EngineSuite:
 
     @pytest.fixture
     def role(self, roles: list[EngineRole]) -> EngineRole:
-        """A role with the engine, outside a worker unless in a child; shared by most tests."""
+        """A role with the engine, shared by most tests. Only an engine in a child has a worker."""
         if not roles:
             roles.append(self.ready())
         return roles[0]
@@ -221,7 +221,7 @@ class EngineSuite:
         )
 
     def ready(self) -> EngineRole:
-        """Make a role that can generate."""
+        """Make a role that is ready to generate."""
         return self.make()
 
     @pytest.fixture
@@ -245,7 +245,7 @@ class EngineSuite:
         assert by_number(role._engine.rows([], self.sampling, _NEVER)) == {}
 
     def test_seeds(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """A row is the same beside any other rows, in any order."""
+        """A row depends neither on other rows nor on the order of prompts."""
         alone: dict[tuple[int, int], Row] = {}
         for prompt in prompts()[::-3]:
             alone |= by_number(role._engine.rows([prompt], self.sampling, _NEVER))
@@ -276,7 +276,7 @@ class EngineSuite:
         assert all(value == pytest.approx(0, abs=1e-5) for row in first.values() for value in row.log_probs)
 
     def test_aborted(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """An aborted call yields the same first tokens, and leaves nothing behind."""
+        """An aborted call yields a complete call's first tokens, and leaves no rows in the engine."""
         counter = itertools.count()
         actual = by_number(role._engine.rows(prompts(), self.sampling, lambda: next(counter) >= 4))
         assert actual.keys() == rows.keys()
@@ -287,14 +287,14 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_closed(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """An iterator closed at a row leaves nothing of the other rows."""
+        """An iterator that is closed early leaves no rows in the engine."""
         iterator: Any = iter(role._engine.rows(prompts(), self.sampling, _NEVER))
         next(iterator)
         iterator.close()
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_failed(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """A failure between two steps leaves nothing of the rows."""
+        """A failure between two steps leaves no rows in the engine."""
         counter = itertools.count()
 
         def fails() -> bool:
@@ -307,7 +307,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_sleep(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """Sleep frees managed memory, as reported; an awake engine generates as before."""
+        """Sleep frees the memory that `managed` reports; after waking up, the engine generates the same rows."""
         engine = role._engine
         before = engine.managed()
         for tags in (["cache"], ["cache"], ["weights", "cache"]):
@@ -331,7 +331,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, stop)), rows)
 
     def test_wrong_prompts(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """An invalid prompt is refused by number, before anything has begun."""
+        """An invalid prompt is refused by number, before any row is generated."""
         for wrong in ((), (5, 1 << 40), (-1,)):
             wrong_prompts = [Prompt(0, (5, 6)), Prompt(1, wrong)]
             with pytest.raises(ConfigError, match="prompt 1 "):
@@ -339,7 +339,7 @@ class EngineSuite:
         assert_alike(by_number(role._engine.rows(prompts(), self.sampling, _NEVER)), rows)
 
     def test_full(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """A prompt without room for a response gets an empty one, as in a long dialogue; other prompts get theirs."""
+        """A prompt without room for a response gets an empty response and doesn't affect other prompts."""
         long_prompts = [Prompt(len(PROMPTS), (5,) * 100_000, (1, 2)), *prompts()]
         actual = by_number(role._engine.rows(long_prompts, self.sampling, _NEVER))
         for row in (actual.pop((len(PROMPTS), sample)) for sample in range(2)):
@@ -354,7 +354,7 @@ class EngineSuite:
 
 
 class ModelSuite(EngineSuite):
-    """The contract of engines that run a model of transformers, given by an option `model` with a config's fields.
+    """Tests of engines that run a model of transformers, with the config's fields as option `model`.
 
     Attributes:
         tolerance: The largest difference of log-probabilities from those of the forward pass.
@@ -364,7 +364,7 @@ class ModelSuite(EngineSuite):
     tolerance: ClassVar[float] = 5e-5
 
     def ready(self) -> EngineRole:
-        """Make a role with the weights of `made`."""
+        """Make a role with the weights of the model that `made` builds."""
         role = super().ready()
         role.load_weights(weights_of(made(self.options["model"])), 1)
         return role
@@ -378,7 +378,7 @@ class ModelSuite(EngineSuite):
 
     @pytest.mark.parametrize("temperature", [0.7, 0.0])
     def test_temperature(self, role: EngineRole, temperature: float) -> None:
-        """Log-probabilities belong to the distribution of the draw."""
+        """Log-probabilities refer to the distribution from which the tokens were drawn."""
         model = made(self.options["model"])
         self._as_forward(role._engine, model, 1, Sampling(max_tokens=16, temperature=temperature))
 
@@ -401,9 +401,9 @@ class ModelSuite(EngineSuite):
     @pytest.mark.usefixtures("without")
     @pytest.mark.parametrize("kind", MODELS)
     def test_updates(self, kind: str) -> None:
-        """After each update log-probabilities equal the forward pass's; an engine refuses to run after half an update.
+        """After each update, log-probabilities equal a forward pass with the new weights.
 
-        A complete update repairs the engine, and no result of former weights is used again.
+        After half an update, the engine refuses to generate until a complete update.
         """
         model = made(MODELS[kind])
         role = self.make(model=MODELS[kind])
@@ -426,7 +426,7 @@ class ModelSuite(EngineSuite):
     @pytest.mark.usefixtures("without")
     @pytest.mark.parametrize("kind", MODELS)
     def test_weights_given_back(self, kind: str) -> None:
-        """Weights that an engine returns are bit by bit the updated ones, under all names."""
+        """Returned weights equal the updated weights bit by bit, under all names."""
         import torch
 
         model = made(MODELS[kind])
@@ -473,7 +473,7 @@ class ModelSuite(EngineSuite):
         role.load_weights(weights_of(models[1]), 1)
 
     def test_weights_that_are_no_numbers(self, role: EngineRole, rows: Mapping[tuple[int, int], Row]) -> None:
-        """Non-finite logits give no row; after an update with finite weights, the engine works again."""
+        """Non-finite logits raise an error; after an update with finite weights, the engine works again."""
         import torch
 
         for temperature, bad in ((1.0, math.nan), (0.0, math.nan), (1.0, math.inf)):

@@ -1,8 +1,8 @@
-"""The engine `transformers`: the forward pass of a transformers model, with continuous batching.
+"""The engine `transformers`, which generates with a transformers model and continuous batching.
 
-Each row has a place in one cache; the places in use are the first ones, without gaps, and a step computes all of them.
-A finished row's place goes to the last row. The prompts of new rows go through the model in one pass, and take the next
-places. One number of a row's own generator decides each draw, whatever rows are beside it.
+Each row has a place in one cache. The used places come first, without gaps, and a step computes all of them. A finished
+row's place is taken by the last row. The prompts of new rows go through the model in one pass, and take the next
+places. Each draw depends on one number of the row's own generator, and not on other rows.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Count = Annotated[int, Checked(partial(amount_problem, whole=True, least=1))]
 
 @hookimpl
 def colocate_engine() -> type[TransformersEngine]:
-    """Return the engine's class; see `EngineHooks`."""
+    """Return the class of the engine `transformers`; see `EngineHooks`."""
     return TransformersEngine
 
 
 class TransformersEngine:
-    """Continuous batching with a transformers model: another role's, which needs no sync, or one of the engine's own.
+    """An engine that generates with another role's model, which needs no sync, or with a separate model.
 
     Args:
         ctx: The role's context.
@@ -78,9 +78,10 @@ class TransformersEngine:
         max_batch_tokens: Count = 4096,
     ) -> None:
         given_once("transformers", model, role)
-        self._missing: str | None = None  # why the weights can't be used
+        self._missing: str | None = None  # The reason why the weights can't be used.
         kind: str = dtype
-        if role is not None and ctx.background:  # the other role may be in a call while this one generates
+        # A background role gets a separate model, because the other role may be in a call while this role generates.
+        if role is not None and ctx.background:
             model, kind = described_in(ctx, role)
             role, self._missing = None, "none have come yet; colocate.sync_weights brings them"
         self._ctx, self._role, self._max_batch_tokens = ctx, role, max_batch_tokens
@@ -94,22 +95,18 @@ class TransformersEngine:
             length: int = max_length or min(longest, 2048)
             _check_attention(config, length)
             check_rope(config, length, "max_length")
-            stop_ids(module.generation_config)  # refuses stop strings here rather than at the first row
+            stop_ids(module.generation_config)  # Refuse stop strings now, and not only at the first row.
             self._vocabulary, self._longest = config.vocab_size, length
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            shape = max_rows, heads, length + 1, size  # the last token position takes values that are never read
+            shape = max_rows, heads, length + 1, size  # The last position takes padding, which is never read.
             self._cache = _Cache(config.num_hidden_layers, shape, next(module.parameters()).dtype, ctx.device)
             if role is not None:
                 self._check_ranks(module, role)
-        self.apart = (self._cache,)  # the cache is reported by `managed`
+        self.apart = (self._cache,)  # colocate mustn't search the cache, which `managed` reports.
 
     def _check_ranks(self, module: PreTrainedModel, name: str) -> None:
-        """Refuse a sharded model if other ranks would wait in vain for this role's.
-
-        Raises:
-            ConfigError: The model is sharded over ranks that this role lacks.
-        """
+        """Refuse a sharded model if ranks would wait forever for ranks that this role lacks."""
         if not is_sharded(module):
             return
         if computes_together(module):
@@ -118,7 +115,7 @@ class TransformersEngine:
                 "compute each token together, and rows would wait for those of other ranks: give the engine a model of "
                 "its own (`model`), and colocate.sync_weights brings the weights"
             )
-        with self._ctx.borrow(name, object, awake=()) as role:  # the role may be of any class
+        with self._ctx.borrow(name, object, awake=()) as role:  # The borrowed role may be of any class.
             theirs = getattr(getattr(role, "ctx", self._ctx), "world_size", self._ctx.world_size)
         if theirs != self._ctx.world_size:
             raise ConfigError(
@@ -127,7 +124,7 @@ class TransformersEngine:
             )
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """Generate rows; see `Engine`."""
+        """Generate rows; see `Engine.rows`."""
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         check_prompts(prompts, self._vocabulary)
@@ -152,7 +149,7 @@ class TransformersEngine:
                 if stop():
                     yield from (sequence.row("aborted") for sequence in (*running, *waiting))
                     return
-                if cache.emptied != emptied:  # the cache was emptied during `stop`, and may still be asleep
+                if cache.emptied != emptied:  # The cache was emptied during `stop`, so all rows start again.
                     cache.make()
                     waiting.extendleft(reversed(running))
                     running, emptied = [], cache.emptied
@@ -175,7 +172,7 @@ class TransformersEngine:
                 yield from rows
 
     def _next(self, waiting: deque[_Running], room: int) -> list[list[_Running]]:
-        """Take the rows that start now, grouped by prompt, since a prompt goes through the model once."""
+        """Remove the rows that start now from the queue; return groups of rows with the same prompt."""
         groups: dict[tuple[int, ...], list[_Running]] = {}
         widest = 0
         while waiting and room:
@@ -190,7 +187,7 @@ class TransformersEngine:
     def _begin(
         self, module: PreTrainedModel, groups: list[list[_Running]], first: int
     ) -> tuple[list[_Running], Tensor]:
-        """Send the prompts of groups through the model, into the places from `first` on.
+        """Send the prompts of groups through the model, which stores keys and values from place `first` on.
 
         Returns:
             The rows in the order of their places, and the logits of their first tokens, `[rows, vocabulary]`.
@@ -202,7 +199,7 @@ class TransformersEngine:
         )
         at = torch.tensor([range(len(candidate) - width, len(candidate)) for candidate in ids], device=self._ctx.device)
         place = slice(first, first + len(ids))
-        logits = tokens  # replaced in the loop; the last part's logits remain
+        logits = tokens  # Replaced in the loop; the logits of the last part remain.
         for begin in range(0, width, step := max(1, self._max_batch_tokens // len(ids))):
             part = slice(begin, begin + step)
             logits = _forward(module, cache, place, tokens[:, part], at[:, part])
@@ -221,7 +218,7 @@ class TransformersEngine:
         return _forward(module, self._cache, slice(0, len(running)), tokens, at)
 
     def update(self, weights: Weights, version: int) -> None:
-        """Copy new weights into the engine's own model; see `Engine`."""
+        """Copy new weights into the engine's own model; see `Engine.update`."""
         if self._own is None:
             if weights.source != self._role:
                 raise ConfigError(
@@ -242,33 +239,33 @@ class TransformersEngine:
         self._version = version
 
     def named_weights(self) -> NamedWeights | _Lent:
-        """Return the weights of the model that generates, perhaps another role's; see `Engine`."""
+        """Return the weights of the model that generates, which may be another role's model."""
         return _Lent(self._module) if self._own is None else colocate.torch.named_weights(self._own)
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the cache; see `Engine`. colocate moves the weights of the engine's own model."""
+        """Free the cache; see `Engine.sleep`. colocate moves the weights of the engine's own model."""
         if "cache" in tags:
             self._cache.free()
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the cache again; see `Engine`."""
+        """Allocate the cache again; see `Engine.wake`."""
         if "cache" in tags:
             self._cache.make()
 
     def managed(self) -> Mapping[str, int]:
-        """Return the bytes of the cache; see `Engine`."""
+        """Return the bytes of the cache; see `Engine.managed`."""
         return {"cache": self._cache.nbytes}
 
     def abort(self) -> None:
-        """Do nothing: the end of an iterator of `rows` already drops all rows. See `Engine`."""
+        """Do nothing, because the end of a `rows` iterator already drops all rows."""
 
     def close(self) -> None:
-        """Free the cache; see `Engine`."""
+        """Free the cache; see `Engine.close`."""
         self._cache.free()
 
     @contextlib.contextmanager
     def _module(self) -> Iterator[PreTrainedModel]:
-        """Borrow the model that generates, for the block; a role's model might sleep otherwise."""
+        """A context manager that returns the model that generates, and keeps another role's model awake."""
         if self._role is None:
             assert self._own is not None
             yield self._own
@@ -281,13 +278,12 @@ class TransformersEngine:
 
 @attrs.frozen(eq=False)
 class _Lent:
-    """The weights of another role's model, which is looked up each time."""
+    """The weights of another role's model, which is borrowed for each access."""
 
     module: Callable[[], contextlib.AbstractContextManager[PreTrainedModel]]
 
     @property
     def specs(self) -> Mapping[str, Any]:
-        """Shape and dtype of each weight, in order."""
         with self.module() as module:
             return colocate.torch.named_weights(module).specs
 
@@ -298,7 +294,7 @@ class _Lent:
 
 @attrs.define(eq=False)
 class _Running:
-    """A row in progress."""
+    """A row that is being generated."""
 
     prompt: Prompt
     sample: int
@@ -311,7 +307,6 @@ class _Running:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The tokens so far: prompt and response."""
         return (*self.prompt.token_ids, *self.token_ids)
 
     @property
@@ -336,10 +331,10 @@ class _Running:
 
 
 class _Cache:
-    """Keys and values of rows, layer by layer, in memory allocated once.
+    """A key-value cache with a place for each row, allocated once.
 
     Attributes:
-        rows: Number of rows with a place.
+        rows: Number of places.
         emptied: How often the contents were lost, so that rows must be computed again.
     """
 
@@ -348,7 +343,7 @@ class _Cache:
         self.rows, self.emptied = shape[0], 0
         self._shape, self._dtype, self._device, self._layers = shape, dtype, device, layers
         self._tensors: list[Tensor] = []
-        self._used = (0, 0)  # the extent of written rows and tokens
+        self._used = (0, 0)  # The number of written rows, and of written tokens.
         self._place, self._at, self._width = slice(0, 0), torch.empty(0), 0
         self.make()
 
@@ -357,7 +352,6 @@ class _Cache:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def make(self) -> None:
-        """Allocate the memory, unless already allocated."""
         if not self._tensors:
             self._tensors = [
                 torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(2 * self._layers)
@@ -368,7 +362,7 @@ class _Cache:
         self.emptied += 1
 
     def clear(self) -> None:
-        """Zero all used places: leftovers may be NaN, which no mask can hide."""
+        """Set all used places to zero, because old values may be NaN, which no mask can hide."""
         self.make()
         rows, tokens = self._used
         for tensor in self._tensors:
@@ -382,8 +376,8 @@ class _Cache:
         self._use(target + 1, tokens)
 
     def expect(self, place: slice, at: Tensor, width: int) -> None:
-        """Set the places that the next pass writes, and the width that the pass reads."""
-        # Padding is written to a position that is never read.
+        """Set the places that the next forward pass writes, and the number of positions that the pass reads."""
+        # Padding is written to the last position, which is never read.
         self._place, self._at, self._width = place, torch.where(at < 0, self._shape[2] - 1, at), width
         self._use(place.stop, width)
 
@@ -398,7 +392,7 @@ class _Cache:
         for number, new in ((2 * layer_idx, keys), (2 * layer_idx + 1, values)):
             if (
                 self._tensors[number].dtype != new.dtype
-            ):  # a model may compute in another dtype than the dtype of the weights
+            ):  # A model's computations may have another dtype than the weights.
                 self._tensors[number] = self._tensors[number].to(new.dtype)
             tensor = self._tensors[number][self._place]
             tensor[torch.arange(len(tensor), device=tensor.device)[:, None], :, self._at] = new.transpose(1, 2)
@@ -406,7 +400,7 @@ class _Cache:
         return views[0], views[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions and masks are given with each pass."""
+        """Return 0, because each forward pass gets positions and a mask as arguments."""
         return 0
 
 
@@ -424,7 +418,7 @@ def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tenso
     cache.expect(place, at, width)
     at = at.clamp(min=0)
     mask = torch.arange(width, device=at.device) <= at[:, None, :, None]
-    if module.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
+    if module.config._attn_implementation == "eager":  # Eager attention adds the mask to the scores.
         dtype = next(module.parameters()).dtype
         mask = torch.zeros(mask.shape, dtype=dtype, device=at.device).masked_fill(~mask, torch.finfo(dtype).min)
     with torch.no_grad():
@@ -442,12 +436,12 @@ def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tenso
 
 @torch.no_grad()
 def _draw(logits: Tensor, sampling: Sampling, rows: Sequence[_Running]) -> tuple[list[int], list[float]]:
-    """Draw a token for each row, `[rows, vocabulary]`; return the tokens and their log-probabilities."""
+    """Draw a token for each row from the row's logits; return the tokens and the tokens' log-probabilities."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)
     else:
         logits = _cut(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-        # One number decides, by the sum of the probabilities up to each token.
+        # One random number per row selects the token by the cumulative sums of probabilities.
         sums = logits.softmax(dim=-1).double().cumsum(dim=-1)
         chance = torch.tensor([[row.chance.random()] for row in rows], dtype=sums.dtype, device=sums.device)
         tokens = torch.searchsorted(sums, chance * sums[:, -1:], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
@@ -468,7 +462,7 @@ def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build a model, ready to generate. Random weights are the same on all ranks."""
+    """Build an engine's own model. Random weights are the same on all ranks."""
     auto = imported().AutoModelForCausalLM
     how = reading(model) if isinstance(model, str) else None
     config = config_of(model, how)
@@ -479,7 +473,7 @@ def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch
         generator = torch.Generator(device=device).manual_seed(0) if device.type != "meta" else None
         with torch.no_grad():
             for parameter in built.parameters() if generator is not None else ():
-                if parameter.ndim > 1:  # the other parameters are norms and biases, which start at one and zero
+                if parameter.ndim > 1:  # Other parameters are norms (all ones) and biases (all zeros).
                     parameter.normal_(0, getattr(config, "initializer_range", 0.02), generator=generator)
     torch.nn.Module.to(built, device)
     torch.nn.Module.train(built, False)
@@ -488,11 +482,7 @@ def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch
 
 
 def _check_attention(config: Any, length: int) -> None:
-    """Refuse a model without full attention.
-
-    Raises:
-        ConfigError: Some layers attend to only some of the earlier tokens.
-    """
+    """Refuse a model with layers that attend to only some of the earlier tokens."""
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
     if window is not None and (not kinds or "sliding_attention" in kinds) and length <= window:

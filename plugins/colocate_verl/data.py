@@ -1,4 +1,4 @@
-"""verl's `DataProto` as a batch of colocate: sent and kept as tensors and arrays, not pickled to bytes."""
+"""Register verl's `DataProto` as a batch, so that colocate sends tensors and arrays instead of pickled bytes."""
 
 import itertools
 from collections.abc import Sequence

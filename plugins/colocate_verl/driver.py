@@ -1,7 +1,7 @@
-"""The driver's half: slots, the workers on these slots, and calls of the workers' roles. Independent of verl's classes.
+"""Manage slots, workers, and calls of the workers' roles on the driver, independently of verl's classes.
 
-An interface to verl needs only `Slots.split`, `Slots.spawn` and `Workers.submit`. `groups` and `results` are one: the
-classes of `verl.single_controller.ray`. A backend for another verl interface would be a second one beside these.
+An interface to verl needs only `Slots.split`, `Slots.spawn` and `Workers.submit`. `groups` and `results` are the
+interface for `verl.single_controller.ray`. Another interface of verl's could use this module in the same way.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .roles import Payload, make_role
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"ray": {"address": "auto"}, "dask": {}, "local": {"processes": True}}
 """The executors, with default options for `colocate.connect`."""
-Declared = tuple[type, Sequence[Any], Mapping[str, Any]]  # a class of verl's and the constructor's arguments
+Declared = tuple[type, Sequence[Any], Mapping[str, Any]]  # A class of verl, and arguments of the constructor.
 
 
 class Engine:
-    """The place of this process's worker groups. The first worker group connects the runtime."""
+    """The executor and the runtime for this process's worker groups. The first worker group connects the runtime."""
 
     def __init__(self) -> None:
         self.executor = ""
         self.options: Mapping[str, Any] = {}
-        self.environment: Mapping[str, str] = {}  # the address of the driver's Ray, for workers
+        self.environment: Mapping[str, str] = {}  # The address of the driver's Ray, which workers need.
         self._runtime: Runtime | None = None
         self._lock = threading.Lock()
         self._ending: list[threading.Thread] = []
@@ -50,7 +50,7 @@ class Engine:
             self.executor, self.options = choice
 
     def runtime(self) -> Runtime:
-        """Return the runtime, connected at the first call."""
+        """Return the runtime, and connect if there is no open runtime."""
         with self._lock:
             if self._runtime is None or not self._runtime.alive:
                 self.environment = private.cluster() if self.executor == "ray" else {}
@@ -65,9 +65,10 @@ class Engine:
             runtime.close(force=True)
 
     def ends_with(self, holder: object, owned: Pool | ColocatedGroup) -> None:
-        """Close a pool or a group once an object has no references left."""
+        """Close a pool or a group as soon as `holder` has no references left."""
 
-        def close() -> None:  # on a new thread: garbage collection may run on any thread, at any point
+        # Close on a new thread, because garbage collection may run on any thread, at any point.
+        def close() -> None:
             self._ending.append(threading.Thread(target=owned.close, kwargs={"force": True}, daemon=True))
             self._ending[-1].start()
 
@@ -76,7 +77,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until pools and groups without references are closed.
 
-        Worker groups refer to themselves, through their methods.
+        Collects garbage first, because worker groups refer to themselves.
         """
         gc.collect()
         while self._ending:
@@ -87,26 +88,26 @@ ENGINE = Engine()
 
 
 class _Pools(dict[int, Pool]):
-    """The pools of one resource pool, by GPUs per slot. Closed when neither slots nor workers refer to this mapping."""
+    """The pools of one resource pool, by GPUs per slot. They are closed when this mapping has no references left."""
 
 
 @attrs.define(eq=False)
 class Slots:
-    """Slots of one resource pool, some or all, reserved at the first spawn."""
+    """Some or all slots of a resource pool. The first call of `spawn` reserves the pool."""
 
-    nodes: Sequence[int]  # number of the pool's slots on each node
+    nodes: Sequence[int]  # The number of the pool's slots on each node.
     name: str
-    groups: int  # number of groups that may share a slot
+    groups: int  # The number of groups that may share a slot.
     first: int
     count: int
     _pools: _Pools = attrs.field(factory=_Pools)
 
     def split(self, first: int, count: int) -> Slots:
-        """Return a part of the slots, counted from the pool's first."""
+        """Return `count` slots, beginning with slot number `first` of the pool."""
         return attrs.evolve(self, first=first, count=count)
 
     def spawn(self, roles: Mapping[str, Declared], gpus: int, name: str, environment: Mapping[str, str]) -> Workers:
-        """Start workers with `gpus` GPUs each, and with roles by name; `name` is the group's name."""
+        """Start a group of workers with the given name and roles, and with `gpus` GPUs for each worker."""
         ENGINE.settle()
         pool = self._reserved(gpus)
         specs = {
@@ -138,18 +139,18 @@ class Slots:
 
 
 class Workers:
-    """The workers of a group. The group ends once this object has no references left."""
+    """The workers of a group, which is closed as soon as this object has no references left."""
 
     def __init__(self, group: ColocatedGroup, keeps: object) -> None:
         self.group = group
-        self._keeps = keeps  # keeps the pools of the workers' slots alive
+        self._keeps = keeps  # This reference keeps the pools of the slots open.
         self._views = {name: group.role(name) for name in group.roles}
-        self.outer = next(reversed(self._views))  # the last role, which verl wraps around the others
+        self.outer = next(reversed(self._views))  # verl wraps the last role around all other roles.
         self.ranks = list(range(len(group.roles[self.outer].slots)))
         ENGINE.ends_with(self, group)
 
     def submit(self, role: str, method: str, payloads: Sequence[Payload], ranks: Sequence[int]) -> Call[list[Any]]:
-        """Call a role's method on ranks, with a payload for each; ranks with the same payload share one object."""
+        """Call a role's method on the given ranks, with one payload for each rank."""
         call: Any = getattr(self._views[role], method)
         if ranks != self.ranks:
             call = call.options(ranks=ranks)

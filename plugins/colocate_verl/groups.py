@@ -1,4 +1,7 @@
-"""The classes of `verl.single_controller.ray`, on colocate's pools and groups. Imported by `install`, after verl."""
+"""Replacements for the classes of `verl.single_controller.ray`, on colocate's pools and groups.
+
+`install` imports this after verl.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from verl.single_controller.ray.base import RayClassWithInitArgs  # pyright: ign
 from colocate.errors import CapabilityError, ConfigError
 
 from . import (
-    data as data,  # registers `DataProto` in each process with worker groups
+    data as data,  # Registers `DataProto` in each process with worker groups.
     private,
 )
 from .driver import Declared, Slots, Workers
@@ -26,7 +29,7 @@ from .roles import Payload, sibling
 
 @attrs.frozen
 class Placements:
-    """A stand-in for the placement groups of a resource pool, which only names the pool's slots."""
+    """A replacement for a resource pool's placement groups. It only refers to the pool's slots."""
 
     slots: Slots
 
@@ -40,7 +43,7 @@ class Placements:
 
 
 class RayResourcePool(ResourcePool, OnDriver):  # type: ignore[misc]  # verl isn't there when types are checked
-    """Slots, reserved by the first worker group."""
+    """A resource pool of verl's. The first worker group reserves the pool's slots."""
 
     def __init__(
         self,
@@ -64,13 +67,13 @@ class RayResourcePool(ResourcePool, OnDriver):  # type: ignore[misc]  # verl isn
 
     @functools.cached_property
     def slots(self) -> Slots:
-        """The pool's slots; the first access reads their number from `store`."""
+        """The pool's slots. The number of slots is read from `store` at the first access."""
         if min(self.store, default=0) < 1:
             raise ConfigError(f"RayResourcePool(process_on_nodes={self.store}): name at least one process on each node")
         return Slots(tuple(self.store), self.name_prefix, self.max_colocate_count, 0, sum(self.store))
 
     def get_placement_groups(self, strategy: str = "", name: str | None = None, device_name: str = "") -> Placements:
-        """Return the stand-in for placement groups."""
+        """Return the replacement for the pool's placement groups."""
         return Placements(self.slots)
 
     pgs = property(get_placement_groups, doc="A stand-in for placement groups.")
@@ -91,7 +94,7 @@ class SubRayResourcePool(RayResourcePool):
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> NoReturn:
-    """Raise a CapabilityError: a pool's slots are reserved together."""
+    """Raise a CapabilityError, because colocate reserves all slots of a pool together."""
     raise CapabilityError("merge_resource_pool: colocate reserves a pool's slots together; make one, and split it")
 
 
@@ -105,7 +108,7 @@ _INSTEAD = {
 
 
 class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
-    """A worker group, or the part of one role, as returned by `spawn`."""
+    """A worker group of verl's on colocate; `spawn` returns such a group for one role."""
 
     def __init__(
         self,
@@ -166,11 +169,11 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
 
     @classmethod
     def from_detached(cls, name_prefix: str | None = None, **given: Any) -> RayWorkerGroup:
-        """Return another worker group on workers of this driver."""
+        """Return a new worker group that uses existing workers of this driver."""
         return cls(name_prefix=name_prefix, **given)
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """Return a worker group for each role's calls."""
+        """Return a worker group for the calls of each named role."""
         return {key: self._part(key) for key in prefix_set}
 
     def _part(self, key: str) -> RayWorkerGroup:
@@ -185,12 +188,12 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
         return part
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Set an attribute for each role."""
+        """Set an attribute with a worker group for each role."""
         self.wg_dict = self.wg_dict or self.spawn(prefix_set)
         self.__dict__.update(self.wg_dict)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Result]:
-        """Call a method on all workers. As in verl, lists with one item per worker are split, one item each."""
+        """Call a method on all workers. Lists with an item for each worker are split, as in verl."""
         count = self.world_size
         if all(isinstance(argument, list) and len(argument) == count for argument in (*args, *kwargs.values())):
             calls = [
@@ -215,11 +218,11 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
         return [Result(call, index, half) for index in range(len(ranks))]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on all workers, and wait."""
+        """Call a method on all workers, and wait for the results."""
         return [result.value() for result in self.execute_all_async(method_name, *args, **kwargs)]
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on the first worker, and wait."""
+        """Call a method on the first worker, and wait for the result."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs).value()
 
     execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
@@ -243,20 +246,20 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
 
 
 def _shared(payloads: list[Payload]) -> list[Payload]:
-    """Merge payloads of the same objects, so that each payload is encoded once."""
+    """Replace payloads with identical objects by one payload, so that this payload is encoded only once."""
     unique: dict[Any, Payload] = {}
     keys = [(*map(id, args), *((key, id(value)) for key, value in kwargs.items())) for args, kwargs in payloads]
     return [unique.setdefault(key, payload) for key, payload in zip(keys, payloads, strict=True)]
 
 
-_inside: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()  # by made class
+_inside: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()  # Classes by combined class.
 
 
 def roles_of(given: Any) -> dict[str, Declared]:
-    """Return the roles in a class with arguments."""
+    """Return the roles of a worker class, with each role's class and arguments."""
     if given is None:
         raise ConfigError("RayWorkerGroup(resource_pool, ray_cls_with_init): give it the class that it is made of")
-    if refused := private.options_of(given).keys() - {"runtime_env", "name"}:  # verl itself sets these two
+    if refused := private.options_of(given).keys() - {"runtime_env", "name"}:  # verl sets these itself.
         raise CapabilityError(f"RayClassWithInitArgs: a worker has what its pool reserves, and no {', '.join(refused)}")
     cls = private.unwrapped(given.cls)
     base = next((part for part in cls.__mro__ if part in _inside), None)
@@ -266,7 +269,7 @@ def roles_of(given: Any) -> dict[str, Declared]:
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, Any]) -> type:
-    """Return a base class for workers that reach workers of several classes by name."""
+    """Return a worker class with several classes as roles; a property for each role returns the role's worker."""
     members = {name: property(lambda _, name=name: sibling(name)) for name in class_dict}  # type: ignore[misc]
     cls = type("_".join(("FusedWorker", *class_dict)), (Worker,), {"is_fused_worker": True, **members})
     _inside[cls] = dict(class_dict)

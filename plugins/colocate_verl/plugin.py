@@ -1,4 +1,4 @@
-"""The entry point `verl.plugins`, loaded by each import of verl: installs the plugin if `COLOCATE_VERL` is set."""
+"""The entry point `verl.plugins`, which verl loads when imported. It installs the plugin if `COLOCATE_VERL` is set."""
 
 import os
 import sys
@@ -8,6 +8,6 @@ if chosen := os.environ.get("COLOCATE_VERL"):
 
     try:
         install(chosen)
-    except Exception as error:  # verl swallows this error; the first worker group repeats the error
+    except Exception as error:  # verl ignores this error, so the first worker group raises the error.
         print(f"[colocate_verl] COLOCATE_VERL={chosen}: {error}", file=sys.stderr)
         private.refuse(error)

@@ -1,4 +1,4 @@
-"""All private names of verl and Ray that this plugin uses; a test notices when one is gone."""
+"""All private names of verl and Ray that this plugin uses. A test fails if one of these names disappears."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any, NoReturn
 
 from colocate.errors import CapabilityError
 
-HOME = "verl.single_controller.ray.base"  # the module of the replaced classes
-PASSED_BY = "verl.single_controller"  # errors name the trainer's line instead of a line in this package
-MARK = "attrs_3141562937"  # the attribute of methods marked by `@register`: MAGIC_ATTR of verl's decorator
+HOME = "verl.single_controller.ray.base"  # The module that defines the replaced classes.
+PASSED_BY = "verl.single_controller"  # Errors name the trainer's line instead of a line in this package.
+MARK = "attrs_3141562937"  # Methods marked by `@register` have this attribute (verl's MAGIC_ATTR).
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of workers that verl sets for its own use: `worker_env` may not."""
+"""Variables of workers that verl sets for its own use, and that `worker_env` must not set."""
+# Variables with the namespace and the job id of the driver's Ray. vLLM names sockets by the job id.
 _NAMESPACE, _JOB = (
     "COLOCATE_VERL_NAMESPACE",
     "COLOCATE_VERL_JOB",
-)  # of the driver; vLLM names sockets by the job's id
+)
 
 
 def check_version() -> None:
@@ -35,12 +36,12 @@ def check_version() -> None:
 
 
 def home() -> Any:
-    """Import verl's module of the replaced classes. `PASSED_BY` is imported too."""
+    """Import and return verl's module of the replaced classes. This also imports `PASSED_BY`."""
     return importlib.import_module(HOME)
 
 
 def replace(instead: Mapping[str, Any]) -> None:
-    """Replace verl's objects by name, in every module that has imported them."""
+    """Replace verl's objects with the given names, in every module that has imported such an object."""
     by_id = {id(getattr(home(), name)): value for name, value in instead.items()}
     for module in [candidate for candidate in sys.modules.values() if isinstance(candidate, ModuleType)]:
         for name, value in list(vars(module).items()):
@@ -49,7 +50,7 @@ def replace(instead: Mapping[str, Any]) -> None:
 
 
 def refuse(error: Exception) -> None:
-    """Defer an error of `install`: the first worker group or resource pool raises the error."""
+    """Defer an error of `install`, so that the first worker group or resource pool raises the error."""
 
     class Refused:
         def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -59,10 +60,10 @@ def refuse(error: Exception) -> None:
 
 
 def patch(executor: str) -> None:
-    """Patch verl to skip checks of an absent Ray, and Ray to answer a worker like an actor of the driver."""
+    """Patch verl to skip checks of a missing Ray, and patch Ray to treat a worker like an actor of the driver."""
     home().ResourcePoolManager._check_resource_available = functools.partialmethod(_check_pools, executor)
     hook: Any = importlib.import_module("ray._private.auto_init_hook")
-    hook.enable_auto_connect &= executor == "ray"  # elsewhere only `ray.init` itself starts a Ray
+    hook.enable_auto_connect &= executor == "ray"  # On other executors only `ray.init` starts Ray.
     if "WG_BACKEND" not in os.environ:
         of_main_ppo: Any = importlib.import_module("verl.trainer.constants_ppo")
         of_verl = of_main_ppo.get_ppo_ray_runtime_env
@@ -72,9 +73,9 @@ def patch(executor: str) -> None:
 
 
 def _check_pools(pools: Any, executor: str) -> None:
-    """Refuse early a PPO trainer that would start Ray actors without a Ray.
+    """Refuse a PPO trainer that would start Ray actors although there is no Ray.
 
-    The trainer makes its pools first, which is when this runs. The pools' resources are checked when they are reserved.
+    This runs early, because the trainer makes its pools first. The pools' resources are checked when they are reserved.
     """
     import ray
 
@@ -98,7 +99,7 @@ def _check_pools(pools: Any, executor: str) -> None:
 
 
 def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
-    """Return the runtime environment for Ray in verl's `main_ppo`: all actors get `COLOCATE_VERL`."""
+    """Return Ray's runtime environment for verl's `main_ppo`, which sets `COLOCATE_VERL` in all actors."""
     if executor != "ray":
         raise CapabilityError(
             f"verl.trainer.main_ppo on {executor!r}: its trainer, agent and reward loops and vLLM are Ray actors: "
@@ -110,18 +111,18 @@ def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
 
 
 def unwrapped(cls: Any) -> type:
-    """Return the class that was given to `ray.remote`."""
+    """Return the class inside a Ray actor class."""
     original: type = getattr(cls, "__ray_actor_class__", cls)
     return original
 
 
 def options_of(given: Any) -> dict[str, Any]:
-    """Return the actor options of a class with arguments."""
+    """Return the Ray actor options of a `RayClassWithInitArgs`."""
     return {**given._options, **given._additional_resource}
 
 
 def bind(group: Any, cls: type) -> None:
-    """Bind a class's methods that `@register` has marked to a worker group."""
+    """Add a class's methods that `@register` has marked to a worker group."""
     group._bind_worker_method(cls, home().func_generator)
 
 
@@ -131,17 +132,17 @@ def put_beside(worker: Any, others: Mapping[str, Any]) -> None:
 
 
 def cluster() -> dict[str, str]:
-    """Return environment variables with which a worker joins the driver's Ray at the first use of Ray."""
+    """Return environment variables that let a worker join the driver's Ray at the first use of Ray."""
     import ray
 
     if not ray.is_initialized():
-        ray.init()  # as verl's first placement group does
+        ray.init()  # verl's first placement group would start Ray, too.
     context = ray.get_runtime_context()
     return {"RAY_ADDRESS": context.gcs_address, _NAMESPACE: context.namespace, _JOB: context.get_job_id()}
 
 
 def _be_in_ray(hook: Any) -> None:
-    """Patch Ray to answer this worker like an actor, although colocate made no actor."""
+    """Patch Ray to treat this worker of colocate like a Ray actor."""
     import ray
 
     collective: Any = importlib.import_module("ray.util.collective.collective")

@@ -1,4 +1,4 @@
-"""Stand-ins for Ray's references and handles in the hands of verl's callers, and patches of Ray's functions."""
+"""Replacements for the Ray references and actor handles that verl's callers get, and patches of Ray's functions."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class OnDriver:
-    """An object for the driver that made it, accepted by `ray.get` but by no other function of Ray."""
+    """Base class of objects that only their own driver can use. `ray.wait`, `kill` and `cancel` refuse the objects."""
 
     def __reduce__(self) -> Any:
         raise CapabilityError(f"{self!r} lives with its driver and can't be sent to a Ray task or actor")
 
 
 class Result(OnDriver):
-    """One rank's result of a call. Poses as a `ray.ObjectRef`, since verl checks with `isinstance`."""
+    """The result of a call on one rank. Its `__class__` is `ray.ObjectRef`, because verl checks with `isinstance`."""
 
     def __init__(self, call: Call[Any] | Future[Any], index: int, keeps: object = None) -> None:
         self._call: Any = call
         self._index = index
-        self._keeps = keeps  # keeps the workers alive, which end without references
+        self._keeps = keeps  # Workers without references end, so keep a reference.
 
     __class__: Any = property(lambda _: ray.ObjectRef)
 
     def value(self, timeout: float | None = None) -> Any:
-        """Wait for the value; `timeout` in seconds."""
+        """Return the value after waiting up to `timeout` seconds."""
         return self._call.result(timeout)[self._index]
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -50,9 +50,9 @@ class Result(OnDriver):
 
 @attrs.define(eq=False)
 class WorkerHandle(OnDriver):
-    """One worker: `handle.method.remote(...)`. In a Ray actor, a handle is only a name that can be counted."""
+    """A handle of one worker, for `handle.method.remote(...)`. Only the driver that made the handle can use methods."""
 
-    of: Workers | None  # the workers; None for a mere name
+    of: Workers | None  # The group's workers; None outside the driver.
     rank: int
     name: str
 
@@ -75,12 +75,12 @@ class WorkerHandle(OnDriver):
 
 
 def values(args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
-    """Return one rank's arguments, with results replaced by values, as Ray does for actors."""
+    """Replace results among one rank's arguments by the results' values, as Ray does for actors."""
     return tuple(map(_value, args)), {key: _value(value) for key, value in kwargs.items()}
 
 
 def _value(given: Any) -> Any:
-    if isinstance(given, ray.ObjectRef):  # also true for a `Result`
+    if isinstance(given, ray.ObjectRef):  # This is also true for a `Result`.
         return ray.get(given)
     from verl.protocol import DataProtoFuture  # pyright: ignore[reportMissingImports]
 
@@ -92,7 +92,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _get(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
-    """Get results of Ray and of colocate, alone and mixed, like `ray.get`."""
+    """Get results of Ray, results of colocate, or a mixed list of both, like `ray.get`."""
     if _is_ours(refs):
         return refs.value(timeout)
     if not isinstance(refs, Sequence) or not any(map(_is_ours, refs)):
@@ -103,8 +103,8 @@ def _get(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = N
 
 
 def _put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Result]:
-    """Replace verl's `parallel_put`: data is sent only with the call that takes the result."""
-    assert len(data_list) > 0, "data_list must not be empty"  # the same text as verl's
+    """Replace verl's `parallel_put`. The data is sent later, with the call that gets the result as an argument."""
+    assert len(data_list) > 0, "data_list must not be empty"  # verl has the same error text.
     done = Future[Sequence[Any]]()
     done.set_result(data_list)
     return [Result(done, index) for index in range(len(data_list))]

@@ -1,4 +1,4 @@
-"""The workers' half: a verl class as a role, with the class's name and methods."""
+"""Convert a verl worker class to a role with the class's name and methods."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from colocate import Dispatch, Ranks, method
 
 from . import private
 
-Payload = tuple[tuple[Any, ...], dict[str, Any]]  # a method's arguments on one rank, by position and by name
-CALL = "ray_call"  # the method of each role that runs a caller's function on the worker, like Ray's `__ray_call__`
+Payload = tuple[tuple[Any, ...], dict[str, Any]]  # A method's positional and named arguments on one rank.
+CALL = "ray_call"  # This method of each role runs a function on the worker, like Ray's `__ray_call__`.
 
 
 class Payloads(Dispatch):
-    """Sends item i of `payload` to the i-th rank of a call, since verl's own dispatch has split the arguments."""
+    """A dispatch that sends item i of `payload` to a call's i-th rank. verl itself has split the arguments before."""
 
     accepts_deferred: ClassVar[bool] = False
     selectable: ClassVar[bool] = True
 
     def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
-        """Return one mapping per rank; equal payloads are one object."""
+        """Return each rank's arguments. Ranks with the same payload object share one mapping."""
         parts: list[Mapping[str, Any]] = [arguments] * ranks.world_size
         parts_by_id: dict[int, Mapping[str, Any]] = {}
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
@@ -33,7 +33,7 @@ class Payloads(Dispatch):
 
 
 class Siblings(Mapping[str, Any]):
-    """verl's `fused_worker_dict`: finds siblings on access and keeps none, so a role's memory has no sibling."""
+    """A `fused_worker_dict` for verl that looks up siblings on access, so that a role's memory includes no sibling."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -56,7 +56,7 @@ def sibling(name: str) -> Any:
 
 
 class VerlRole:
-    """Base of roles around a verl worker; `make_role` adds the methods."""
+    """Base class of roles that contain a verl worker. `make_role` adds the worker's methods."""
 
     def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
         self.worker = cls(*args, **kwargs)
@@ -65,14 +65,14 @@ class VerlRole:
 
 @functools.cache
 def make_role(cls: type) -> type[VerlRole]:
-    """Return a verl class as a role class, which is pickled by value, since no module has the class."""
+    """Build a role class from a verl class. The role class is pickled by value, because no module contains it."""
     methods = {name: _role_method(cls, name) for name in dir(cls) if _is_method(cls, name)}
     methods[CALL] = method(dispatch=Payloads())(_ray_call)
     return type(cls.__name__, (VerlRole,), {"__qualname__": cls.__qualname__, "__module__": __name__, **methods})
 
 
 def _is_method(cls: type, name: str) -> bool:
-    """Return whether a method is open to callers: public, or marked by verl's `@register`."""
+    """Return whether callers can use a method, because the method is public or marked by verl's `@register`."""
     attribute = inspect.getattr_static(cls, name)
     if isinstance(attribute, property | type) or not callable(getattr(cls, name, None)):
         return False

@@ -1,1 +1,1 @@
-"""Runtimes, pools and groups: the live objects."""
+"""The live objects of users: runtimes, pools and groups."""

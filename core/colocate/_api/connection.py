@@ -34,7 +34,7 @@ live: dict[int, Connection] = {}
 
 
 class Connection(Owned):
-    """A connection to an executor: the services of all groups, and the groups' names.
+    """A connection to an executor, with the services that all groups share, and the groups' names.
 
     Attributes:
         services: The services of all groups.
@@ -70,9 +70,9 @@ class Connection(Owned):
             dispatcher=Dispatcher(f"{DISPATCHER}{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),
         )
-        self.services.timers.start()  # now, so that `connect` can report a lack of threads
+        self.services.timers.start()  # Start the thread now, so that `connect` can report a lack of threads.
         self.worker_groups: dict[str, WorkerGroup] = {}
-        self._gone: dict[str, WorkerGroup] = {}  # closed groups with events left for observers
+        self._gone: dict[str, WorkerGroup] = {}  # Observers may not have received all events of these closed groups.
         self.naming = threading.Lock()
         self._pool_numbers = itertools.count(1)
         self._pools_named: dict[str, Iterator[int]] = {}
@@ -82,7 +82,7 @@ class Connection(Owned):
         guard.connected.add(id(self))
 
     def _timers_failed(self, error: BaseException) -> None:
-        """Fail all groups after a failed timer job: the job's group is unknown, and nobody should wait in vain."""
+        """Fail all groups after an error in a timer job, because the job's group is unknown and might wait forever."""
         report_exception()
         for worker_group in list(self.worker_groups.values()):
             worker_group.fail(
@@ -90,12 +90,12 @@ class Connection(Owned):
             )
 
     def pool_name(self, wanted: str | None) -> tuple[str, str]:
-        """Return a name for a pool, by default an unused one, and an id for the reservation."""
+        """Return the wanted or an unused name for a pool, and a unique id for the reservation."""
         used_names = {child.name for child in list(self.children.values())}
         pool_name = wanted or next(
             name for number in self._pool_numbers if (name := f"pool-{number}") not in used_names
         )
-        number = next(self._pools_named.setdefault(pool_name, itertools.count(1)))  # Several pools may have one name.
+        number = next(self._pools_named.setdefault(pool_name, itertools.count(1)))  # Pools may share a name.
         id = f"{self.services.id}/{pool_name}"
         return pool_name, id if number == 1 else f"{id}~{number}"
 
@@ -122,17 +122,17 @@ class Connection(Owned):
             self.services.dispatcher.soon(nobody_is_told)
 
     def worker_group_of(self, group: str) -> WorkerGroup | None:
-        """Return the worker group of a name; None for one that is long gone."""
+        """Return the worker group with this name; None for a group that was closed long ago."""
         return self.worker_groups.get(group) or self._gone.get(group)
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
-        """Return the slot of a rank of a role; for a group that is long gone, return the rank."""
+        """Return the slot of a role's rank; if the group was closed long ago, return the rank itself."""
         worker_group = self.worker_group_of(group)
         info = None if worker_group is None else worker_group.roles.get(role)
         return rank if info is None else info.slots[rank]
 
     def require(self, capability: type, what: str) -> None:
-        """Raise `CapabilityError`, with the executors that would do, if the executor lacks a capability."""
+        """Raise `CapabilityError` if the executor lacks a capability. The error names executors that have it."""
         require(type(self.services.executor), capability, what)
 
     def give_up(self, by: str) -> None:
@@ -145,7 +145,8 @@ class Connection(Owned):
         if self.forked:
             self.check()
         if not self.life.close(by):
-            if not self.services.dispatcher.is_current:  # the closing thread waits for the dispatcher
+            # The dispatcher must not wait, because the closing thread waits for the dispatcher.
+            if not self.services.dispatcher.is_current:
                 self.life.wait_closed()
             return
         errors: list[BaseException] = []
@@ -173,17 +174,16 @@ class Connection(Owned):
 
 @atexit.register
 def _close_what_is_left() -> None:
-    """Report and close all open connections at interpreter exit."""
     for connection in list(live.values()):
         if connection.forked:
             continue
-        # Pools and groups need no reports: the connection closes them.
+        # Only the connection is reported, because the connection closes all pools and groups.
         text = f"runtime {connection.name!r} made at {at(connection.line)} was never closed"
         try:
             try:
-                if connection.closed_by is None:  # a close that was interrupted twice may still run
+                if connection.closed_by is None:  # Don't warn if an interrupted close still runs.
                     warnings.warn(text, ResourceWarning, stacklevel=1)
-            finally:  # the warning is raised if warnings are errors
+            finally:  # Close even if the warning raises an exception.
                 connection.close_here("interpreter exit", 2.0, True)
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)

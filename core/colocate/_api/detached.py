@@ -1,7 +1,7 @@
-"""Detached pools, from the driver's side; `keeper/keeper.py` has the other half.
+"""Detach pools, and attach detached pools, in a driver. `keeper/keeper.py` has the keepers' side.
 
-A driver that detaches a pool is done with it. A driver that attaches the pool borrows it: the end of the borrow, of
-whatever kind, leaves the pool alive. Or the driver owns the pool (`own=True`), which then ends with its driver like
+A driver that detaches a pool can't use it any more. A driver that attaches the pool borrows it: the end of the borrow
+leaves the pool alive, for any reason. Or the driver owns the pool (`own=True`), which then ends with its driver like
 any other. One driver commands a pool at a time, and each has a higher epoch than all before: the numbers of calls,
 holds and residents start above those of the epoch before, so that they never collide.
 
@@ -38,7 +38,7 @@ from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ClusterError, ColocateError, ConfigError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
-_FORM = 12  # raise when the pickled contents of a record change while colocate's version stays
+_FORM = 12  # Increase this if the pickled contents of a record change, but not colocate's version.
 _AGAIN_S = 0.5
 
 # -- the record
@@ -46,7 +46,7 @@ _AGAIN_S = 0.5
 
 @attrs.frozen
 class GroupRecord:
-    """A group of a detached pool.
+    """The record of one group of a detached pool, for later drivers.
 
     Attributes:
         name: The group's name.
@@ -73,7 +73,7 @@ class GroupRecord:
     restarts: int
     script: int
     modules: dict[str, tuple[str, str]]
-    parts: dict[str, Any]  # state of features, by feature name
+    parts: dict[str, Any]  # The state of each feature of the group, by feature name.
 
     def declared(self) -> Declared:
         """Return the group's roles, or raise ColocateError if their import fails."""
@@ -81,7 +81,7 @@ class GroupRecord:
             (default_group, torchrun, distributions, budgets, env, roles), definitions = unpack_whole(self.roles)
         except ColocateError as error:
             raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
-        except Exception as error:  # a missing module or class, or any error of an import
+        except Exception as error:  # A module or class may be missing, or an import may raise.
             raise ColocateError(
                 f"the roles of group {self.name!r} can't be imported here: {type(error).__name__}: {error}; install "
                 "what they come from (colocate close NAME works without)"
@@ -96,7 +96,7 @@ class GroupRecord:
 
 @attrs.frozen
 class PoolRecord:
-    """A detached pool with all groups."""
+    """The record of a detached pool with all groups, for later drivers."""
 
     name: str
     request: Request
@@ -106,7 +106,6 @@ class PoolRecord:
 
 
 def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) -> Lease:
-    """Return the lease for the cluster: the pool's workers, record, and facts for listings."""
     records = []
     for group in groups:
         declared, restarts = group.declared, group.restarts
@@ -144,7 +143,7 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
 
 
 def load(record: bytes, name: str) -> PoolRecord:
-    """Unpickle a pool's record, or raise ColocateError for a record of other versions."""
+    """Unpickle a pool's record, or raise ColocateError if other versions of colocate or Python wrote the record."""
 
     def words(version: str, python: str, form: int = 1) -> str:
         return f"colocate {version} (records of form {form}) and Python {python}"
@@ -208,7 +207,7 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
 
 
 def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
-    """Close pool and groups to all new uses, and return the groups; raise if that would break a use."""
+    """Close a pool and the groups for new uses, and return the groups; raise if calls or residents are in use."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(pool.lock)
         groups = pool.worker_groups
@@ -243,7 +242,10 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
     lock, pools, fenced_by = threading.Lock(), list[Slots](), list[str]()
 
     def fenced(by: str) -> None:
-        """Handle another driver's takeover, perhaps before there is a pool here. On the receiving thread."""
+        """Close the pool here, because another driver has taken it over.
+
+        This runs on the receiving thread, perhaps before the pool exists here.
+        """
         with lock:
             fenced_by.append(by)
             groups = list(pools)
@@ -270,18 +272,18 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
             lost(pool, by)
         groups = [_taken(pool, group_record) for group_record in record.groups]
         connection.check()
-        pool.check()  # another driver may have taken the pool meanwhile
+        pool.check()  # Another driver may have taken the pool meanwhile.
         for group in groups:
             _greet(group)
     except BaseException as error:
-        attachment.own = False  # the pool lives on
+        attachment.own = False  # The pool must survive the failed attachment.
         pool.close_after(error, "its failed attachment", 0.0)
         raise
     return pool
 
 
 def _changed(pool: Slots) -> None:
-    """Update the record for later drivers: groups of the pool have come, gone or been restarted."""
+    """Update the record for later drivers after groups of the pool were spawned, closed or restarted."""
     attachment = pool.attachment
     executor = pool.connection.services.executor
     if attachment is None or pool.reservation is None or pool.closed_by is not None:
@@ -293,7 +295,7 @@ def _changed(pool: Slots) -> None:
 
 
 def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
-    """Take a group over from the record."""
+    """Take over a group with running workers, as the record describes the group."""
     other = pool.connection.worker_groups.get(record.name)
     if other is not None:
         assert pool.attachment is not None
@@ -313,7 +315,7 @@ def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
 
 
 def _greet(group: WorkerGroup) -> None:
-    """Wait until the workers have greeted their new driver; then stop all ranks by a hold."""
+    """Wait until the workers have said hello to this driver, then stop all ranks by a hold."""
     silent = group.workforce.wait_hello(group.grace)
     group.workforce.ready()
     if silent and group.failure is None:
@@ -326,7 +328,7 @@ def _greet(group: WorkerGroup) -> None:
 
 
 def _left(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
-    """Forget a pool, with all groups, that isn't this driver's any more."""
+    """Close this driver's objects for a pool that this driver no longer commands."""
     for group in groups:
         group.leave()
     pool.disown()
@@ -334,14 +336,14 @@ def _left(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
 
 
 def lost(pool: Slots, by: str) -> None:
-    """Close a pool that another driver has taken. On the receiving thread: nothing here blocks."""
+    """Close a pool that another driver has taken. Runs on the receiving thread, so nothing may block here."""
     reason = f"{by}, who has taken it"
-    with pool.lock:  # Under the lock, a concurrent spawn has registered its group, or will fail.
+    with pool.lock:  # Under the lock, a concurrent spawn has registered a group or will fail.
         is_first, groups = pool.life.close(reason), pool.worker_groups
     for group in groups:
         if group.life.close(reason):
             group.residents.break_borrows()
-            if not is_first:  # the pool's own close runs here, and ends early
+            if not is_first:  # This driver is closing the pool already, and that close then ends early.
                 group.leave()
     if not is_first:
         return
@@ -351,7 +353,7 @@ def lost(pool: Slots, by: str) -> None:
     def let_go(reservation: Reservation) -> None:
         try:
             Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced").start()
-        except RuntimeError:  # no thread available: try again a moment later
+        except RuntimeError:  # No thread can start now, so try again a moment later.
             pool.connection.services.timers.after(_AGAIN_S, lambda: let_go(reservation))
 
     if reservation is not None:
@@ -359,7 +361,7 @@ def lost(pool: Slots, by: str) -> None:
 
 
 def close_detached(connection: Connection, name: str, force: bool) -> None:
-    """End a detached pool of any driver; `force` takes the pool from an attached driver."""
+    """End a detached pool. With `force`, the pool is taken from a driver that has attached it."""
     file, number = caller()
     run_deferred(lambda: _close(connection, name, force, f"pool.close() at {file}:{number}"))
 
@@ -369,26 +371,27 @@ def _close(connection: Connection, name: str, force: bool, by: str) -> None:
     borrowed = None
     if not force:
         try:
-            borrowed = executor.adopt(name, _who(), False, lambda by: None)  # keeps other drivers out from now on
+            # Borrow the pool, so that no other driver can attach it from now on.
+            borrowed = executor.adopt(name, _who(), False, lambda by: None)
         except BorrowedError as error:
             raise BorrowedError(
                 f"pool {name!r} is attached by {'; '.join(error.borrowers)}. Wait for that to end, or break it: "
                 f"colocate close {name} --force",
                 borrowers=error.borrowers,
             ) from None
-        except ClusterError as error:  # the keeper is stuck, or has just gone
+        except ClusterError as error:  # The keeper hangs, or has just exited.
             raise ClusterError(
                 f"{error.message}. colocate close {name} --force ends a pool that doesn't answer"
             ) from None
     try:
         pool = attach(connection, name, own=True)
-    except Exception:  # the record is of another version, say: end the pool without asking the workers
+    except Exception:  # For example, the record is of another version: end the pool without asking the workers.
         try:
             connection.services.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
         except ClusterError:
             executor.end(name)
     else:
-        with contextlib.suppress(ExceptionGroup):  # errors from before this close
+        with contextlib.suppress(ExceptionGroup):  # Ignore errors from before this close.
             pool.close_here(by, 10.0, False)
     finally:
         if borrowed is not None:

@@ -1,4 +1,4 @@
-"""`ColocatedGroup`: the users' handle of a group, with one worker per slot that holds every role of the slot."""
+"""`ColocatedGroup`: the users' handle of a group. One worker per slot holds all roles of the slot."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ P = ParamSpec("P")
 
 
 class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
-    """Several roles in one worker per slot. Made by `pool.spawn` or `colocate.spawn`; a context manager that closes it.
+    """Several roles in one worker per slot, made by `pool.spawn` or `colocate.spawn`. A `with` block closes the group.
 
     Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
-        """Use `pool.spawn`."""
+        """Use `pool.spawn` instead of this constructor."""
         super().__init__(worker_group)
         self._views: dict[str, RoleView] = {}
 
@@ -54,11 +54,11 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
     @overload
     def role(self, name: str, cls: Callable[..., R]) -> R: ...
     def role(self, name: str, cls: Any = None) -> Any:
-        """Return the view of a role. With its class, the view is typed as that class, so type checkers check calls.
+        """Return the view of a role. If the class is given, type checkers check calls of the view.
 
         Args:
             name: The role's name.
-            cls: Its class.
+            cls: The role's class, as which the view is typed.
 
         Raises:
             ConfigError: There is no such role, or it is of another class.
@@ -91,7 +91,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return self._shown(table(roles))
 
     def _is_of(self, info: RoleInfo, cls: type) -> bool:
-        """Compare a role's class with a class by name: an attached pool's classes may have come by value."""
+        """Compare a role's class with `cls` by name, because classes of an attached pool may be copies."""
         names = [(base.__module__, base.__qualname__) for base in info.cls.__mro__]
         return self._node.home.attachment is not None and (cls.__module__, cls.__qualname__) in names
 
@@ -116,8 +116,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             )
         return self.role(role_names[0])
 
-    if not TYPE_CHECKING:  # Type checkers report unknown attributes.
-        __iter__ = __contains__ = None  # Python would otherwise iterate by index, and ask for the view of 0.
+    if not TYPE_CHECKING:  # Type checkers must not see a `__getattr__`, which accepts all attributes.
+        __iter__ = __contains__ = None  # Otherwise Python would iterate by calling `group[0]`.
 
         def __getattr__(self, name: str) -> NoReturn:
             node = self.__dict__.get("_node")
@@ -138,7 +138,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
     @overload
     def run(self, function: Callable[Concatenate[Context, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a plain function on every worker, in the order of the group's calls, and wait.
+        """Run a plain function on every worker, in the order of the group's calls, and wait for the results.
 
         Args:
             function: The first parameter is the worker's context: `role` is None, every slot is a rank. A function
@@ -154,16 +154,17 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return results
 
     def scope(self) -> AbstractContextManager[None]:
-        """Free the residents that this thread or task keeps in the block; raise failures of unused kept calls.
+        """Free residents kept in a `with` block when the block ends, and raise failures of calls that nobody used.
 
-        The failures are those of calls kept inside, and of residents dropped before, outside of any open block.
+        This is for residents of this thread or task. The failures are those of calls kept inside, and of residents
+        dropped before, outside of any open block.
         """
         if self._node.forked:
             self._node.check()
         return self._node.residents.scope()
 
     def pipeline(self) -> AbstractContextManager[None]:
-        """Send the `.submit` and `.keep` calls of the block as one message per worker, at the block's end.
+        """Send the `.submit` and `.keep` calls of a `with` block when the block ends, as one message per worker.
 
         The calls take consecutive places in the group's order. Residents kept inside can be used by later calls
         inside. Calls of other threads and tasks, and of other groups, are sent at once as usual; pipelines of
@@ -173,10 +174,6 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         Raises:
             PipelineError: Inside the block, by an operation that needs an answer: a plain call, `result()`,
                 `fetch()`.
-
-        They take their places in the group's order together. Residents kept inside can be used by later calls inside.
-        Calls of other threads and tasks, and of other groups, go out at once as ever; pipelines of several groups may
-        be nested, and are all sent when the outermost block ends. An exception in the block sends nothing.
         """
         self._node.check()
         return cast("AbstractContextManager[None]", features.module("pipelines.driver").pipeline(self._node))
@@ -238,7 +235,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return Call(underway)
 
     def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
-        """Restore every role that a checkpoint has saved, between the group's calls.
+        """Restore every role that is saved in a checkpoint, between the group's calls.
 
         All ranks restore the same checkpoint, or fail. Roles without a `save` stay unchanged. Restarts begin from
         this checkpoint, too, until there is a newer one.
@@ -264,7 +261,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return tag
 
     def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
-        """Return the use of the workers' memory, by role and kind; each byte counts once.
+        """Return how much memory the workers use, by role and kind. Each byte counts once.
 
         The roles' modules, optimizers and attributes are inspected on a thread beside the lane, so this may be
         called at any time; gradients are those between two calls. For memory that a role holds elsewhere (in C++,
@@ -293,7 +290,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         on_call: Literal["wake", "fail"] = "wake",
         discard: Sequence[Discardable] = (),
     ) -> int:
-        """Put memory of a role to sleep: device memory goes to pinned memory, host memory to a file on a disk.
+        """Put memory of a role to sleep: move device memory to pinned memory, and host memory to a file on a disk.
 
         Sleeping is a call in the group's order. All ranks of the role sleep, or none does. Tensors stay the same
         objects, those on the host at the same addresses. A call on the role wakes the memory that its method needs
@@ -333,7 +330,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             timeout: Seconds until the wake is given up; None for never.
 
         Returns:
-            Number of bytes that have come back.
+            Number of bytes that were restored.
 
         Raises:
             MemoryBudgetError: The bytes don't fit: nothing has changed.
@@ -344,7 +341,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return nbytes
 
     def pause(self, role: str, how: Literal["wait", "keep", "abort"] = "wait", timeout: float | None = None) -> None:
-        """Pause a background role until `resume`: begin no further call, and wait until the role is idle.
+        """Pause a background role until `resume`, and wait until the role is idle. No further call of the role begins.
 
         Meanwhile `sync_weights`, `sleep`, `wake`, `checkpoint` and `restore` overtake the role's waiting calls.
         Without a pause these wait for all earlier calls of the role. Deadlines of calls go on. Residents for calls
@@ -362,7 +359,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             ColocateError: Another thread has resumed the role, or paused it again, before it was idle.
         """
         limited = limit(timeout, "pause(timeout)", positive=True)
-        cast("Any", self._node.part("pausing")).pause(role, how, limited)  # of features/pausing
+        cast("Any", self._node.part("pausing")).pause(role, how, limited)
 
     def resume(self, role: str) -> None:
         """Resume a background role after `pause`; no effect on a role that isn't paused.
@@ -376,10 +373,11 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         cast("Any", self._node.part("pausing")).resume(role)
 
     def resize(self, timeout: float | None = None) -> int:
-        """Continue with all slots that are available now, in a pool with a range of slots that had lost some.
+        """Restart a group on all available slots, if the group has lost slots and more are available again.
 
-        If there are more slots than the group has, the group restarts from its last checkpoint, and this waits: so
-        call it right after `checkpoint`. Residents end as by any restart. Otherwise nothing happens.
+        This is for a pool with a range of slots. If there are more slots than the group has, the group restarts from
+        its last checkpoint, and this waits: so call it right after `checkpoint`. Residents end as by any restart.
+        Otherwise nothing happens.
 
         Args:
             timeout: Seconds to wait for the restart; None for no limit.
@@ -400,7 +398,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return size
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
-        """Wait until the group can be called; after a restart, calls are refused until somebody has waited.
+        """Wait until the group can be called. After a restart, calls are refused until this method was called.
 
         Args:
             timeout: Seconds to wait at most; None for no limit.
@@ -417,7 +415,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         return run_deferred(lambda: self._node.restarts.wait(limited))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
-        """Close the group: new calls are refused, running ones have `grace` seconds, then the workers are ended.
+        """Close the group. New calls are refused, running calls get `grace` seconds, and then the workers are ended.
 
         A group made by `colocate.spawn` closes its pool and its runtime, too.
 

@@ -1,4 +1,4 @@
-"""`Held`: base of the users' handles of ownership nodes."""
+"""`Held`: the base class of the users' handles of runtimes, pools and groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _names: dict[type[Owned], type[Held[Any]]] = {}
 
 
 class Held(OnDriver, Generic[N]):
-    """A user's handle of a node. It owns nothing: the node's owner does."""
+    """A user's handle of a runtime, pool or group. Dropping a handle closes nothing."""
 
     _by: ClassVar[str]
     _unsent = " to a worker or pickled"
@@ -33,8 +33,8 @@ class Held(OnDriver, Generic[N]):
 
     @classmethod
     def _of(cls, node: N) -> Self:
-        """Return the user's handle of a node: the same object as long as the handle lives."""
-        # By `setdefault`, as other threads may ask at the same time.
+        """Return the user's handle of a node. Each call for one node returns the same object."""
+        # Use `setdefault`, because other threads may request the handle at the same time.
         handle: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
         return handle
 
@@ -45,18 +45,18 @@ class Held(OnDriver, Generic[N]):
 
     @property
     def owner(self) -> Any:
-        """The owner that closes this at the latest: a group's pool, a pool's runtime; None for a runtime."""
+        """The owner, which closes this object at the latest: a group's pool or a pool's runtime; None for a runtime."""
         owner = self._node.owner
         return None if owner is None else _names[type(owner)]._of(owner)
 
     @property
     def alive(self) -> bool:
-        """Whether this is usable."""
+        """Whether this object is open; false in a forked child process."""
         return self._node.alive
 
     @property
     def state(self) -> str:
-        """The current state, in a word."""
+        """The current state, as one word such as "ready"."""
         return self._node.state
 
     def __repr__(self) -> str:

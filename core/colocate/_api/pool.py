@@ -45,14 +45,14 @@ class Slot:
 
 @attrs.frozen(eq=False)
 class PoolPart:
-    """Some slots of a pool, to spawn on. A name: it owns nothing and decides no lifetime."""
+    """Some slots of a pool, on which a group can be spawned. Dropping this object closes nothing."""
 
     pool: Pool
     indices: tuple[int, ...]
 
     @property
     def slots(self) -> list[Slot]:
-        """The slots of the part."""
+        """The slots in this part of the pool."""
         return [self.pool.slots[index] for index in self.indices]
 
     def spawn(
@@ -70,7 +70,7 @@ class PoolPart:
         step: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ColocatedGroup:
-        """Spawn a group on these slots; see `Pool.spawn`."""
+        """Spawn a group on the slots of this part; see `Pool.spawn`."""
         budget = Budget.of(device_memory, host_memory, "spawn() ")
         how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step, env
         return self.pool._spawn(self.indices, roles, *how)
@@ -81,7 +81,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
     @property
     def slots(self) -> list[Slot]:
-        """The slots of the pool: node, devices, and the groups on each."""
+        """The slots of the pool, with the node, devices and groups of each."""
         node = self._node
         slots = []
         for index, place in enumerate(node.places):
@@ -109,7 +109,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     @overload
     def __getitem__(self, key: slice) -> PoolPart: ...
     def __getitem__(self, key: int | slice) -> PoolPart:
-        """Return some slots of the pool, to spawn on."""
+        """Return a part of the pool, on which a group can be spawned."""
         everything = range(len(self))
         picked: Sequence[int] = everything[key] if isinstance(key, slice) else [everything[key]]
         if not picked:
@@ -131,7 +131,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         step: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ColocatedGroup:
-        """Start one worker per slot and construct the roles in it; returns when every role of every rank is there.
+        """Start one worker per slot, and construct the roles there. Returns when every rank has constructed every role.
 
         Args:
             roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
@@ -224,11 +224,11 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
 
         try:
             return making.run(start, ColocatedGroup._of)
-        except ColocateError as error:  # The error is complete without these frames.
+        except ColocateError as error:  # Drop the traceback if all frames are colocate's own.
             raise without_own_frames(error)  # noqa: B904 - it is the same one
 
     def detach(self, name: str, ttl: float) -> None:
-        """Give the pool, with its groups, to the cluster; for this driver, the pool is then closed.
+        """Hand the pool, with all groups, over to the cluster. For this driver, the pool is then closed.
 
         Any driver of the cluster may continue with the pool: `runtime.attach(name)`. Residents are freed.
 
@@ -245,14 +245,14 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         refuse_to_wait(f"detaching {self._node.kind} {self.name!r}")
 
         def detach() -> None:
-            from colocate._api import detached  # imported here only
+            from colocate._api import detached
 
             detached.detach(self._node, name, ttl)
 
         run_deferred(detach)
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
-        """Close the groups, the newest first, and release the slots. A pool attached without `own=True` lives on.
+        """Close the groups, the newest first, and release the slots. A pool attached without `own=True` stays alive.
 
         Args:
             grace: Seconds that running calls have to finish; `math.inf` waits for ever.

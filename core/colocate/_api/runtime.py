@@ -66,7 +66,7 @@ def begin(
     debug: bool,
     replace: bool,
 ) -> Runtime:
-    """Connect to an executor's class, with the arguments of `connect`."""
+    """Check the arguments of `colocate.connect`, connect to an executor, and return the runtime."""
     if strict:
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
@@ -80,7 +80,8 @@ def begin(
     if debug:
         features.needed("debugging")
         require(cls.variant(options), OwnProcess, "stop where a role raises (debug=True)")
-        collective_timeout = max(collective_timeout, DEBUGGED_S)  # the other ranks wait there for the stopped one
+        # While a debugger stops one rank, the other ranks may wait in a collective.
+        collective_timeout = max(collective_timeout, DEBUGGED_S)
     span = port_range(ports, "connect(ports)")
     cut_s = limit(cut_s, "connect(cut_s)", positive=True)
     making: Making[Connection] = Making(f"connect({executor!r})")
@@ -91,7 +92,8 @@ def begin(
         with told_when_slow(f"connect({executor!r})"):
             accepted = options_of(cls)
             if "strict" not in accepted.parameters:
-                options.pop("strict", None)  # workers are processes: values go through the wire format anyway
+                # An executor without this option has processes as workers, which always use the wire format.
+                options.pop("strict", None)
             if problems := list(accepted.problems(options)):
                 mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
                 raise ConfigError(f"connect({executor!r}, ...): the options don't fit", mistakes=mistakes)
@@ -101,7 +103,7 @@ def begin(
         settings = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
         connection = making.made(Connection(executor, connected, *settings))
         hook = os.environ.get("PYTHONBREAKPOINT", "")
-        if hook.startswith("ray."):  # an earlier connection of Ray has set this
+        if hook.startswith("ray."):  # An earlier connection to Ray has set this variable.
             hook = ""
         if (debug or hook) and not connected.in_process:
             connection.services.debugging = debug, hook
@@ -116,14 +118,14 @@ def _close_earlier(executor: str) -> None:
         if connection.name == executor and not connection.forked:
             try:
                 connection.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
-            except BaseExceptionGroup as errors:  # The errors belong to the earlier cell: this one gets its runtime.
+            except BaseExceptionGroup as errors:  # Errors of an earlier runtime don't prevent the new one.
                 details = "".join(f"\n  {type(error).__name__}: {error}" for error in errors.exceptions)
                 line = at(connection.line)
                 _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, line, where, details)
 
 
 class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
-    """A connection to one executor. Made by `connect`; a context manager that closes everything in it."""
+    """A connection to one executor, made by `connect`. A `with` block closes the runtime and everything in it."""
 
     @property
     def seed(self) -> int:
@@ -132,12 +134,12 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
 
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
-        """The living groups, by name."""
+        """The open groups, by name."""
         return {name: ColocatedGroup._of(worker_group) for name, worker_group in list(self._node.worker_groups.items())}
 
     @property
     def graph(self) -> Graph:
-        """The tree of all owned nodes: `runtime.graph.render("tree")`."""
+        """The tree of all pools, groups and workers, which `runtime.graph.render("tree")` returns as text."""
         return cast("Graph", features.module("looking.graph").Graph(self._node))
 
     def observe(self, plugin: Any) -> None:
@@ -152,13 +154,6 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
 
         Raises:
             ConfigError: The object has no hook, or an unknown one.
-
-        Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
-        `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
-        made it fail), `colocate_group_closed(name)`, `colocate_memory_moved(record)` (a `MoveRecord`: a role sleeps, or
-        was woken), `colocate_group_checkpointed(record)` (a `CheckpointRecord`: it is complete) and
-        `colocate_result_fetched(record)` (a `FetchRecord`). Calls are told of a moment after their end, those of the
-        same moment one after the other, and before whatever happens later.
         """
         check_observer(plugin, "runtime.observe")
         self._node.services.observers.append(plugin)
@@ -188,9 +183,8 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         zero: float = 0.0,
         without: Collection[str] = (),
     ) -> Trace:
-        """Write a trace with a separate time axis, see `Trace`."""
         self._node.check()
-        # Imported here: only traces need colocate_report.
+        # Import this here, because only traces need colocate_report.
         trace: Trace = import_module("colocate_report.trace").Trace(self, path, ahead or {}, zero, without)
         self.observe(trace)
         return trace
@@ -198,7 +192,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     def record(
         self, views: Any, folder: str | os.PathLike[str], *, limit: str | int | None = None, inputs: Any = ()
     ) -> Recorder:
-        """Record the results of roles' calls in a folder, from now on: to inspect, to replay, to compare.
+        """Record the results of roles' calls in a folder from now on, to inspect, replay or compare the results.
 
         Each rank writes its own part, beside its calls: values at the end of each call, rows with their order,
         errors, and digests of arguments. Driver and workers share the folder. `colocate.load_recording` reads the
@@ -317,7 +311,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         def reserve() -> Slots:
             slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout, spares, least))
             try:
-                connection.check()  # Checked again: a close before `made` didn't see the pool.
+                connection.check()  # Check again, because a close before `made` has missed the pool.
                 with told_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):
                     reservation = connection.services.executor.reserve(slots.wanted)
             except BaseException as error:
@@ -331,9 +325,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         return making.run(reserve, Pool._of)
 
     def attach(self, name: str, own: bool = False) -> Pool:
-        """Attach a pool that was detached; `pool.groups` has the groups.
+        """Attach a detached pool; `pool.groups` has the running groups.
 
-        The pool is borrowed: closing it, or the end of this driver of whatever kind, leaves the pool alive for the
+        The pool is borrowed: closing it, or the end of this driver for any reason, leaves the pool alive for the
         next driver.
 
         Args:
@@ -351,14 +345,14 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         making: Making[Slots] = Making(f"attach({name!r})")
 
         def attach() -> Slots:
-            from colocate._api import detached  # imported here only
+            from colocate._api import detached
 
             return making.made(detached.attach(self._node, name, own))
 
         return making.run(attach, Pool._of)
 
     def detached(self) -> list[dict[str, Any]]:
-        """Return the detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
+        """Return the cluster's detached pools, with name, groups, slots, nodes, driver, seconds left and epoch.
 
         A pool that doesn't answer, within seconds, is listed too, with `answers` False and its state when detached.
 
@@ -373,7 +367,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         )
 
     def audit(self) -> Audit:
-        """Compare the graph with the objects that the cluster really runs and holds; false if both agree.
+        """Compare the ownership graph with the objects in the cluster. The result is false if both agree.
 
         Returns:
             The cluster's objects under colocate's name that no graph owns (`.leaked`), and the graph's objects that
@@ -397,7 +391,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
 
 
 def _least_and_most(slots: Any, groups: Any, detachable: Any) -> tuple[int | None, int]:
-    """Return the least and the most number of slots; None for no least number."""
+    """Return the minimum and the maximum number of slots. The minimum is None if `slots` is one number."""
     if not isinstance(slots, tuple | list):
         return None, slots
     if len(slots) != 2 or any(amount_problem(number, whole=True, least=1) for number in slots) or slots[0] > slots[1]:
@@ -409,7 +403,7 @@ def _least_and_most(slots: Any, groups: Any, detachable: Any) -> tuple[int | Non
 
 
 def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
-    """Add this runtime's pools with slots to the error: in a notebook, an earlier run of the cell may hold them."""
+    """Add the runtime's other pools to an error, because an earlier run of a notebook cell may hold the slots."""
     children = list(waited.connection.children.values())
     pools = [child for child in children if isinstance(child, Slots) and child is not waited]
     held = [f"pool {pool.name!r} has {len(pool.places)} (reserved at {at(pool.line)})" for pool in pools if pool.places]

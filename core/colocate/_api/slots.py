@@ -1,4 +1,4 @@
-"""`Slots`: the slots of a pool, replacements for lost slots, and the worker groups there."""
+"""`Slots`: the slots of a pool with the worker groups there, and the replacement of lost slots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("colocate")
 
 
 class _Refused(Exception):
-    """A refusal of the executor: the slots aren't available now."""
+    """Raised when the executor refuses slots because they aren't available now."""
 
     def __init__(self, why: PlacementError) -> None:
         super().__init__(why.message)
@@ -51,7 +51,7 @@ class _Refused(Exception):
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Convert `PlacementError` inside a block into `_Refused`: the executor's refusals are retried."""
+    """Convert an executor's `PlacementError` in a block into `_Refused`, because a refused request is tried again."""
     try:
         yield
     except PlacementError as error:
@@ -59,7 +59,7 @@ def _refused() -> Iterator[None]:
 
 
 class Slots(Owned):
-    """The slots of a pool, and the worker groups there.
+    """The slots of a pool, and the worker groups on the slots.
 
     Attributes:
         connection: The runtime's connection.
@@ -69,12 +69,12 @@ class Slots(Owned):
             slots.
         places: The places of the slots.
         spares: The places of spares, including lost slots without a replacement yet.
-        taken: The worker groups of each taken slot; replaced by another mapping when a group goes.
+        taken: The worker groups of each taken slot; replaced by another mapping when a group is closed.
         regrow_timeout: Seconds to wait for replacements of lost slots.
         epoch: The number of drivers so far.
         attachment: The terms of this driver's hold on a pool that was detached once.
         lock: Lock for all of these.
-        telling: Lock under which workers on a slot are told of each other, in order.
+        telling: Lock under which workers on a slot are notified of each other, in order.
     """
 
     def __init__(
@@ -93,8 +93,9 @@ class Slots(Owned):
         self.where = where(request)
         self.budget = budget
         self.regrow_timeout = regrow_timeout
-        self.least = request.slots if least is None else least  # the least number of slots for a group on all slots
-        self.wanted = attrs.evolve(request, slots=request.slots + spares)  # the request with spares
+        # A group on all slots needs at least this many to restart.
+        self.least = request.slots if least is None else least
+        self.wanted = attrs.evolve(request, slots=request.slots + spares)  # This request includes spares.
         self.reservation: Reservation | None = None
         self.epoch = 1
         self.attachment: Attachment | None = None
@@ -102,11 +103,11 @@ class Slots(Owned):
         self.spares: tuple[Place, ...] = ()
         self.taken: dict[int, tuple[WorkerGroup, ...]] = {}
         self.lock = Section()
-        self._renewing = threading.Lock()  # held while lost slots are replaced, for all groups on them
-        self._regrows_until: Deadline | None = None  # set while lost slots await replacements
+        self._renewing = threading.Lock()  # Held while lost slots of any group are replaced.
+        self._regrows_until: Deadline | None = None  # Set while lost slots wait for replacements.
         self._spares_thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._deaths: Counter[str] = Counter()  # of workers, by node
+        self._deaths: Counter[str] = Counter()  # The number of workers that died, by node.
         self.telling = threading.Lock()
         self.join()
 
@@ -123,7 +124,7 @@ class Slots(Owned):
                 self.spares = reservation.places[self.request.slots :]
                 if self.spares and self._spares_thread is None:
                     keeping = Thread(target=self._keep_spares, name=f"colocate-spares-{self.name}")
-                    with contextlib.suppress(RuntimeError):  # no thread available: no spares are replaced
+                    with contextlib.suppress(RuntimeError):  # Without a thread, lost spares aren't replaced.
                         keeping.start()
                         self._spares_thread = keeping
                 return
@@ -131,7 +132,7 @@ class Slots(Owned):
         self.check()
 
     def occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> WorkerGroup:
-        """Place a group on slots, after a check for room; nothing is started."""
+        """Create a group on slots, or raise ColocateError if a slot has no room. No worker is started."""
         with self.lock:
             self.check()
             if self.reservation is None:
@@ -152,9 +153,9 @@ class Slots(Owned):
     def place(
         self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
     ) -> WorkerGroup:
-        """Place a group on slots with room; nothing is started."""
+        """Create a group on slots that have room. No worker is started."""
         with self.lock:
-            self.check()  # Another driver may have taken the pool: its close finds all groups that were placed here.
+            self.check()  # If another driver has taken the pool, the pool is closed here.
             with self.connection.naming:
                 name = self.connection.group_name(name)
                 places = [self.places[index] for index in indices]
@@ -168,22 +169,16 @@ class Slots(Owned):
             return worker_group
 
     def places_for(self, worker_group: WorkerGroup) -> list[Place]:
-        """Return places for a group's slots, with replacements for lost ones; update `indices` if the group shrinks.
+        """Return places for a group's slots, with replacements for lost slots; set `indices` if the group shrinks.
 
         Replacements are spares, or new reservations: for the lost slots, or for the whole pool if the executor can't
         replace slots. Of several groups with the same lost slots, the first one replaces them for all. A request
         that doesn't fit, now or on the present machines, is retried until `regrow_timeout`: machines may come. So is
         a cluster that doesn't answer, unless the cluster is this driver's own or the driver's process in the cluster
         has ended.
-
-        Where the group may have fewer, set which it has (`indices`).
-
-        These are spares, or are reserved: in their place, or all of the pool's anew where an executor can't do that. Of
-        groups that have lost the same slots the first does so, and the others find them. What doesn't fit, or can never
-        fit into the machines that are left, is waited for: others may come. So is a cluster that doesn't answer, unless
-        it is this driver's own or the process that was in it has ended.
         """
-        newly = any(map(self._is_lost, worker_group.indices))  # Slots that were lost before aren't waited for again.
+        # Only newly lost slots are waited for, not slots that the group has already restarted without.
+        newly = any(map(self._is_lost, worker_group.indices))
         missing: ColocateError | None
         while True:
             with self._renewing:
@@ -211,34 +206,34 @@ class Slots(Owned):
             worker_group.refuse_closed()
 
     def regrow(self, worker_group: WorkerGroup) -> int:
-        """Return the number of slots that a restart now would give a group."""
+        """Return the number of slots that a group would have after a restart now."""
         executor = self.connection.services.executor
         with self._renewing:
             missing = self.request.slots - len(self.places)
             if not missing:
                 self._renew(worker_group)
                 return len([index for index in worker_group.whole if not self._is_lost(index)])
-            with contextlib.suppress(PlacementError):  # All slots are reserved again if there are as many.
+            with contextlib.suppress(PlacementError):  # A trial reservation shows whether the slots are available.
                 request = attrs.evolve(self.request, slots=missing, timeout=REPLACED_EVERY_S)
                 executor.release(executor.reserve(request))
                 return self.request.slots
             return len(self.places)
 
     def _is_lost(self, index: int) -> bool:
-        """Whether a slot isn't reserved, or no worker can be launched there any more."""
+        """Return whether a slot isn't reserved, or no worker can be launched there any more."""
         if self.reservation is None or index >= len(self.places):
             return True
         return self.connection.services.executor.lost(self.places[index])
 
     @property
     def is_replacing(self) -> bool:
-        """Whether lost slots are being replaced: by the restart of a group, or as spares."""
+        """Whether lost slots of a restarting group, or lost spares, are being replaced."""
         restarting = chain.from_iterable(group.whole for group in self.worker_groups if group.life.recovers)
         lost = self.connection.services.executor.lost
         return any(map(self._is_lost, restarting)) or (self._spares_thread is not None and any(map(lost, self.spares)))
 
     def _goes_on_with_fewer(self) -> bool:
-        """Whether a smaller group can go on; without a reservation, reserve as many slots as possible first."""
+        """Return whether a smaller group can restart. If nothing is reserved, reserve as many slots as possible."""
         most = self.request.slots - 1
         for slots in range(most, self.least - 1, -1) if self.reservation is None else ():
             with contextlib.suppress(_Refused), _refused():
@@ -249,8 +244,8 @@ class Slots(Owned):
         return self.least <= self.request.slots - lost <= most
 
     def _renew(self, worker_group: WorkerGroup) -> PlacementError | None:
-        """Replace a group's lost slots, if any; return the executor's refusal, or None."""
-        # An earlier attempt has released all slots, or has reserved fewer.
+        """Replace a group's lost slots, if any. Return the executor's error if it refuses new slots, else None."""
+        # True if an earlier attempt has released all slots, or has reserved only some.
         given_back = self.reservation is None or len(self.places) < self.request.slots
         lost = [index for index in worker_group.whole if given_back or self._is_lost(index)]
         for other_group in self.worker_groups:
@@ -276,10 +271,10 @@ class Slots(Owned):
         return None
 
     def _take_spare(self, index: int, avoided: Collection[str] = ()) -> bool:
-        """Swap a slot with a spare; return whether there was one."""
+        """Swap a slot with a usable spare; return False if there is no such spare."""
         lost, node = self.connection.services.executor.lost, self.places[index].node
 
-        def worse(spare: Place) -> tuple[bool, bool]:  # a spare beside a lost slot may be lost next
+        def worse(spare: Place) -> tuple[bool, bool]:  # A spare on a lost slot's node may be lost next.
             return spare.node == node, self._deaths[spare.node] >= AVOIDED_AFTER_DEATHS
 
         for position, spare in sorted(enumerate(self.spares), key=lambda each: worse(each[1])):
@@ -291,7 +286,7 @@ class Slots(Owned):
         return False
 
     def _avoid(self, worker_group: WorkerGroup) -> None:
-        """Move a group's slots to spares on other nodes, away from nodes with repeated deaths of workers."""
+        """Move a group's slots away from nodes where workers died repeatedly, to spares on other nodes."""
         avoided = [node for node, deaths in self._deaths.items() if deaths >= AVOIDED_AFTER_DEATHS]
         for index in worker_group.whole if avoided and self.spares else ():
             alone = all(group is worker_group or not group.live() for group in self.taken.get(index, ()))
@@ -310,7 +305,7 @@ class Slots(Owned):
         return f"workers of pool {self.name!r} have died {deaths} times on node {node}{then}"
 
     def _replace(self, lost: Sequence[Place], within_s: float = REPLACED_EVERY_S) -> bool:
-        """Replace lost slots by the executor's `replace`; return False if unsupported.
+        """Replace lost slots by the executor's `replace`; return False if the executor can't replace slots.
 
         Raises:
             _Refused: There are no slots now.
@@ -330,7 +325,7 @@ class Slots(Owned):
         return True
 
     def _give_up_slots(self, worker_group: WorkerGroup, gone: str) -> None:
-        """Release all slots, some of which are lost, unless other groups live on the rest."""
+        """Release all slots of a pool that has lost some, or raise PlacementError if other groups still use slots."""
         with self.lock:
             self.check()
             other_names = {group.name for group in self.worker_groups if group is not worker_group and group.live()}
@@ -344,7 +339,7 @@ class Slots(Owned):
             self.connection.services.executor.release(reservation)
 
     def _reserve_anew(self) -> None:
-        """Reserve all slots again, without the spares if necessary.
+        """Reserve all slots of the pool again, without spares if necessary.
 
         Raises:
             _Refused: There are no slots now.
@@ -360,7 +355,6 @@ class Slots(Owned):
                     raise
 
     def _keep_spares(self) -> None:
-        """Replace lost spares until the pool is closed. On a thread of its own."""
         lost, last_text = self.connection.services.executor.lost, ""
         while not self._closing.wait(LOOKS_FOR_SLOTS_EVERY_S):
             try:
@@ -370,7 +364,7 @@ class Slots(Owned):
                     missing = [place for place in self.spares if lost(place)]
                     if missing and self.reservation is not None and not self._replace(missing, SPARED_EVERY_S):
                         return
-            except ColocateError as error:  # the cluster doesn't answer, say
+            except ColocateError as error:  # The cluster may not answer, for example.
                 text = f"pool {self.name!r} has no spare in the place of a lost one: {message_of(error)}"
                 if not self._closing.is_set() and text != last_text:
                     self.connection.services.printer.soon(partial(_log.warning, text))
@@ -378,7 +372,7 @@ class Slots(Owned):
                 self._closing.wait(SLOW_EVERY_S)
 
     def unreserved(self, what: str = "") -> ColocateError:
-        """Return the error for a use without reserved slots, `what` included. The lock is held."""
+        """Return the error for a use of a pool without reserved slots, with `what` in the text. Call under the lock."""
         if any(worker_group.life.recovers for worker_group in self.worker_groups):
             then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
         else:
@@ -399,7 +393,7 @@ class Slots(Owned):
         self.changed()
 
     def beside(self, worker_group: WorkerGroup, slot: int) -> list[Worker]:
-        """Return the workers of other groups on a slot of a group."""
+        """Return the workers that other groups run on a group's slot."""
         index = worker_group.indices[slot]
         groups = [group for group in self.taken.get(index, ()) if group is not worker_group and index in group.indices]
         return [group.workforce.workers[group.indices.index(index)] for group in groups]
@@ -407,24 +401,26 @@ class Slots(Owned):
     # -- from driver to driver
 
     def goes_on(self, worker_group: WorkerGroup) -> bool:
-        """Whether a group survives this driver."""
+        """Return whether a group stays alive after the end of this driver."""
         return self.attachment is not None and not self.attachment.own and worker_group.name in self.attachment.groups
 
     def changed(self) -> None:
-        """Update the record for later drivers: the groups have changed."""
+        """Update a detached pool's record for later drivers after a change of the groups."""
         if self.attachment is not None:
             self.attachment.changed()
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
         if not self.take_closing(by, force):
             return
-        with self.lock:  # a concurrent spawn or reservation has finished: its group is a child, its slots are held
+        # Wait for a concurrent spawn or reservation, so that the new group or slots are released here, too.
+        with self.lock:
             self._closing.set()
         errors: list[BaseException] = []
         try:
             errors += self.close_children(grace)
         finally:
-            renewed = self._renewing.acquire(timeout=RESTART_ENDS_WITHIN_S)  # a replacement is then stored
+            # Wait for a replacement of slots in progress, so that the new slots are released, too.
+            renewed = self._renewing.acquire(timeout=RESTART_ENDS_WITHIN_S)
             try:
                 if self.reservation is not None:
                     self._give_back(self.reservation)
@@ -440,7 +436,7 @@ class Slots(Owned):
         raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
 
     def give_up(self, by: str) -> None:
-        """Close the pool at once, after an interruption of the maker. An attached pool lives on."""
+        """Close the pool at once, because the user interrupted its creation. An attached pool stays alive."""
         if self.attachment is not None:
             self.attachment.own = False
         elif self.reservation is None:
@@ -451,5 +447,5 @@ class Slots(Owned):
         executor: Any = self.connection.services.executor
         if self.attachment is None or (self.attachment.own and executor.retain(reservation)):
             executor.release(reservation)
-        else:  # borrowed, or taken by another driver during this close
+        else:  # The pool is borrowed, or another driver has taken it during this close.
             executor.let_go(reservation)

@@ -21,11 +21,11 @@ from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Workforce
 
 _log = logging.getLogger("colocate")
-_NAMED = 8  # limit of listed workers
+_NAMED = 8  # A report lists up to 8 workers by number.
 
 
 class SlowCalls:
-    """Checks each group's oldest call or start at intervals; warns once of each, with the late ranks' stacks."""
+    """A timer that warns of slow calls, constructors and starts of all groups, with the stacks of the late ranks."""
 
     def __init__(self, services: Services, worker_groups: Mapping[str, WorkerGroup]) -> None:
         self._services = services
@@ -84,7 +84,7 @@ class SlowCalls:
 
 @attrs.define(eq=False)
 class SlowStart:
-    """Progress of one start of a group's workers: imports and large models take long.
+    """The progress of one start of a group's workers, for reports of slow steps such as imports.
 
     Attributes:
         steps: Each slot's current step, and the time of its begin.
@@ -97,7 +97,7 @@ class SlowStart:
     said: tuple[set[str], float] = (set(), 0.0)
 
     def look(self) -> None:
-        """Ask the slots that aren't ready for their steps; report new steps, or the same after twice the time."""
+        """Ask starting workers for the current steps; report new steps, or unchanged steps after twice the time."""
         slots = self.workforce.starting(STARTING_S)
         heard = [slot for slot in slots if self.workforce.workers[slot].hello is not None]
         if slots:

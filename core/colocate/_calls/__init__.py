@@ -1,1 +1,1 @@
-"""The order of calls, holds, deadlines and residents, in the driver."""
+"""The driver's side of calls: order, holds, deadlines and residents."""

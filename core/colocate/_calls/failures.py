@@ -1,4 +1,4 @@
-"""Errors for users, from failures in workers: the texts of the error table."""
+"""Build the errors that users get for failures in workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def _names(*kinds: type[ColocateError]) -> set[str]:
-    """Return qualified names, as workers report types."""
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
 
@@ -46,7 +45,7 @@ def failure_error(
         and kind in _OWN_WORDS
         and isinstance(role_exception := original(link, body, kind, text), ColocateError)
     ):
-        # Arguments that don't fit, a value written into, a result that can't be sent: colocate's own text is the error.
+        # Colocate raised this error, for example about bad arguments, so that the error's own text stays.
         caller_error = copy.copy(role_exception)
         caller_error.group, caller_error.role, caller_error.method, caller_error.rank = (
             link.name,
@@ -67,7 +66,7 @@ def failure_error(
     if role is None:
         where = call.label if call.method != "__init__" else "what comes before the constructors of the roles"
     states = _states(call, slot) if call.method != "__init__" and row is None else ""
-    follows = kind in _CONSEQUENCES  # the role hasn't raised this error, which only reports an interruption
+    follows = kind in _CONSEQUENCES  # The role hasn't raised this error, which reports an interruption.
     how = "was given up" if follows else f"raised {kind}"
     if failure.unmade is not None:
         how, text = "could not begin", f"{failure.unmade} can't be rebuilt there: {kind}: {text}"
@@ -84,13 +83,13 @@ def failure_error(
         row=row,
     )
     error._follows = follows
-    if not follows:  # Unpickled later: this thread reads all connections, and mustn't run users' code.
+    if not follows:  # Unpickled later, because this thread reads all connections and mustn't run users' code.
         error._unpickle = lambda: original(link, body, kind, text)
     return error
 
 
 def never_sent(call: PendingCall, error: BaseException) -> BaseException:
-    """Return the error of a call that was never sent; an interruption isn't the call's own error."""
+    """Return the error of a call that was never sent. An interruption such as Ctrl-C becomes a `ColocateError`."""
     if isinstance(error, Exception):
         return error
     return ColocateError(f"{call.label} was never sent: it was interrupted by {error_text(error)}", method=call.method)
@@ -100,7 +99,7 @@ def original(link: WorkerGroup, body: Any, kind: str, text: str) -> BaseExceptio
     if body is not None:
         try:
             value = link.unpack(body)
-        except BaseException as fault:  # unpickling runs code of users' classes
+        except BaseException as fault:  # Unpickling runs code of users' classes, which may raise.
             return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {error_text(fault)})")
         if isinstance(value, BaseException):
             return value
@@ -121,7 +120,7 @@ def _states(call: PendingCall, failed: int) -> str:
 
 
 def later_error(error: ColocateError, root: ColocateError | None, follows: bool) -> ColocateError:
-    """Return the error of a later call that failed on a rank, having begun before the first failure was known.
+    """Return the error of a failed call that had begun before an earlier call's failure was known.
 
     Args:
         error: The later call's own error.
@@ -160,7 +159,7 @@ def timeout_error(link: WorkerGroup, call: PendingCall, timeout: float, stacks: 
 def hung_error(
     link: WorkerGroup, slot: int, phase: tuple[str, float] | None, cause: ColocateError | None, stack: str
 ) -> ColocateError:
-    """Return the error of a group with a rank that didn't stop after a failed call, or hangs in a phase of the hold."""
+    """Return a group's error about a rank that didn't stop after a failed call, or hangs in a phase of the hold."""
     duration = f"{link.grace:g} s" if phase is None else f"{phase[1]:g} s from {phase[0]}"
     error = RoleError(
         f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {duration} "

@@ -1,4 +1,4 @@
-"""The users' handles of residents: results of `.keep`, and placeholders (`.ref`) in calls."""
+"""Handles of residents for users: the results of `.keep`, and the placeholders (`.ref`) for arguments."""
 
 from __future__ import annotations
 
@@ -34,13 +34,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 @attrs.frozen(eq=False)
 class Consumer:
-    """The role that uses a resident, for questions about partitions.
+    """A role that uses residents, with the facts for comparing partitions.
 
     `finds_own` caches answers for residents of the role's group, which are used again in each step: whether each
     rank has its part in its own worker, by origin and split.
-
-    `finds_own` is what it has been asked before of residents of its group, which are used again in each step: whether
-    each rank has its part in its own worker, by what made them and how they are taken apart.
     """
 
     group: str
@@ -50,13 +47,13 @@ class Consumer:
 
 
 class Reference(OnDriver, Deferred):
-    """A resident in a call's arguments. Typed as its value; at run time a placeholder without other uses."""
+    """A placeholder for a resident in a call's arguments. Type checkers see the value's type. Other uses fail."""
 
     __slots__ = ("_consumer", "_handle", "_kept", "_lent", "_residents")
     _instead = INSTEAD_OF_RESIDENT
 
     def __init__(self, handle: KeptResident[Any], consumer: Consumer | None = None) -> None:
-        self._handle = handle  # The value lives as long as a reference exists.
+        self._handle = handle  # This reference keeps the value alive.
         self._residents = handle._residents
         self._kept = handle._kept
         self._consumer = consumer
@@ -73,12 +70,12 @@ class Reference(OnDriver, Deferred):
         self._lent = None
 
     def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
-        """Wait for the call that makes the value; return the rows of each part."""
+        """Wait for the call that makes the value; return the number of rows of each part."""
         record = self._kept
         self._residents.made(record, FOREVER_S)
         if isinstance(record.source.collect, Concat):
             sizes = record.sizes()
-        else:  # the value isn't a sequence of parts: count the whole value
+        else:  # The value isn't a sequence of parts, so fetch the whole value and count.
             sizes = [batch.rows(self._residents.fetch(record), f"the resident of {record.source.label}")]
         return even_sizes(sum(sizes), count, of) if self.own(axis, mesh, count) is None else sizes
 
@@ -89,14 +86,14 @@ class Reference(OnDriver, Deferred):
     def own(
         self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Partition | None = None
     ) -> Any | None:
-        """Return a placeholder for all parts if each rank finds its part, with exactly these rows, locally."""
+        """Return a placeholder for all parts if each rank has the right rows locally; otherwise None."""
         if not self._finds_own(axis, mesh, count) or partition != self.partition:
             return None
         return Own(self._kept.source, count, of)
 
     @property
     def partition(self) -> Partition | None:
-        """The row indices of each part, if split by cost and concatenated; otherwise None."""
+        """The row indices of each part, if the rows were distributed by cost and are concatenated; otherwise None."""
         source = self._kept.source
         if source.partition is None or not isinstance(source.collect, Concat):
             return None
@@ -115,7 +112,7 @@ class Reference(OnDriver, Deferred):
         return Part(self._kept.source, index, count, padding == "even", beside, of)
 
     def items(self, count: int, parameter: str) -> Sequence[Any]:
-        """Return a placeholder for each item; check the number of items now for a list of the ranks' results."""
+        """Return a placeholder for each item. For a list of the ranks' results, the number of items is checked now."""
         source = self._kept.source
         if type(source.collect) is Gather:
             check_items(parameter, list(source.holders), count)
@@ -132,7 +129,7 @@ class Reference(OnDriver, Deferred):
         return self._residents.fetch(self._kept)
 
     def _finds_own(self, axis: str, mesh: str | None, count: int) -> bool:
-        """Whether each rank of the consumer finds its part locally: same slots, same partition."""
+        """Return whether each rank of the consumer has the right part locally: same slots, same partition."""
         origin, consumer = self._kept.source.origin, self._consumer
         if consumer is None or origin.group != consumer.group or origin.ranks.targets is not None:
             return False
@@ -156,8 +153,8 @@ class Reference(OnDriver, Deferred):
     __iter__ = __len__ = __getitem__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _no_use
     __rsub__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _no_use
     __float__ = __int__ = __index__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __setitem__ = _no_use
-    __call__ = __array__ = __array_ufunc__ = _no_use  # NumPy would make an array of one object
-    __eq__ = __ne__ = _no_use  # `ref == value` would silently be False
+    __call__ = __array__ = __array_ufunc__ = _no_use  # Otherwise NumPy would make an array of one object.
+    __eq__ = __ne__ = _no_use  # Otherwise `ref == value` would silently be False.
     __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -177,11 +174,11 @@ class Reference(OnDriver, Deferred):
 
 
 class KeptResident(Resident[T_co]):
-    """The handle of a kept result. Dropping the handle ends the lease; the next message tells the group's workers."""
+    """The handle of a kept result. After the handle is dropped, the next message to the workers frees the value."""
 
     def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
         self._residents = residents
-        self._hold: Pin | None = Pin()  # None after `free`
+        self._hold: Pin | None = Pin()  # None after `free`, which drops the pin.
         ending = weakref.ref(self._hold, lambda _: residents.ended.append(source.key))
         self._kept = Kept(source, call, weakref.ref(self), ending)
 
@@ -205,7 +202,7 @@ class KeptResident(Resident[T_co]):
 
     @property
     def ref(self) -> T_co:
-        """Placeholder for the value as an argument; keeps the value alive, as the handle does."""
+        """A placeholder for the value as an argument, which keeps the value alive like the handle."""
         return cast("T_co", Reference(self))
 
     @property
@@ -227,7 +224,7 @@ class KeptResident(Resident[T_co]):
         return value
 
     def free(self) -> None:
-        """Free the value. Calls that use it already still get it."""
+        """Free the value. Calls that already use the value still get the value."""
         link = self._residents.link
         if link.forked:
             link.check()

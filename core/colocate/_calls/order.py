@@ -1,26 +1,14 @@
-"""Order and holds, the driver's half: one total order of a group's calls, and the barrier after a failure.
+"""Keep one total order of a group's calls, and hold all ranks at a barrier after a failure. This is the driver's side.
 
-After a failure no rank begins the failed call or a later one until all ranks have stopped (see
-`worker/lane_order.py` for their half). Then the failed call is withdrawn from the ranks that hadn't begun it, and so
-is any later call that failed on a rank; all other calls go on. A rank that doesn't stop within the grace period
-fails the group.
+After a failure no rank begins the failed call or a later one until all ranks have stopped (see `worker/lane_order.py`
+for the workers' side). Then the failed call is withdrawn from the ranks that hadn't begun it, and so is any later call
+that failed on a rank. All other calls continue. A rank that doesn't stop within the grace period fails the group.
 
 A call that no rank has begun can be cancelled: each rank is asked to pause it, and answers whether it hadn't begun.
-If none had, all ranks drop the call; if one had, or doesn't answer, the call goes on with `ctx.cancelled` set.
+If none had, all ranks drop the call. If one had, or doesn't answer, the call continues with `ctx.cancelled` set.
 
 Calls of a background role have an order and holds of their own. Numbers belong to the group: a call that concerns
 all roles has its place in each order by its number.
-
-After a failure no rank takes up the failed call or a later one until all are back (see `worker/lane_order.py` for their
-half). Then the failed call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a
-rank which had begun it; everything else goes on. A rank that doesn't come back within the grace period fails the group.
-
-A call that no rank has begun can be cancelled: each rank is asked to hold it up, and says whether it hadn't begun it.
-If none had, all are told to drop it; if one had, or one doesn't answer, all go on, and the call is told that nobody
-waits for it (`ctx.cancelled`).
-
-Calls of a background role have an order of their own, and holds of their own. Numbers are those of the group: a call
-that concerns all roles has its place in each order by its number.
 """
 
 from __future__ import annotations
@@ -61,12 +49,12 @@ if TYPE_CHECKING:
 NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
 """Placeholder for a rank's stack, if neither the rank nor its machine answers."""
 HAS_LEFT = "running nothing; its lane has ended"
-"""Placeholder for the stack of a rank that has left, or is about to, by its worker's report."""
+"""Placeholder for the stack of a rank that runs no more role code, according to the worker's report."""
 
 
 @attrs.define(eq=False)
 class Hold:
-    """A hold in progress.
+    """A hold in progress, the barrier at which all ranks stop after a failure.
 
     Attributes:
         number: The hold's number in ranks' answers; `lane` is the background role, "" for the main lane.
@@ -84,11 +72,11 @@ class Hold:
     withdrawn: set[int] = attrs.field(factory=set)
     root: ColocateError | None = None
     suspected: tuple[PendingCall, ColocateError] | None = None
-    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # True for a consequence
+    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # The flag marks a consequence.
     timer: Timer | None = None
-    armed: float = 0.0  # time of the timer's start
-    failures: list[PendingCall] = attrs.field(factory=list)  # calls that don't go on after the hold
-    patient: bool = False  # whether a better cause may come from a rank that is alive
+    armed: float = 0.0  # Time of the timer's start, in seconds of time.time().
+    failures: list[PendingCall] = attrs.field(factory=list)  # Failed calls, which don't continue after the hold.
+    patient: bool = False  # Whether a better cause may arrive from a rank that still runs.
     parts: dict[str, Any] = attrs.field(factory=dict)
     back: dict[int, from_worker.Held] = attrs.field(factory=dict)
     phase: tuple[str, float] | None = None
@@ -97,13 +85,13 @@ class Hold:
         return self.root or (self.suspected[1] if self.suspected is not None else None)
 
     def ended(self) -> Sequence[PendingCall]:
-        """Return the calls that don't go on after the hold."""
+        """Return the calls that don't continue after the hold."""
         return (*self.failures, *(call for call, _, _ in self.later), *(self.suspected or ())[:1])
 
 
 @attrs.frozen
 class Stacks:
-    """The stacks of ranks at one time.
+    """The stacks of several ranks at one time.
 
     Attributes:
         told: Answers by slot.
@@ -114,12 +102,12 @@ class Stacks:
     seen: dict[int, str] = attrs.field(factory=dict)
 
     def of(self, slot: int) -> str:
-        """Return a rank's stack, or the placeholder."""
+        """Return a rank's stack, or a placeholder for an unknown stack."""
         return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
 
 
 class CallOrder:
-    """The calls of one group. All methods may be called from any thread.
+    """The order of one group's calls. All methods may be called from any thread.
 
     Attributes:
         lock: Lock for all changes of calls.
@@ -134,15 +122,15 @@ class CallOrder:
         self._timers = link.services.timers
         self.stacks = StackQuestions(link, self.lock)
         self._withdrawals: Requests[int, bool] = Requests(link.base)
-        self._last_seq = link.base  # 0 is the construction of the roles
-        self._resumed: dict[str, int] = {}  # by lane
-        self._holds: dict[str, Hold] = {}  # likewise
-        self._ended: dict[tuple[str, int], float] = {}  # by lane and slot: end of the last reported call
+        self._last_seq = link.base  # Number 0 belongs to the construction of the roles.
+        self._resumed: dict[str, int] = {}  # Number of the last finished hold, by lane.
+        self._holds: dict[str, Hold] = {}  # The hold in progress, by lane.
+        self._ended: dict[tuple[str, int], float] = {}  # End of the last reported call, by lane and slot.
 
     def renew(self) -> None:
-        """Reset for new workers, after `fail_all`. The lock is held."""
-        self._resumed.clear()  # New lanes count from the beginning.
-        self._forget_holds()  # The holds belong to a generation that is gone.
+        """Reset the state for new workers, after `fail_all`. The lock is held."""
+        self._resumed.clear()  # The lanes of new workers count holds from the beginning again.
+        self._forget_holds()  # The holds belong to the previous generation of workers.
         self.stacks.renew()
 
     # -- submission
@@ -160,7 +148,7 @@ class CallOrder:
         return call.seq
 
     def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
-        """Fail a call that couldn't be sent to all ranks, but perhaps to some (`sent`). The lock is held."""
+        """Fail a call that couldn't be sent to all ranks. If `sent`, some ranks may have the call. The lock is held."""
         if sent and call.lane not in self._holds:
             self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
         if (hold := self._holds.get(call.lane)) is not None:
@@ -177,7 +165,7 @@ class CallOrder:
                 call._fail(error)
 
     def cancel(self, call: PendingCall) -> bool:
-        """Withdraw a call, unless a rank has begun it; return whether it was withdrawn.
+        """Withdraw a call that no rank has begun; return whether the call was withdrawn.
 
         Waits for each rank's receiving thread, not for the lane, which may be busy.
         """
@@ -191,7 +179,7 @@ class CallOrder:
         try:
             self.link.send(slots, to_worker.Withdraw(request.token, call.seq, call.lane))
             request.wait(WITHDRAWN_WITHIN_S)
-        finally:  # After an interruption, too: ranks wait for the decision.
+        finally:  # This also runs after an interruption, because ranks wait for the decision.
             self._withdrawals.drop(request)
             with self.lock:
                 can = request.error is None and not request.owing and all(request.answers.values())
@@ -202,7 +190,7 @@ class CallOrder:
         return is_dropped
 
     def watch(self, call: PendingCall, timeout: float) -> None:
-        """Give up on a call after `timeout` seconds."""
+        """Start a timer that fails a call after `timeout` seconds."""
         with self.lock:
             if not call.done() and call.timer is None:
                 call.timer = self._timers.after(timeout, partial(self.late, weakref.ref(call), timeout))
@@ -211,11 +199,11 @@ class CallOrder:
 
     def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
         """Record a rank's result of a call."""
-        with self.lock.lock:  # A plain lock: this runs on our own thread, thousands of times a second.
+        with self.lock.lock:  # A plain lock is enough on our own thread, and faster.
             call = self.pending.get(done.seq)
             if done.parts:
                 self._tell_ended(slot, done.seq, done.parts)
-            if call is None:  # the call has failed elsewhere already
+            if call is None:  # The call has already failed elsewhere.
                 return
             index = call.index_of(slot)
             call.bodies[index] = done.size if body is None else body
@@ -226,7 +214,7 @@ class CallOrder:
                 call.taken = {**call.taken, index: done.taken}
             call.remaining -= 1
             if call.remaining == 0:
-                # A used resident was given up, although the ranks had the value: the call counts as failed.
+                # The call counts as failed, because a used resident's call has failed meanwhile.
                 poison = call.poison() if call.uses else None
                 self._end(call, poison)
                 if poison is None:
@@ -235,14 +223,14 @@ class CallOrder:
                     call._fail(poison)
 
     def failed(self, slot: int, failed: from_worker.Failed, body: Any) -> None:
-        """Record a rank's error of a call; the rank has stopped."""
+        """Record that a call has failed on a rank, and that the rank has stopped."""
         with self.lock:
             seq, failure = failed.seq, failed.failure
             call = self.pending.get(seq)
             hold = self._holds.get(failed.lane)
             if failure.secondary and self.link.closed_by is not None:
-                return  # The group's end has broken the call's wait, and all callers are told of the end.
-            if hold is None:  # Another rank may have failed first: then the caller has the error already.
+                return  # The group's end has interrupted the call's wait, and is reported to all callers.
+            if hold is None:  # If there is a hold already, another rank has failed first.
                 hold = self._begin_hold(seq, known=slot, lane=failed.lane)
             self.link.halted(hold, slot, failed.parts, False)
             self._tell_ended(slot, seq, failed.parts)
@@ -256,12 +244,12 @@ class CallOrder:
                 call.taken = {**call.taken, index: failed.taken}
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
-            if seq > hold.failed and seq not in hold.withdrawn:  # sent once, after the first rank's failure
+            if seq > hold.failed and seq not in hold.withdrawn:  # This is sent once, after the first rank's failure.
                 self.link.send(self.link.live(), to_worker.Unwanted(seq))
             hold.withdrawn.add(seq)
             self._lower(hold, seq)
             if failure.secondary and hold.root is None and poison is None:
-                # A lost connection or resident is a consequence: the cause is coming, as a failure or as a death.
+                # A lost connection or resident is a consequence, and a report of the cause is still to come.
                 hold.patient = hold.patient or failure.type in CAUSE_MAY_COME_LATE
                 self._suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
@@ -270,7 +258,7 @@ class CallOrder:
                 self._tell_root(hold, call, error)
 
     def can_withdraw(self, slot: int, answer: from_worker.CanWithdraw) -> None:
-        """Record a rank's vote on the withdrawal of a call; one refusal decides."""
+        """Record a rank's vote on the withdrawal of a call. One refusal ends the vote."""
         request = self._withdrawals.answered(answer.token, slot, answer.can)
         if request is not None and not answer.can:
             self._withdrawals.drop(request)
@@ -297,7 +285,7 @@ class CallOrder:
                 self._resume(hold)
 
     def begin_phase(self, hold: Hold, what: str, within_s: float) -> None:
-        """Start a phase: all stopped ranks do some work and wait for each other again. The lock is held.
+        """Start a phase of a hold, in which all stopped ranks do some work and wait again. The lock is held.
 
         `phase_over` follows for each rank.
 
@@ -314,7 +302,7 @@ class CallOrder:
     def phase_over(
         self, slot: int, number: int, error: Callable[[ColocateError | None], ColocateError] | None = None
     ) -> None:
-        """Record that a rank has finished a phase of the main lane's hold, or fail the group.
+        """Record that a rank has finished a phase of the main lane's hold. With `error`, fail the group instead.
 
         Args:
             slot: The rank's slot.
@@ -332,7 +320,7 @@ class CallOrder:
                 self._resume(hold)
 
     def gone(self, slot: int) -> None:
-        """Record a rank's exit: nobody waits for the rank any more."""
+        """Record a rank's exit, so that no hold or vote waits for the rank any more."""
         self._withdrawals.gone(slot, ColocateError(f"worker {slot} has ended"))
         with self.lock:
             for hold in self._holds.values():
@@ -375,12 +363,11 @@ class CallOrder:
         hold.withdrawn.add(failed)
         self._holds[lane] = hold
         self._arm(hold, self.link.grace)
-        # Also sent to the failed rank, which has stopped already: another async call there may wait for peers.
+        # The failed rank gets the hold, too, because another async call there may wait for peers.
         self.link.send(live, to_worker.Hold(hold.number, failed, cut, lane))
         return hold
 
     def _lower(self, hold: Hold, seq: int) -> None:
-        """Extend the hold to an earlier call: nobody waits for any call from this one on."""
         if seq < hold.failed:
             hold.failed = seq
             self.link.send(self.link.live(), to_worker.Hold(hold.number, seq, False, hold.lane))
@@ -410,7 +397,7 @@ class CallOrder:
             self._settle_suspicion(hold)
 
     def _settle_suspicion(self, hold: Hold) -> None:
-        """Report the lost connection to the caller: no better cause has come.
+        """Report the suspected error to the caller, because no better cause has arrived.
 
         For a rank that has left, the cause is still coming: its supervisor reports the exit once all children are
         gone.
@@ -449,7 +436,7 @@ class CallOrder:
             if (stood := self.link.stood(hold.armed)) > 0.0:
                 self._arm(hold, stood)
                 return
-            # A rank in an earlier call is late with that call, and by default calls have no deadline.
+            # A rank that still runs an earlier call isn't stuck, because calls have no deadline by default.
             earlier = [call for seq, call in list(self.pending.items()) if seq < hold.failed]
             busy = {
                 slot for other in earlier if other.lane == hold.lane or other.is_for_all for slot in other.missing()
@@ -469,7 +456,7 @@ class CallOrder:
     # -- deadlines
 
     def late(self, ref: weakref.ref[PendingCall], timeout: float) -> None:
-        """Time out a call, unless settled, or never sent."""
+        """Fail a call that has exceeded the timeout, unless the call is settled or was never sent."""
         call = ref()
         if call is None or call.done() or call.seq < 0:
             return
@@ -487,31 +474,31 @@ class CallOrder:
                 self.break_off(call, timeout_error(self.link, call, timeout, by_slot))
 
     def break_off(self, call: PendingCall, error: ColocateError) -> None:
-        """Fail a call that may be running, and stop all ranks as after a failure: nobody waits for the call."""
+        """Fail a call that may be running, and stop all ranks as after a failure."""
         with self.lock:
             if call.done():
                 return
-            if call.seq < 0:  # not sent yet
+            if call.seq < 0:  # The call hasn't been sent yet.
                 self.drop(call, error)
                 return
             hold = self._holds.get(call.lane)
             if hold is None:
                 hold = self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
-            elif hold.phase is None:  # in a phase, no call runs, and the ranks' work mustn't be disturbed
+            elif hold.phase is None:  # In a phase no call runs, and the ranks' work mustn't be interrupted.
                 self._lower(hold, call.seq)
                 live = self.link.live()
                 self.link.send(live, to_worker.Unwanted(call.seq))
                 self.link.send(live, to_worker.Hold(hold.number, hold.failed, True, hold.lane))
             hold.withdrawn.add(call.seq)
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:
-                self._settle_suspicion(hold)  # a later call can't be the cause
+                self._settle_suspicion(hold)  # A later call can't be the cause of an earlier failure.
             self._tell_root(hold, call, error)
 
     def is_held(self, lane: str) -> bool:
         return lane in self._holds
 
     def still_running(self) -> set[int]:
-        """Return the slots that still run a call from their last stack report."""
+        """Return the slots that still run a call which was running at the last stack report."""
         with self.lock:
             missing = {seq: call.missing() for seq, call in list(self.pending.items())}
             return {slot for slot, ran in self.stacks.ran.items() if any(slot in missing.get(seq, ()) for seq in ran)}
@@ -522,7 +509,7 @@ class CallOrder:
             return {slot for call in list(self.pending.values()) for slot in call.missing()}
 
     def oldest(self, slot: int | None = None) -> list[PendingCall]:
-        """Return the oldest unfinished call of each lane, on a slot or on any: the calls that run there."""
+        """Return the oldest unfinished call of each lane, on the given slot or on any slot."""
         calls: dict[str, PendingCall] = {}
         for call in list(self.pending.values()):
             if call.lane not in calls and (slot is None or slot in call.missing()):
@@ -530,7 +517,6 @@ class CallOrder:
         return [*calls.values()]
 
     def _tell_ended(self, slot: int, seq: int, told: Mapping[str, Any]) -> None:
-        """Report the end of a call on a rank to features, also of a call that nobody waits for any more."""
         failed = chain.from_iterable(hold.failures for hold in self._holds.values())
         for call in filter(
             None, (self.pending.get(seq), *(failed_call for failed_call in failed if failed_call.seq == seq))
@@ -538,7 +524,7 @@ class CallOrder:
             self.link.ended(call, slot, told)
 
     def _note_running(self, lane: str, calls: Iterable[PendingCall], busy: set[int]) -> None:
-        """Record the ranks that still run each failed call, as far as known here, and the times of their begin.
+        """Record for each failed call the ranks that still run the call, and when each rank began.
 
         Args:
             lane: The lane of the calls.
@@ -547,11 +533,11 @@ class CallOrder:
         """
         pairs: list[tuple[PendingCall, int]] = []
         if (hold := self._holds.get(lane)) is not None:
-            busy |= set(self.link.live()) - hold.waiting  # These ranks have stopped, and run nothing.
+            busy |= set(self.link.live()) - hold.waiting  # These ranks have stopped, and run no call.
             pairs = [(other, index) for other in hold.failures for index, _ in other.left]
         for call in calls:
             slots = call.missing()
-            # Slots that still run an earlier failed call.
+            # These slots still run an earlier failed call.
             failed = {other.targets[index] for other, index in pairs if other.seq < call.seq}
             running = [slot for slot in slots if slot not in busy and slot not in failed]
             ended = [self._ended.get((lane, slot), 0.0) for slot in running]
@@ -561,7 +547,7 @@ class CallOrder:
             busy.update(slots)
 
     def _end(self, call: PendingCall, error: BaseException | None) -> None:
-        """Remove a call from the pending ones; the caller settles the call next, with this error, if any."""
+        """Remove a call from the pending calls. The caller settles the call next, with this error, if any."""
         self.pending.pop(call.seq, None)
         if self._holds and (hold := self._holds.get(call.lane)) is not None and call.seq in hold.withdrawn:
             hold.failures.append(call)
@@ -573,7 +559,7 @@ class CallOrder:
 
 
 class StackQuestions:
-    """Questions for stacks to the ranks of one group.
+    """The open requests for the stacks of one group's ranks.
 
     Attributes:
         ran: The calls that each rank ran at its last stack report.
@@ -585,7 +571,7 @@ class StackQuestions:
         self._requests: Requests[int, str] = Requests(link.base)
 
     def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
-        """Ask some ranks for their stacks; the answer comes on the timers' thread, in a bounded time."""
+        """Ask ranks for their stacks, and call `then` with the answers on the timers' thread, in a bounded time."""
         stacks = Stacks()
 
         def over() -> None:
@@ -609,7 +595,7 @@ class StackQuestions:
         self._requests.answered(answer.token, slot, answer.text)
 
     def renew(self) -> None:
-        """Reset for new workers. The lock is held."""
+        """Reset the state for new workers. The lock is held."""
         self._requests = Requests(self._link.base)
         self.ran.clear()
 

@@ -1,4 +1,4 @@
-"""Routes of large bodies to workers of other machines: once to each machine, and from one machine to the next."""
+"""Plan routes by which large bodies reach each other machine once, forwarded from one machine to the next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
-    """Return the workers on other machines, grouped by machine."""
     machines: dict[str, list[Worker]] = {}
     for worker in workers:
         if (lane := worker.host.lane) is not None and not lane.is_local:
@@ -21,9 +20,9 @@ def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
 
 
 def ways(workers: Iterable[Worker], key: int) -> tuple[Sequence[tuple[int, Passed]], Sequence[Worker]]:
-    """Return the route of a body to workers on other machines: the first machine gets the body from the driver.
+    """Return the route of a body that workers on other machines forward. The driver sends to the first machine only.
 
-    The first worker of each machine fetches from the machine before, and forwards to the other workers of the
+    The first worker of each machine fetches from the previous machine, and forwards to the other workers of the
     machine.
 
     Args:

@@ -1,4 +1,4 @@
-"""`PendingCall`: a call in progress, with the answers so far."""
+"""Define `PendingCall`, a call in progress with the answers so far."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
 
 
 class Unsent:
-    """Owner of calls that aren't sent yet; until then their residents are unusable."""
+    """The owner of calls that aren't sent yet. Residents of such calls are unusable until the calls are sent."""
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Raise if the waiting code itself must first send the call; not for calls that one of our threads sends."""
+        """Raise if the waiting code itself must send the call. Here a thread of the framework sends, so do nothing."""
 
 
 class PendingCall(Underway):
@@ -41,7 +41,7 @@ class PendingCall(Underway):
         moved: Time of the submission, or of the last progress.
         targets: The slots that run the call.
         ranks: The role's ranks on these slots.
-        bodies: The results, or the sizes of kept results; along `targets`, as `rows` is.
+        bodies: The results, or the sizes of kept results; in the order of `targets`, like `rows`.
         spans: Index, start and end of each rank that has answered.
         at: Code and line of the user's call, or a replacement for these.
         link: The group, once the call is about to be sent.
@@ -84,7 +84,7 @@ class PendingCall(Underway):
     def __init__(
         self, label: str, role: str, method: str, targets: Sequence[int], ranks: Sequence[int] | None = None
     ) -> None:
-        """Args: targets: Slots of the group. ranks: The role's ranks on these (default: 0, 1, ...)."""
+        """Args: targets: Slots of the group. ranks: The role's ranks on these slots (default: 0, 1, ...)."""
         super().__init__(label)
         # Set here, so that `CallOrder.enter` needn't allocate.
         self.seq = -1
@@ -101,13 +101,13 @@ class PendingCall(Underway):
 
     @property
     def line(self) -> tuple[str, int]:
-        """The user's file and line of the call."""
+        """The file and line of the user's call."""
         code, number = self.at
         return (code if isinstance(code, str) else shown(code), number)
 
     @property
     def called_at(self) -> str | None:
-        """The driver's line of the call, for errors; None for calls without one (a group's start, say)."""
+        """The file and line of the user's call, for errors; None for a call without a line, such as a group's start."""
         line = self.line
         return at(line) if line[0] else None
 
@@ -136,7 +136,7 @@ class PendingCall(Underway):
             self.refuse_in_vain(awaits)
 
     def refuse_in_vain(self, awaits: bool = False) -> None:
-        """Raise if this thread, or task, would wait for itself, as it holds an earlier call open."""
+        """Raise if this thread or task would wait for ever, because an earlier call is held open here."""
         for other, refuse in list(held_open.items()):
             refuse(other, self, awaits)
 
@@ -153,7 +153,7 @@ class PendingCall(Underway):
 
     def _given(self, handle: Call[Any]) -> None:
         self.handle = weakref.ref(handle)
-        if self.is_set:  # set first, before the other thread looks: one of the two sees both
+        if self.is_set:  # The handle is set first, so that this thread or the failing thread reports the failure.
             self._tell_failure()
 
     def _fail(self, error: BaseException) -> bool:
@@ -171,7 +171,7 @@ class PendingCall(Underway):
         if self.keep is not None or info is None or spec is None or link is None:
             return None
         results = [
-            None if body is None else result_of(link, self, slot, body)  # most results are None
+            None if body is None else result_of(link, self, slot, body)
             for slot, body in zip(self.targets, raw, strict=True)
         ]
         ranks = info.ranks
@@ -206,7 +206,7 @@ class PendingCall(Underway):
         return self.ranks[self.index_of(slot)]
 
     def poison(self) -> ColocateError | None:
-        """Return the failure of a used resident's call, if there is one: this is then the only cause to report."""
+        """Return the error of the failed call behind a used resident, if any. Only this error is then reported."""
         errors = (use._kept.call._error for use in self.uses)
         return next((error for error in errors if isinstance(error, ColocateError)), None)
 
@@ -217,7 +217,7 @@ class PendingCall(Underway):
 
 
 held_open: dict[PendingCall, Callable[[PendingCall, PendingCall, bool], None]] = {}
-"""Calls that only end when a user acts, each with a function that raises if that user waits for a later call."""
+"""Calls that only end when a user acts, each with a function that raises if this user waits for a later call."""
 
 
 def result_of(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any:
@@ -226,7 +226,7 @@ def result_of(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any
     Raises:
         SerializationError: The result can't be rebuilt here.
     """
-    if body is None:  # most results are None
+    if body is None:  # Most results are None.
         return None
     try:
         with rebuilding("it"):

@@ -1,4 +1,4 @@
-"""Records and hooks for observers."""
+"""Records and hook names for observers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class TransferRecord:
-    """A kept result, or some rows of one, that a call received from another worker.
+    """The transfer of a kept result, or of some rows, to a call on another worker.
 
     Attributes:
         rank: The receiving rank.
         group: Name of the group that made the result.
         role: Name of the role that made the result.
         method: Name of the method.
-        source: The rank of that role from whose worker it came; None for many ranks.
+        source: The rank of that role that sent the result; None for many ranks.
         nbytes: Number of bytes.
-        start: The earliest possible begin, in seconds of time.time() on the receiving worker: requested, and made.
+        start: The earliest possible begin, in seconds of time.time() on the receiving worker: the result was
+            requested, and made.
         end: Time of the arrival.
         lent: Bytes that went from GPU to GPU (CUDA IPC), and not by the host.
-        refusal: Why other bytes of the same machine didn't; "" if nothing prevented it.
+        refusal: Why other bytes from the same machine went by the host; "" if nothing prevented lending.
     """
 
     rank: int
@@ -71,7 +72,7 @@ OF_RUNS = (
 
 @attrs.frozen
 class CallRecord:
-    """One finished call.
+    """A record of one finished call.
 
     Attributes:
         group: Name of the group.
@@ -114,7 +115,7 @@ class CallRecord:
 
     @property
     def ran(self) -> tuple[tuple[int, float, float], ...]:
-        """The `spans`, and the `unfinished` ones up to the call's error."""
+        """The finished spans, and the unfinished spans up to the time of the call's error."""
         return (*self.spans, *((rank, since, self.finished) for rank, since in self.unfinished))
 
 
@@ -143,7 +144,7 @@ class FetchRecord:
 
 @attrs.frozen
 class MoveRecord:
-    """A sleep or a wake of a role's memory: by `group.sleep` and `group.wake`, or to take turns.
+    """A sleep or wake of a role's memory, by `group.sleep` and `group.wake`, or because roles take turns.
 
     Attributes:
         group: Name of the group.
@@ -208,14 +209,14 @@ class Ended(NamedTuple):
     raised: Sequence[int]
     left: Sequence[tuple[int, float]]
     submitted: float
-    failed: float | None  # time of the failure
+    failed: float | None  # Time of the failure, in seconds of time.time().
     kept: bool
     error: str | None
     ready: float
     sent: int
     received: int
     taken: Mapping[int, Sequence[Taken]]
-    makers: Mapping[int, tuple[str, str, str]]  # group, role and method of the used residents, by key
+    makers: Mapping[int, tuple[str, str, str]]  # Group, role and method of each used resident, by key.
 
     def record(self) -> CallRecord:
         spans = tuple(sorted([(self.ranks[index], start, end) for index, start, end in self.answers]))
@@ -254,7 +255,7 @@ class Ended(NamedTuple):
 
 
 def check_observer(observer: object, where: str) -> None:
-    """Raise unless an object is a valid observer.
+    """Raise an error unless an object is a valid observer.
 
     Args:
         observer: The object.
@@ -278,13 +279,13 @@ def check_observer(observer: object, where: str) -> None:
 
 
 class Observers(list[Any]):
-    """The registered observers: `append` and `remove` them. Events cost nothing without observers."""
+    """The list of registered observers, changed by `append` and `remove`. Without observers, events cost nothing."""
 
     def tell_call(self, call: Ended) -> None:
         self.tell(CALL_FINISHED, call.record())
 
     def tell(self, hook: str, *args: Any) -> None:
-        """Call a hook of all observers with this hook. Errors are raised after the last one."""
+        """Call a hook of all observers that have this hook. Errors are raised after the last observer."""
         errors: list[BaseException] = []
         for plugin in list(self):
             function = getattr(plugin, hook, None)

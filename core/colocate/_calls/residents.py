@@ -1,4 +1,4 @@
-"""Residents, the driver's half: kept, lent to calls, released with the last reference, and fetched.
+"""Manage residents on the driver: keep, lend to calls, release with the last reference, and fetch.
 
 The group owns the bytes. A handle (`KeptResident`) is the lease.
 """
@@ -44,10 +44,9 @@ _log = logging.getLogger("colocate")
 
 
 class Pin:
-    """Keeps a resident's value in the workers; held by the handle, and by each call with this argument.
+    """Keeps a resident's value in the workers while referenced by the handle or by a call with this argument.
 
-    There is no count of references, so an interruption of a new user leaves nothing behind: the user's frames drop
-    their pins.
+    There is no count of references, so that an interruption leaves nothing behind: the user's frames drop their pins.
     """
 
     __slots__ = ("__weakref__",)
@@ -55,14 +54,14 @@ class Pin:
 
 @attrs.define(eq=False)
 class Kept:
-    """The record of one resident.
+    """The driver's record of one resident.
 
     Attributes:
         source: The resident as workers know it.
         call: The call that makes the value.
         handle: The handle; references to the resident keep the handle alive.
         ending: Weak reference whose callback records the end of the pin.
-        used: Whether a user has been told of the call's outcome.
+        used: Whether a user has received the call's outcome.
         released: What has freed the resident, except for a dropped handle.
         lost: Why the resident's workers are gone.
     """
@@ -77,17 +76,17 @@ class Kept:
 
     @property
     def freed_by(self) -> str | None:
-        """The event that has ended the lease; None while leased."""
+        """The event that has ended the lease, as text; None during the lease."""
         return "dropping its handle" if self.released is None and self.handle() is None else self.released
 
     @property
     def error(self) -> BaseException | None:
-        """The reason for a missing value: the call has failed, or the workers are gone."""
+        """The error that explains a missing value: the failure of the call, or the loss of the workers."""
         return self.call._error or self.lost
 
     @property
     def is_unreported(self) -> bool:
-        """Whether the call has failed, and no user knows: by a use, or by another call with the same error."""
+        """Whether the call has failed, and no user has received the error here or from another call."""
         error = self.call._error
         return error is not None and not self.used and not (isinstance(error, ColocateError) and error._told)
 
@@ -104,7 +103,7 @@ class Kept:
 
 @attrs.frozen(eq=False)
 class Borrow:
-    """An unfinished use by a call of another group, which holds this object meanwhile."""
+    """The use of a resident by an unfinished call of another group, which keeps the value alive."""
 
     pin: Pin
     call: weakref.ref[PendingCall]
@@ -120,7 +119,7 @@ class Borrow:
 
 @attrs.define(eq=False)
 class Scope:
-    """A block of one thread or task that frees the residents kept inside; `line` entered it.
+    """A block of one thread or task that frees the residents kept inside. `line` is the block's first line.
 
     Only the block itself holds a strong reference, so the scope ends wherever the block is interrupted.
     """
@@ -132,7 +131,7 @@ class Scope:
 
 
 class Refused(Exception):
-    """A worker's refusal to send a part: the failure, and the packed exception."""
+    """Raised if a worker refuses to send a part of a resident; has the failure and the packed exception."""
 
     def __init__(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
         super().__init__(slot)
@@ -151,7 +150,7 @@ class Residents:
         link: The group.
         order: The order of the group's calls.
         kept: The residents by key: until freed, their calls ended, and failures reported.
-        ended: Keys of residents that workers may forget, and haven't been told to.
+        ended: Keys of residents that workers may free, but haven't been asked to.
         scopes: The open scopes of all threads and tasks.
     """
 
@@ -161,10 +160,10 @@ class Residents:
         self.kept: dict[int, Kept] = {}
         self.ended: deque[int] = deque()
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self._over: list[Kept] = []  # freed in the workers before their calls ended; the calls have ended now
-        self._borrows: dict[weakref.ref[Borrow], None] = {}  # in order
-        self._flushes_by = 0.0  # time until which a flush is scheduled
-        # Questions to this generation's workers, and the function for sending.
+        self._over: list[Kept] = []  # Residents that were freed before their calls had ended; the calls have ended now.
+        self._borrows: dict[weakref.ref[Borrow], None] = {}  # A dict keeps the order of the borrows.
+        self._flushes_by = 0.0  # A flush is scheduled before this time.
+        # Open questions to this generation's workers, and the function that sends a question.
         self._asking: tuple[Requests[int, Any], Callable[[int, Message], None]] = Requests(link.base), link.teller()
 
     # -- one resident
@@ -178,7 +177,7 @@ class Residents:
         self.kept.pop(kept.source.key, None)
 
     def check(self, kept: Kept, by: WorkerGroup | None = None) -> None:
-        """Raise if the resident is unusable: freed, never made because of a failure, or of a closed group.
+        """Raise an error if a resident was freed, was never made because of a failure, or belongs to a closed group.
 
         The group's state isn't checked again for a call of the same group, which has been checked.
         """
@@ -190,19 +189,18 @@ class Residents:
             kept.used = True
             if isinstance(error, ColocateError):
                 error._told = True
-            # Each user gets a copy: a traceback holds the user's frames, and so the handle, and the group keeps the
-            # original as long as the handle lives.
+            # Each user gets a copy, because a traceback keeps the user's frames, and so the handle, alive.
             raise copy.copy(error)
         if by is not self.link:
             self.link.check()
 
     def use(self, kept: Kept, by: WorkerGroup) -> None:
-        """Check and mark a resident as an argument of a usable group's call, perhaps this group's."""
+        """Check a resident that is an argument of a call, and mark the resident as used."""
         self.check(kept, by)
         kept.used = True
 
     def pin(self, kept: Kept) -> Pin:
-        """Return the pin of a usable resident, or raise."""
+        """Return the pin of a resident; raise an error if the resident is unusable."""
         handle = kept.handle()
         pin = None if handle is None else handle._hold
         if pin is None or kept.lost is not None:
@@ -211,14 +209,14 @@ class Residents:
         return pin
 
     def release(self, kept: Kept, by: str) -> None:
-        """Release a resident on behalf of `by`, unless released before; there may still be references."""
+        """Release a resident, unless released before; `by` is the reason in words. References may still exist."""
         if kept.freed_by is None:
             kept.released = by
             if (handle := kept.handle()) is not None:
                 handle._hold = None
 
     def state_of(self, kept: Kept) -> tuple[str, str]:
-        """Return a resident's state in a word, and the reason if unusable; asks no worker."""
+        """Return a resident's state as a word, and the reason if unusable, without asking a worker."""
         if kept.freed_by is not None:
             return "freed", f"freed by {kept.freed_by}"
         if kept.call._error is not None:
@@ -242,7 +240,7 @@ class Residents:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Free the residents that this thread or task keeps in the block; raise failures of unused kept calls."""
+        """Free the residents that this thread or task keeps in a block; raise errors of unused `.keep` calls."""
         scope = Scope(self, caller())
         self.scopes.add(scope)
         _open.set((*(ref for ref in _open.get() if ref() is not None), weakref.ref(scope)))
@@ -264,11 +262,11 @@ class Residents:
     # -- unreported failures
 
     def raise_untold(self) -> None:
-        """Raise unreported failures, except for those that an open scope will raise."""
+        """Raise unreported failures, except for failures that an open scope will raise."""
         self._raise(self._take_untold(None))
 
     def _take_untold(self, scope: Scope | None) -> list[BaseException]:
-        """Return unreported failures of unused kept calls, for the caller to raise; and leave a scope.
+        """Return unreported errors of `.keep` calls with unused results, for the caller to raise, and leave the scope.
 
         These are the scope's failures, and those of residents that nobody can use any more.
         """
@@ -284,7 +282,7 @@ class Residents:
                     errors.append(error)
                     if record.freed_by:
                         self.kept.pop(record.source.key, None)
-        if scope is not None:  # not earlier: a release would log the failures, too
+        if scope is not None:  # The scope is left last, because a release would log the failures, too.
             self.leave(scope)
         return list(dict.fromkeys(errors))
 
@@ -295,7 +293,7 @@ class Residents:
             raise BaseExceptionGroup(f"kept calls of group {self.link.name!r} failed and were never used", errors)
 
     def unreported_failures(self) -> list[BaseException]:
-        """Return failures of unused kept calls, except for the group's own failure, which is reported elsewhere."""
+        """Return failures of `.keep` calls with unused results, except for the group's own failure."""
         records = list(self.kept.values())
         failed_records = [
             record for record in records if record.is_unreported and record.call._error is not self.link.failure
@@ -305,7 +303,7 @@ class Residents:
     # -- other groups' calls
 
     def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Pin | Borrow:
-        """Lend a resident to a call, until the returned object is dropped, or raise."""
+        """Lend a resident to a call until the returned object is dropped; raise if the resident is unusable."""
         pin = self.pin(kept)
         if borrower is self:
             return pin
@@ -318,7 +316,7 @@ class Residents:
         return [borrow for ref in list(self._borrows) if (borrow := ref()) is not None]
 
     def borrowers(self, closing: Owned | None = None) -> list[str]:
-        """Return unfinished uses by other groups, except for groups in `closing`."""
+        """Return descriptions of unfinished uses by other groups, except for groups within `closing`."""
         borrows = self._borrowed()
         texts = [borrow.words for borrow in borrows if closing is None or not borrow.borrower.link.lies_in(closing)]
         return list(dict.fromkeys(texts))
@@ -331,7 +329,7 @@ class Residents:
             borrow.break_off(ClosedError(text, closed_by=by))
 
     def never_made(self, kept: Kept, error: ColocateError) -> None:
-        """Fail other groups' calls that use a resident without a future value."""
+        """Fail other groups' calls that use a resident, because the value will never be made."""
         for borrow in self._borrowed():
             if borrow.kept is kept:
                 borrow.break_off(error)
@@ -339,43 +337,44 @@ class Residents:
     # -- telling workers which residents to forget
 
     def take_frees(self) -> tuple[int, ...]:
-        """Take the keys to forget for a message; `told` follows, or the caller puts the keys back into `ended`."""
+        """Remove and return the keys of residents to free; then call `told`, or put the keys back into `ended`."""
         with self.order.lock:
             frees = tuple(self.ended)
-            for _ in frees:  # other threads may append meanwhile
+            for _ in frees:  # Other threads may append more keys meanwhile.
                 self.ended.popleft()
         return frees
 
     def told(self, frees: Sequence[int]) -> None:
-        """Drop the records of residents that all workers were told to forget. The order's lock is held."""
+        """Drop the records of residents that all workers were asked to free. The order's lock is held."""
         for kept in map(self.kept.get, frees):
             if kept is not None:
                 self._settle(kept)
 
     def tell(self) -> None:
-        """Tell all workers now which residents to forget. The order's lock is held."""
+        """Ask all workers now to free the released residents. The order's lock is held."""
         over, self._over = self._over, []
         for record in over:
             self._settle(record)
         if frees := self.take_frees():
             try:
                 self.link.send(self.link.live(), to_worker.Free(frees))
-            except (OSError, MemoryError):  # no descriptor or memory left just now; a call will tell the workers
+            except (OSError, MemoryError):  # There is no descriptor or memory now; a later message has the keys.
                 self.ended.extend(frees)
             else:
                 self.told(frees)
 
     def _settle(self, kept: Kept) -> None:
-        """Drop the record of a freed resident after the end of the call; a failed one stays until reported."""
+        """Drop the record of a freed resident after the call. A failed call's record stays until reported."""
         key, call, link = kept.source.key, kept.call, self.link
         if self.kept.get(key) is not kept:
             return
         if not call.done():
-            call.on_end = partial(self._note_over, kept, call.on_end)  # no message handles the record until then
+            # The record is dropped after the end of the call.
+            call.on_end = partial(self._note_over, kept, call.on_end)
         elif not kept.is_unreported:
             del self.kept[key]
-        elif (error := call._error) is not link.failure:  # the group's own failure is reported elsewhere
-            # Logged now; and raised by the scope, or else by the group's next scope end, checkpoint or close.
+        elif (error := call._error) is not link.failure:  # The group's own failure is reported elsewhere.
+            # The failure is logged now, and raised later by the end of a scope, a checkpoint or a close.
             text = (
                 f"{kept.source.label} of group {link.name!r}, kept at {call.line[0]}:{call.line[1]}, has failed, and "
                 f"nobody has used its resident (freed by {kept.freed_by}): {error}"
@@ -388,16 +387,15 @@ class Residents:
             then(call, error)
 
     def flush_later(self) -> None:
-        """Schedule a message about released residents, after a while of quiet. Telling workers twice does no harm."""
+        """Schedule a message that frees released residents, if no other message carries the releases before."""
         if time.monotonic() >= self._flushes_by and (self.kept or self.ended) and self.link.alive:
             self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
             self._flushes_by = time.monotonic() + 2 * RELEASED_AFTER_S
 
     def _flush(self) -> None:
-        """Send releases that no message has carried, after a while of quiet."""
         with self.order.lock:
             self._flushes_by = 0.0
-            if not self.link.alive:  # the group's end reports the failures
+            if not self.link.alive:  # The end of the group reports the failures.
                 return
             self.tell()
         self.flush_later()
@@ -405,14 +403,14 @@ class Residents:
     # -- values for the driver
 
     def made(self, kept: Kept, timeout: float | None) -> Deadline:
-        """Wait for a resident's value (None: for `call_timeout`); return the rest of the time as a deadline."""
+        """Wait until a resident's value is made; return the rest of `timeout` (None: `call_timeout`) as a deadline."""
         deadline = Deadline(self.link.services.call_timeout if timeout is None else timeout)
         self.check(kept)
         kept.call._check_unsent()
         was_used, kept.used = kept.used, True
         try:
             kept.call._wait(deadline.left)
-        except BaseException:  # the caller has given up, and knows nothing of the outcome
+        except BaseException:  # The caller has stopped waiting, and hasn't received the outcome.
             kept.used = was_used
             raise
         self.check(kept)
@@ -432,7 +430,7 @@ class Residents:
         return source.collect.join(parts, ranks)
 
     def ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
-        """Ask some ranks for their parts, or only for the structure; report received parts to observers."""
+        """Ask ranks for their parts of a resident, or only for the structure; report received parts to observers."""
         (requests, tell), link, call = self._asking, self.link, kept.call
 
         def send(slot: int, token: int) -> None:
@@ -447,8 +445,8 @@ class Residents:
         except Refused as refused:
             raise failure_error(link, call, refused.slot, refused.failure, refused.body) from None
         finally:
-            del pin  # A traceback keeps the values of frames alive.
-        # Parts that were in this process aren't reported.
+            del pin  # Otherwise a traceback of this frame would keep the pin alive.
+        # Parts that were already in this process aren't reported.
         if contents and link.services.observers and not link.services.executor.in_process:
             nbytes = sum(map(packed_bytes, bodies))
             fetch_record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked_at, time.time())
@@ -462,11 +460,11 @@ class Residents:
             self._asking[0].refused(fetched.token, Refused(slot, fetched.failure, body))
 
     def fail(self, error: ColocateError) -> None:
-        """Fail all waits for parts: none will come any more."""
+        """Fail all waits for parts, because no more parts will arrive."""
         self._asking[0].fail_all(error)
 
     def renew(self, error: ColocateError) -> None:
-        """Reset for new workers, after `fail`; remaining handles raise the error. The order's lock is held.
+        """Reset the state for new workers, after `fail`. Existing handles raise the error. The order's lock is held.
 
         Earlier failures of unused kept calls stay, to be reported.
         """

@@ -1,10 +1,7 @@
-"""Sending calls of one group: calls get places in the group's order, and go to all their ranks, or to none.
+"""Send the calls of one group, in the group's order. A call is sent to all of the call's ranks, or to none.
 
-A `Draft` is a call that is ready to send; `Messages` are the encoded drafts, one message for each worker with a
-part. Features may insert calls in front: a wake of a role that may sleep, say.
-
-A `Draft` is a call that is ready; `Messages` are those by which drafts are sent together, one to each worker that has a
-part. Features may put calls before them: one that wakes a role that may sleep, say.
+A `Draft` is a call that is ready to send. `Messages` are the encoded drafts, with one message for each worker that has
+a part. Features may insert calls in front, for example to wake a role that may sleep.
 """
 
 from __future__ import annotations
@@ -50,14 +47,14 @@ OPEN: ContextVar[Pipeline | None] = ContextVar("colocate_recorder", default=None
 
 
 def recording(worker_group: WorkerGroup) -> Pipeline | None:
-    """Return the open pipeline that takes a group's calls on this thread or task, if any."""
+    """Return the open pipeline that collects a group's calls on this thread or task; None without a pipeline."""
     recorder = OPEN.get()
     return recorder if recorder is not None and recorder.records(worker_group) else None
 
 
 @attrs.define(eq=False)
 class Draft:
-    """A call that is ready to send. `bodies` and `valid` go along the targets.
+    """A call that is ready to send. `bodies` and `valid` have one item for each target slot.
 
     `wakes` has the needed memory by role; None for the memory that the method declares for its own role.
     """
@@ -98,7 +95,7 @@ def ready(
     timeout: float | None,
     packed: Sequence[Any] | None = None,
 ) -> Draft:
-    """Prepare a call on the caller's thread, which may run users' code; errors come before anything is sent.
+    """Prepare a call, on the caller's thread because users' code may run. Errors are raised before anything is sent.
 
     Args:
         worker_group: The group.
@@ -156,8 +153,8 @@ def give_place(worker_group: WorkerGroup, call: PendingCall) -> None:
 
 
 def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
-    """Handle the end of a call just before it is settled: end the loans, and report the call to observers."""
-    if worker_group.services.observers and call.seq >= 0:  # a call without a number was never sent
+    """End the loans of a call that is about to be settled, and report the call to observers."""
+    if worker_group.services.observers and call.seq >= 0:  # A call without a number was never sent.
         services = worker_group.services
         services.dispatcher.gather(partial(services.observers.tell_call, _ended(worker_group, call, error)))
     for use in call.uses:
@@ -167,7 +164,7 @@ def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException |
 
 def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> Ended:
     used = [use._kept for use in call.uses]
-    # Nothing travels if the ranks are threads of this process.
+    # No bytes are sent if the ranks are threads of this process.
     travels = not worker_group.services.executor.in_process
     return Ended(
         worker_group.name,
@@ -194,7 +191,7 @@ def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | 
 
 
 def submit(draft: Draft) -> PendingCall:
-    """Send a call: with its pipeline, now, or when the framework's code on this thread has ended."""
+    """Add a call to the open pipeline, or send the call; within framework code the timers' thread sends the call."""
     if draft.recorder is not None:
         draft.recorder.add(draft)
     elif in_framework():
@@ -205,7 +202,7 @@ def submit(draft: Draft) -> PendingCall:
 
 
 def start(draft: Draft) -> PendingCall:
-    """Send a call now; refuse a call that would make the caller wait in vain."""
+    """Send a call now; raise an error if the caller would wait for ever."""
     if held_open:
         draft.call.refuse_in_vain()
     send_now(draft)
@@ -233,20 +230,20 @@ def keep(draft: Draft) -> KeptResident[Any]:
 
 
 def _send_soon(draft: Draft) -> None:
-    """Send a call, made while the framework was at work on this thread, on the timers' thread."""
+    """Send a call on the timers' thread, because the framework's own code is running on this thread."""
     worker_group, record = draft.worker_group, draft.kept
     bodies = {id(body): owned(body) for body in draft.bodies}
-    draft.bodies = [bodies[id(body)] for body in draft.bodies]  # copied now: the caller may write to the arguments
+    # Copied now, because the caller may write to the arguments.
+    draft.bodies = [bodies[id(body)] for body in draft.bodies]
     draft.lend()
     if record is not None:
-        draft.pin = worker_group.residents.pin(
-            record
-        )  # The workers mustn't forget the resident before the call is sent.
+        # The workers mustn't free the resident before the call is sent.
+        draft.pin = worker_group.residents.pin(record)
         worker_group.residents.add(record)
     draft.call.unsent = Unsent()
 
     def send_it() -> None:
-        with suppress(BaseException):  # The call has received the error.
+        with suppress(BaseException):  # The call itself reports the error.
             send_now(draft)
         draft.pin = None
 
@@ -254,7 +251,7 @@ def _send_soon(draft: Draft) -> None:
 
 
 def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: bool = False) -> None:
-    """Send a call.
+    """Send a call now, on this thread.
 
     Args:
         draft: The call.
@@ -280,15 +277,15 @@ def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: b
         finally:
             messages.discard()
     except BaseException as error:
-        worker_group.order.drop(call, error)  # no effect after an earlier drop
+        worker_group.order.drop(call, error)  # A second drop has no effect.
         raise
     watch(sent)
 
 
 class Messages:
-    """Encoded calls of one group: one message for each worker with a part, complete except for the calls' numbers.
+    """The encoded calls of one group, one message for each worker with a part. Only the calls' numbers are missing.
 
-    The encoding runs on the caller's thread, which may have much to encode, without locks.
+    The encoding runs on the caller's thread and without locks, because it may take long.
     """
 
     __slots__ = ("_calls", "_frames", "_frees", "_needs", "_puts", "_unlocated", "_worker_group", "drafts")
@@ -301,10 +298,10 @@ class Messages:
         """
         self.drafts = drafts
         self._worker_group = worker_group = drafts[0].worker_group
-        self._frees: Sequence[int] = ()  # residents that the receivers forget
+        self._frees: Sequence[int] = ()  # Keys of residents that the receivers free.
         self._needs = False
         self._frames: list[tuple[Any, list[int]]] = []
-        self._calls: list[PendingCall] = []  # one per place for a number, as in `_puts`
+        self._calls: list[PendingCall] = []  # One call for each placeholder of a number, in the order of `_puts`.
         self._puts: list[Callable[[int], object]] = []
         self._unlocated: Sequence[Worker] = ()
         lots, everywhere = _lots(drafts)
@@ -325,14 +322,15 @@ class Messages:
             if len(slots) > 1 and isinstance(body, Packed) and body.nbytes >= to_worker.PASSED_BYTES:
                 slots, relays = self._pass_on(message, slots)
             self._add(lot, message, body, slots)
-            for slot, passed in relays:  # after the body: waiting workers know that the body was sent
+            # These messages follow the body, because the receivers fetch the body from another worker.
+            for slot, passed in relays:
                 message.passed = passed  # type: ignore[misc]
                 self._add(lot, message, None, [slot])
 
     def _pass_on(
         self, message: to_worker.Call | to_worker.Batch, slots: list[int]
     ) -> tuple[list[int], Sequence[tuple[int, to_worker.Passed]]]:
-        """Return the receivers of a large body from here, and the receivers from other workers."""
+        """Return the slots that get a large body from the driver, and the routes to all other receivers."""
         group = self._worker_group
         workers = group.workforce.workers
         relays, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
@@ -352,13 +350,13 @@ class Messages:
         """Assign the calls places in the group's order, and send all messages. The order's lock is held.
 
         Raises:
-            BaseException: There is no descriptor left, say: all of the calls are given up.
+            BaseException: There is no descriptor left, say: all of the calls have failed.
         """
         worker_group, drafts = self._worker_group, self.drafts
         order, workers = worker_group.order, worker_group.workforce.workers
         sent = False
         try:
-            for worker in self._unlocated:  # The next large body can then be forwarded.
+            for worker in self._unlocated:  # With the address, the next large body can be forwarded.
                 worker.locate(lambda *_: None)
             if self._needs:
                 slots = [slot for _, slots in self._frames for slot in slots]
@@ -389,7 +387,7 @@ class Messages:
         self._frees = ()
 
     def discard(self) -> None:
-        """Release the messages after the send, or instead."""
+        """Release the messages, after the send or without a send."""
         self.put_frees_back()
         for frame, _ in self._frames:
             self._worker_group.services.executor.discard(frame)
@@ -434,7 +432,7 @@ def _message(draft: Draft, index: int, seq: int) -> to_worker.Call:
 
 
 def watch(drafts: Sequence[Draft]) -> None:
-    """Start the deadlines of sent calls; a wake's deadline starts after those of the following calls."""
+    """Start the deadlines of sent calls in reverse order, so that the deadline of an inserted wake starts last."""
     for draft in reversed(drafts):
         if draft.timeout < FOREVER_S:
             draft.worker_group.order.watch(draft.call, draft.timeout)
@@ -444,7 +442,7 @@ def watch(drafts: Sequence[Draft]) -> None:
 
 
 def everyone(worker_group: WorkerGroup) -> RoleInfo:
-    """Return the role of calls on whole workers. Workers know it by the number of slots and the seed."""
+    """Return the role of calls that run on all workers of a group, with no user's role."""
     slots = range(len(worker_group.workforce.workers))
     key = len(slots), worker_group.services.seed
     return RoleInfo("", object, {}, slots, one_axis(len(slots)), "", key=key)
@@ -458,7 +456,7 @@ def for_all(
     arguments: Arguments,
     timeout: float | None = None,
 ) -> Draft:
-    """Prepare a call of whole workers.
+    """Prepare a call that runs on all workers of a group, with no user's role.
 
     Args:
         worker_group: The workers' group.
@@ -475,7 +473,7 @@ def for_all(
 
 
 def send(messages: Messages) -> Sequence[Draft]:
-    """Send calls of one group, with calls that features insert; return all of these. The order's lock is held."""
+    """Send calls of one group, and calls that features insert; return all sent calls. The order's lock is held."""
     drafts, worker_group = messages.drafts, messages._worker_group
     all_drafts = drafts
     for part in worker_group.drafting:
@@ -493,7 +491,7 @@ def send(messages: Messages) -> Sequence[Draft]:
 
 
 def refuse_here(worker_group: WorkerGroup, label: str) -> None:
-    """Refuse a blocking call in a pipeline, of a closed or failed group, or from role code."""
+    """Refuse a blocking call inside a pipeline, on a closed or failed group, or from role code."""
     if (recorder := recording(worker_group)) is not None:
         recorder.refuse_call(label)
     worker_group.check()

@@ -1,4 +1,4 @@
-"""Failures of calls that nobody has asked about: logged when the handle is dropped, or the group ends."""
+"""Log call failures that no user has retrieved, when the call's handle is dropped or the group ends."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _log = logging.getLogger("colocate")
 
 
 class Unasked:
-    """The unasked failures of one group. Takes no lock."""
+    """The failures of one group's calls that no user has retrieved. Takes no lock."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
-        self._left: dict[PendingCall, weakref.ref[Call[Any]]] = {}  # calls with a living handle: users may ask
-        self._closed: list[PendingCall] = []  # calls that the group's end has ended
+        # Failed calls with an existing handle, by which users may retrieve the error.
+        self._left: dict[PendingCall, weakref.ref[Call[Any]]] = {}
+        self._closed: list[PendingCall] = []  # Calls that have failed because the group was closed.
 
     def failed(self, call: PendingCall, error: BaseException) -> None:
-        """Record a failure that nobody has asked about so far."""
+        """Record a failure that no user has retrieved so far."""
         if error is self._link.failure and not isinstance(error, GroupRestarted):
-            return  # the group's own failure is reported elsewhere
+            return  # The group's own failure is reported elsewhere.
         if isinstance(error, ClosedError) and self._link.closed_by is not None:
             self._closed.append(call)
         elif call.handle is not None and (handle := call.handle()) is not None:
@@ -41,7 +42,7 @@ class Unasked:
             self._link.services.printer.soon(lambda: self._tell(call, error))
 
     def tell(self) -> None:
-        """Log all remaining failures: the group ends with all calls."""
+        """Log all remaining failures at the end of the group."""
         closed, self._closed = self._closed, []
         if closed:
             self._link.services.printer.soon(lambda: self._tell_closed(closed))
@@ -68,7 +69,7 @@ class Unasked:
             return
         call.handle = None
         if isinstance(error, ColocateError):
-            if error._told:  # reported by another call with the same error
+            if error._told:  # Another call has already reported this error.
                 return
             error._told = True
         name, where, text = self._link.name, _place(call), message_of(error)

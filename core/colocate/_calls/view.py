@@ -41,7 +41,7 @@ class RoleView(OnDriver):
             raise no_such_method(role.name, name, role.methods)
         plain = spec.feature is None
         call = ViewCall(worker_group, role, spec) if plain else worker_group.part(spec.feature).view_call(role, spec)
-        self.__dict__[name] = call  # found directly from now on
+        self.__dict__[name] = call  # Later attribute accesses find the call directly.
         return call
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -71,7 +71,7 @@ class Inspection:
 
 
 def viewed(view: Any, given: str) -> tuple[WorkerGroup, RoleInfo]:
-    """Return a view's group and role; `given` is the call's text for the error.
+    """Return a view's group and role; `given` is the text of the user's call, for the error.
 
     Raises:
         ConfigError: The object is no view.
@@ -97,7 +97,7 @@ def inspect(view: Any) -> Inspection:
 
 
 class ViewCall(OnDriver):
-    """One method of a role, on the role's ranks."""
+    """The driver's callable for one method of a role, on the role's ranks."""
 
     __slots__ = (
         *("_consumer", "_label", "_nothing", "_of", "_packed", "_ranks", "_role", "_spec", "_timeout", "_worker_group"),
@@ -120,17 +120,16 @@ class ViewCall(OnDriver):
         self._look()
 
     def _look(self) -> None:
-        """Refresh the ranks and everything derived from the ranks."""
         role, spec = self._role, self._spec
         self._of = role.ranks
         self._consumer = Consumer(self._worker_group.name, role.slots, role.ranks.mesh)
-        # The plan for a call without arguments, if always the same.
+        # All calls without arguments share one plan, if the dispatch allows.
         is_plain = type(spec.dispatch) is Broadcast and self._ranks is None and not spec.required
         self._nothing = plan(spec.dispatch, {}, role.ranks) if is_plain else None
         self._packed: list[Any] | None = [None] * len(role.slots)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run on the ranks, wait, and return the collected value."""
+        """Run the method on the ranks, wait, and return the collected value."""
         if OPEN.get() is not None and (recorder := recording(self._worker_group)) is not None:
             recorder.refuse_call(self._label, "use .submit(...) or .keep(...), or ")
         refuse_to_wait(self._label)
@@ -168,7 +167,6 @@ class ViewCall(OnDriver):
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"
 
     def _draft(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draft:
-        """Bind, plan and pack the arguments; return a call that is ready to send."""
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
         if not worker_group.life.is_plain:
             worker_group.check()
@@ -188,7 +186,7 @@ class ViewCall(OnDriver):
             except RecursionError:
                 raise no_end(label) from None
         targets: Sequence[int] = role.slots
-        if not isinstance(planned.targets, range):  # ranks that the call names, in place of all ranks in order
+        if not isinstance(planned.targets, range):  # The call names ranks, and doesn't use all ranks in order.
             targets = [targets[rank] for rank in planned.targets]
         call = PendingCall(label, role.name, spec.name, targets, planned.targets)
         if planned.partition is not None:
@@ -199,7 +197,7 @@ class ViewCall(OnDriver):
 def with_references(
     arguments: dict[str, Any], worker_group: WorkerGroup, consumer: Consumer, label: str, uses: list[Reference]
 ) -> dict[str, Any]:
-    """Return the arguments with bound references in place of residents; append the references to `uses`.
+    """Return the arguments with references in place of residents; append the references to `uses`.
 
     Residents are found as arguments, and in lists, tuples and the values of dicts.
     """

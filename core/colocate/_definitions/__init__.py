@@ -1,4 +1,4 @@
-"""Send classes and functions that other processes can't import: each travels once; later messages refer to an id.
+"""Send classes and functions that other processes can't import. Each is sent once, and later messages refer to an id.
 
 `ids` maps ids to the definitions of this process. `pickler` refers to definitions in bodies, and packs them into
 bundles. `making` rebuilds definitions that come by value. `bundles` records the definitions that each receiver has, and

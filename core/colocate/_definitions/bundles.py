@@ -1,8 +1,8 @@
 """Pack definitions into bundles, and record the definitions that the other end of each connection has.
 
-A body only refers to definitions. Before a body is sent, its receiver gets the missing ones in one pickle, with all
-definitions that they refer to, and the globals of the script that their code names, with their present values. Later
-bodies refer to sent definitions by id: a global that is rebound goes out again only with a new definition.
+A message's body only refers to definitions. Before the body, the receiver gets the missing definitions in one pickle,
+with all definitions that these refer to, and with the script's globals that the code uses, in their present values.
+Later bodies refer to sent definitions by id, so a rebound global is sent again only with a new definition.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from colocate.errors import SerializationError
 if TYPE_CHECKING:
     import torch
 
-# The receiver's relation to this process's script: a worker whose `__main__` is the script; the driver that runs the
-# script, where only the script sets names; a driver with another script; a worker with another driver's script.
 Script: TypeAlias = Literal["is given it", "runs it", "another", "has another's"]
+"""The receiver's relation to this process's script.
+
+"is given it" is a worker with the script as `__main__`. "runs it" is the driver that runs the script, where only the
+script sets names. "another" is a driver with another script. "has another's" is a worker with another driver's script.
+"""
 
 
 class Table:
-    """The state of the other end of a connection.
+    """A record of the definitions and globals that the other end of a connection has.
 
     Attributes:
         script: The receiver's relation to the script.
@@ -49,7 +52,7 @@ class Table:
         self.names: dict[str, Any] = {}
 
     def lacks(self, needs: Iterable[Need]) -> list[Need]:
-        """Return the definitions and globals to send before a message with these needs.
+        """Return the needed definitions and globals that the receiver lacks.
 
         Raises:
             SerializationError: A need is a global of this process's script, and the receiver has another script.
@@ -66,7 +69,7 @@ class Table:
         return lacking
 
     def lacks_value(self, name: str) -> bool:
-        """Return whether a global of the script exists here and was never sent, or was rebound since."""
+        """Return whether the receiver lacks the current value of a global of the script."""
         value = script_names().get(name, MISSING)
         return value is not MISSING and self.names.get(name, MISSING) is not value
 
@@ -77,12 +80,12 @@ class Table:
         return bundle
 
     def takes(self, bundle: Bundle) -> bool:
-        """Return whether a bundle made for another table suits this table, which lacks the same definitions."""
+        """Return whether a bundle packed for another receiver also suits this receiver."""
         return (
             self.knows.issuperset(bundle.others)
             and self.knows.isdisjoint(bundle.definitions)
             and all(self.names.get(name, MISSING) is value for name, value in bundle.had.items())
-            # A value that a role has changed in place would be reset if bound again.
+            # Setting a global again would undo the changes that a role has made to the value in place.
             and not any(self.names.get(name, MISSING) is value for name, value in bundle.names.items())
         )
 
@@ -91,7 +94,7 @@ class Table:
         self.names.update(bundle.names)
 
     def lost(self, ids: Iterable[int], names: Iterable[str]) -> None:
-        """Mark the contents of a bundle as missing: the receiver couldn't rebuild the bundle."""
+        """Mark the contents of a bundle as missing, because the receiver couldn't rebuild the bundle."""
         self.knows.difference_update(ids)
         for name in names:
             self.names.pop(name, None)
@@ -105,14 +108,14 @@ class Bundle:
         definitions: The packed definitions, by id.
         names: The packed globals of the script, with their values.
         users: The globals named by packed code, each with an example of such code.
-        others: The ids of definitions that the receiver has, and the bundle refers to.
+        others: The ids of definitions that the bundle refers to and the receiver has already.
         had: The globals that the receiver has, with their values.
     """
 
     def __init__(self, table: Table, alone: bool = False) -> None:
         self._table = table
-        self._alone = alone  # without the globals named by packed code
-        # If the receiver has a script of its own, functions carry the globals that they name.
+        self._alone = alone  # True leaves out the globals that packed code uses.
+        # For a receiver with another script, functions are packed together with the globals that the code uses.
         self.anonymous = table.script in ("another", "has another's")
         self.definitions: dict[int, Any] = {}
         self.names: dict[str, Any] = {}
@@ -120,10 +123,11 @@ class Bundle:
         self.others: set[int] = set()
         self.had: dict[str, Any] = {}
         self.body = Packed(b"")
-        self.met: list[tuple[str, str, Any]] = []  # the packed objects, the innermost last: description, name, object
+        # Lists the packed objects as (description, name, object), the innermost last.
+        self.met: list[tuple[str, str, Any]] = []
 
     def has(self, definition: Definition) -> bool:
-        """Return whether to pack a definition that the pickler meets; otherwise a reference is enough."""
+        """Return whether to pack a definition by value; False if a reference by id is enough."""
         id, thing = definition
         if id in self.definitions:
             return False
@@ -138,7 +142,7 @@ class Bundle:
         return True
 
     def names_for(self, names: Iterable[str], user: str) -> dict[str, Any]:
-        """Return the values of the script's globals to pack for code that names these."""
+        """Return the named globals of the script for which the receiver lacks the current value."""
         values: dict[str, Any] = {}
         script = script_names() if self._table.script == "is given it" and not self._alone else {}
         for name in names:
@@ -154,7 +158,7 @@ class Bundle:
         return values
 
     def pack(self, needs: Iterable[Need]) -> None:
-        """Pickle the needs into the body.
+        """Pickle the needed definitions and globals into `body`.
 
         Raises:
             SerializationError: A part can't be pickled.
@@ -167,14 +171,14 @@ class Bundle:
                 names.append(need)
                 continue
             things.append(need.thing)
-            # A parametrised generic class, which several processes may create, each with an id
+            # Several processes may create the same parametrised generic class, each with another id.
             if id_of(need.thing) != need.id:
                 also[need.id] = need.thing
         try:
             pickler.dump((things, pickler.globals_to_bind(names)))
             self.definitions.update(also)
             script_things: dict[str, Any] = {}
-            if self._table.script == "is given it":  # plain pickle finds definitions by name in the script's globals
+            if self._table.script == "is given it":  # Plain pickle needs definitions in the script's globals.
                 script = script_names()
                 qualnames = {getattr(thing, "__qualname__", ""): thing for thing in self.definitions.values()}
                 script_things = {name: thing for name, thing in qualnames.items() if script.get(name, MISSING) is thing}
@@ -231,7 +235,7 @@ def _alone() -> Bundle:
 
 # -- what has come
 
-_lock = threading.RLock()  # no other thread may find a half-built definition
+_lock = threading.RLock()  # Prevents other threads from finding a half-built definition.
 _arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionary()
 
 
@@ -250,7 +254,7 @@ class Arrived:
     """A received bundle, loaded on first use.
 
     Attributes:
-        error: The exception of a failed load; None before.
+        error: The exception of a failed load; None otherwise.
     """
 
     def __init__(self, ids: Sequence[int], names: Sequence[str], body: Packed, lost: Callable[..., None]) -> None:
@@ -262,7 +266,7 @@ class Arrived:
         self.error: BaseException | None = None
 
     def load(self) -> None:
-        """Rebuild the definitions, once; after a failure raise the same error again."""
+        """Rebuild the definitions at the first call. After a failure, each call raises the same error."""
         if self.error is not None:
             raise self.error
         if self._body is not None:
@@ -270,7 +274,7 @@ class Arrived:
 
     def _load(self) -> None:
         with _lock:
-            # Recursion: a definition in the bundle refers to another one
+            # The call is recursive if one definition in the bundle refers to another definition.
             if (body := self._body) is None or self._is_loading:
                 return
             self._is_loading = True
@@ -292,7 +296,7 @@ class Arrived:
 
 
 def _innermost(making: Making) -> str:
-    """Describe the definition or global that was being rebuilt when an error came."""
+    """Describe the definition or global that was being rebuilt when an error occurred."""
     thing = next(reversed(making.open.values()), "what was sent with it")
     if isinstance(thing, str):
         return thing
@@ -301,7 +305,7 @@ def _innermost(making: Making) -> str:
 
 
 class ReceivedDefinitions:
-    """The bundles received from one process, held as long as the process may refer to the definitions."""
+    """The bundles received from one process, kept alive as long as the process may refer to the definitions."""
 
     def __init__(self, lost: Callable[..., None] = lambda *_: None) -> None:
         """Create an empty collection.
@@ -311,7 +315,7 @@ class ReceivedDefinitions:
         """
         self._lost = lost
         self._bundles: list[Arrived] = []
-        self._before: set[Arrived] = set()  # earlier bundles with the same definitions, kept alive here
+        self._before: set[Arrived] = set()  # Keeps earlier bundles with the same definitions alive.
         self._loaded = self._whole = 0
         self.count = 0
 
@@ -322,12 +326,12 @@ class ReceivedDefinitions:
             first = _arrived.get(id)
             if first is None or first.error is not None:
                 _arrived[id] = bundle
-            else:  # the first bundle stays the source of this id: keep it alive
+            else:  # Keep the first bundle alive, because this id is loaded from there.
                 self._before.add(first)
         self.count += 1
 
     def load(self, count: int) -> None:
-        """Load the first `count` bundles: the bundles sent before a message must be loaded when the message is read."""
+        """Load the first `count` bundles, which were sent before a message that is about to be read."""
         if count > self._whole:
             self._load(count)
 
@@ -336,7 +340,7 @@ class ReceivedDefinitions:
             while self._loaded < count:
                 self._loaded += 1
                 bundle = self._bundles[self._loaded - 1]
-                if bundle.error is None:  # a failed load was raised to the first user
+                if bundle.error is None:  # The error of a failed load was already raised to the first user.
                     bundle.load()
             self._whole = max(self._whole, count)
 
@@ -345,7 +349,7 @@ class ReceivedDefinitions:
 
 
 def pack_whole(value: Any, what: str) -> bytes:
-    """Return a value with all definitions as bytes, for a process with another script."""
+    """Pack a value together with all definitions into bytes, for a process with another script."""
     try:
         body = pack(value)
     except Exception as error:
@@ -360,7 +364,7 @@ def _flat(body: Packed) -> tuple[bytes, list[bytes]]:
 
 
 def unpack_whole(packed: bytes) -> tuple[Any, ReceivedDefinitions]:
-    """Return the value, and an object that keeps all definitions in the value alive."""
+    """Return the value packed by `pack_whole`, and an object that keeps the value's definitions alive."""
     ids, data, buffers, value, its_buffers = pickle.loads(packed)
     received_definitions = ReceivedDefinitions()
     received_definitions.put(ids, (), Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
@@ -372,7 +376,7 @@ def unpack_whole(packed: bytes) -> tuple[Any, ReceivedDefinitions]:
 
 
 def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) -> None:
-    """Refuse arguments that share a parameter with the code to call.
+    """Refuse arguments that share a torch parameter with the globals, closures or classes of the called code.
 
     Values that travel together keep shared parameters shared. Globals, closures of definitions and attributes of
     classes travel with the script's code, once, but arguments travel with each call.
@@ -388,7 +392,7 @@ def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) 
     bundle = Bundle(Table("is given it"))
     looking = _Looking(bundle)
     for need in code:
-        with contextlib.suppress(Exception):  # sending this need will raise the error
+        with contextlib.suppress(Exception):  # The error is raised later, when this need is sent.
             looking.dump(need.thing if isinstance(need, Definition) else bundle.names_for((need.name,), need.user))
     tensor_ids = {id(tensor) for tensor in looking.met}
     for name, value in arguments.items() if tensor_ids else ():
@@ -412,7 +416,7 @@ def refuse_apart(arguments: Mapping[str, Any], code: Iterable[Need], what: str) 
 
 
 class _Looking(TensorPickler):
-    """Collects tensors with `requires_grad`, without copying memory."""
+    """A pickler that collects a value's leaf tensors with `requires_grad`, without copying memory."""
 
     def __init__(self, bundle: Bundle | None = None) -> None:
         super().__init__(io.BytesIO(), lambda buffer: None, bundle)

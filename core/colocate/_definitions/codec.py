@@ -1,4 +1,4 @@
-"""Convert values to bytes and back: pickle protocol 5, with tensors and arrays out of band and uncopied.
+"""Convert values to bytes and back by pickle protocol 5, with tensors and arrays in separate, uncopied buffers.
 
 `pack` refers to large memory in place (`Packed.buffers`); the transport of a `Packed` decides when to copy. `unpack`
 builds tensors and arrays directly on the received memory.
@@ -32,25 +32,24 @@ from colocate.errors import SerializationError
 if TYPE_CHECKING:
     import torch
 
-# Smaller tensors are copied into the pickle: a buffer costs more, and a small tensor would keep the memory of the whole
-# message alive.
+# Smaller tensors are copied into the pickle, because a buffer costs more and keeps the whole message in memory.
 _SMALL_BYTES = 2048
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _PLAIN_ITEMS = 16
-# Limits of the search in deep and wide values.
+# These numbers limit the search for the part of a value that can't be pickled.
 _DEPTH = 50
 _ITEMS = 10_000
 
-_here = threading.local()  # .copies: the device copies of `unpack` on this thread
+_here = threading.local()  # `_here.copies` has the device copies of a running `unpack` on this thread.
 
 
 @interruptible
 def pack(value: Any) -> Packed:
-    """Encode a value without copying the memory of its tensors and arrays.
+    """Encode a value without copying the memory of tensors and arrays.
 
     Tensors computed by autograd are detached. Parameters, and leaves with `requires_grad`, are sent as such, and stay
-    one object wherever the value refers to them: an optimizer still has the parameters of its model. Device tensors are
-    copied to the CPU and marked.
+    one object wherever the value refers to them, so that an optimizer still has the parameters of its model. Device
+    tensors are copied to the CPU and marked.
 
     Args:
         value: A value that cloudpickle can pickle. Classes and functions that other processes can't import are sent by
@@ -80,9 +79,9 @@ def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = 
 
 @interruptible
 def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
-    """Decode a value; tensors and arrays share the packed memory, without a copy."""
+    """Decode a value. Tensors and arrays use the packed memory without a copy."""
     outer = _copies()
-    if device is None or (device == "cpu" and outer is None):  # tensors stay on the host
+    if device is None or (device == "cpu" and outer is None):  # All tensors stay on the host.
         return pickle.loads(packed.data, buffers=packed.buffers)
     _here.copies = copies = Copies(device)
     try:
@@ -97,7 +96,7 @@ def _copies() -> Copies | None:
 
 
 def _is_plain(value: Any, room: int) -> int:
-    """Return the rest of `room` after counting a value of small builtins and `Plain` objects; negative for others."""
+    """Return `room` minus the number of items in a value of builtins and `Plain` objects; negative for other values."""
     kind = type(value)
     if kind in _ATOMS or issubclass(kind, Plain):
         return room - 1
@@ -111,7 +110,7 @@ def _is_plain(value: Any, room: int) -> int:
 
 
 class TensorPickler(Pickler):
-    """The pickler, with tensors out of band."""
+    """A pickler that passes the memory of tensors in separate buffers."""
 
     def reducer_override(self, obj: Any) -> Any:
         kind: type = type(obj)
@@ -122,7 +121,7 @@ class TensorPickler(Pickler):
             if not is_trained(obj):
                 return _reduce_tensor(obj)
             self.has_trained = True
-            # Reduced as pickle would; the memory of `data` takes the way of all tensors.
+            # Pickle's own reduction is kept, except that the tensor in `data` is reduced like any other tensor.
             parameters = torch.nn.parameter
             make: Any
             args: tuple[Any, ...]
@@ -136,20 +135,19 @@ class TensorPickler(Pickler):
                 args = obj.detach(), obj.requires_grad
             if self.bundle is None:
                 return make, args, *rest
-            # Script code may send parts of a whole at different times: first a model, later an optimizer of its
-            # parameters.
+            # Bundles share parameters by id, because a model and an optimizer may be sent at different times.
             return making.shared, (id_of(obj), make, args), *rest
         if issubclass(kind, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return making.found_at, ("torch.ops", str(obj))
         if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
-            # The receiver chooses the device: the sender's device must not travel.
+            # The receiver chooses the device, so the sender's device is removed.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)
         return super().reducer_override(obj)
 
 
 @by_type
 def _is_ordinary(kind: type) -> bool:
-    """Return whether a type has no special reduction here, in `Pickler` or in torch."""
+    """Return whether values of a type need no special reduction by `TensorPickler` or `Pickler`."""
     torch = sys.modules["torch"]
     ops = torch._ops.OpOverload, torch._ops.OpOverloadPacket
     return not (is_special(kind) or issubclass(kind, (torch.Tensor, *ops)) or _is_tensordict(kind))
@@ -180,7 +178,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     if isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())):
         raise TypeError("this process has only a part of it: send .full_tensor(), or .to_local() for that part alone")
     tensor = tensor.detach()
-    # This subclass only says where memory lies.
+    # A memory-mapped tensor is sent like a plain tensor, because the subclass only records where the memory is.
     mapped: Any = getattr(sys.modules.get("tensordict"), "MemoryMappedTensor", ())
     if isinstance(tensor, mapped):
         tensor = tensor.as_subclass(torch.Tensor)
@@ -283,11 +281,11 @@ def deepest(
 
 
 def kind_and_cause(culprit: Any, cause: BaseException) -> str:
-    """Describe a part that can't be pickled: type and error."""
+    """Describe the type and the error of a part that can't be pickled."""
     kind = type(culprit)
     article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
     module = _module_of(kind)
-    module = "colocate" if module.startswith("colocate._") else module  # the public module
+    module = "colocate" if module.startswith("colocate._") else module  # Users only know the public module.
     return f"{article} {module}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
 
 
@@ -301,13 +299,13 @@ def advice(culprit: Any, usual: str) -> str:
 
 
 def _module_of(kind: type) -> str:
-    """Return the module of a class from the type's own descriptor: a metaclass may define `__module__` otherwise."""
+    """Return a class's module, read from `type` itself, because a metaclass may redefine `__module__`."""
     module = type.__dict__["__module__"].__get__(kind)
     return module if isinstance(module, str) else "?"
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value that pickle would visit, with path suffixes; closure variables have plain names."""
+    """Yield the parts of a value that pickle would visit, each with a path suffix or the name of a closure variable."""
     if (structure := structure_of(type(value))) is not None:
         yield from named(structure.open(value))
         return
@@ -317,7 +315,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.FunctionType):
-        with suppress(ValueError):  # an unset variable
+        with suppress(ValueError):  # A closure variable may be unset.
             yield from inspect.getclosurevars(value).nonlocals.items()
             yield ".__defaults__", value.__defaults__
             yield ".__kwdefaults__", value.__kwdefaults__
@@ -339,11 +337,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes and arguments in an object's pickle."""
+    """Yield the attributes and arguments that `__reduce_ex__` returns for an object, each with a path suffix."""
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:
-        return  # the object itself can't be pickled
+        return  # The object itself is the part that can't be pickled.
     if not isinstance(reduced, tuple) or len(reduced) < 2:
         return
     state = reduced[2] if len(reduced) > 2 else None

@@ -1,8 +1,8 @@
-"""Identify definitions by ids: classes and functions of this process, and received ones.
+"""Assign ids to definitions, which are classes and functions of this process, or received from other processes.
 
-An id is unique among all processes, and refers to one object as long as that lives. This module holds weak references
-only; the users of an id hold the object (a group holds sent definitions, a worker received ones). No lock is taken: the
-main thread registers definitions, too.
+An id is unique among all processes, and refers to one object for the object's lifetime. This module only holds weak
+references. Users of an id keep the object alive: a group keeps sent definitions, and a worker keeps received ones. The
+functions take no lock, because the main thread registers definitions, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ORIGIN_BITS, _NUMBER_BITS = 64, 32
 
 
 class Definition(NamedTuple):
-    """A class, a function, or another object that the script has a name for, with an id."""
+    """A class, function or other object that the script has a name for, paired with an id."""
 
     id: int
     thing: Any
 
 
 class Name(NamedTuple):
-    """A global of the script that code in a body refers to; `user` is that code, for errors."""
+    """A global variable of the script that code in a message uses. `user` names the code in error texts."""
 
     name: str
     user: str
@@ -37,14 +37,15 @@ class Name(NamedTuple):
 Need: TypeAlias = Definition | Name
 
 _things: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_lasting: dict[int, Any] = {}  # objects without weak references, such as a sentinel with slots
-_ids: dict[int, int] = {}  # ids by `id()` of an object; the address may be reused, so `thing_of` decides
+_lasting: dict[int, Any] = {}  # Holds objects that can't be weakly referenced, such as a sentinel with slots.
+# Maps an object's `id()` to an id. The address may be reused, so callers compare the object from `thing_of`.
+_ids: dict[int, int] = {}
 _numbers = itertools.count(1)
 _origin = secrets.randbits(_ORIGIN_BITS)
 
 
 def _after_fork() -> None:
-    # Ids given by the child must differ from the parent's.
+    # Ids that a forked child assigns must differ from the parent's ids.
     global _origin
     _origin = secrets.randbits(_ORIGIN_BITS)
 
@@ -53,7 +54,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def this_process() -> int:
-    """Return the common prefix of all ids given by this process."""
+    """Return the common prefix of all ids that this process assigns."""
     return _origin
 
 
@@ -62,7 +63,7 @@ def is_of_this_process(id: int) -> bool:
 
 
 def id_of(thing: Any) -> int:
-    """Return the first id of an object; give a new one if the object has none."""
+    """Return an object's first id; assign a new id if the object has none."""
     existing_id = _ids.get(builtins.id(thing))
     if existing_id is not None and thing_of(existing_id) is thing:
         return existing_id
@@ -70,13 +71,13 @@ def id_of(thing: Any) -> int:
 
 
 def note(id: int, thing: Any) -> int:
-    """Map an id to an object; return the object's first id, which is used for sending."""
+    """Register an object under an id; return the object's first id, which is used for sending."""
     try:
         _things[id] = thing
     except TypeError:
         _lasting[id] = thing
-    first = _ids.setdefault(builtins.id(thing), id)  # atomic: of several threads the first one wins
-    if thing_of(first) is not thing:  # the address belonged to a dead object
+    first = _ids.setdefault(builtins.id(thing), id)  # `setdefault` is atomic, so the first thread wins.
+    if thing_of(first) is not thing:  # The address belonged to an object that no longer exists.
         _ids[builtins.id(thing)] = first = id
     return first
 
@@ -87,13 +88,14 @@ def thing_of(id: int) -> Any:
     return _lasting.get(id) if thing is None else thing
 
 
-# Hooks that find a missing definition: in received bundles, and on a worker by a request to the driver.
+# The module `bundles` replaces this hook by a search of received bundles.
 find_arrived: Callable[[int], Any] = thing_of
+# This hook requests a missing definition from the driver; only workers have one.
 find_missing: Callable[[int], None] | None = None
 
 
 def find(id: int) -> Any:
-    """Return the object with this id, loading or requesting the definition if missing.
+    """Return the object with this id; load or request the definition if necessary.
 
     Raises:
         ColocateError: No process knows the id any more.

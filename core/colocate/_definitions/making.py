@@ -1,11 +1,12 @@
-"""Rebuild received definitions: create empty objects first, as targets of references, then set the contents.
+"""Rebuild received definitions in two steps: create empty objects as targets of references, then set the contents.
 
-An object whose id is known here is used unchanged: a class that comes back is the class that was sent, with all later
-changes.
+An object with an id that is known here is used unchanged. A class that returns to its sender, for example, is the
+original class with all later changes.
 
-A base class that travelled has the effects of `__init_subclass__` on the sender. A base imported here doesn't know the
-new subclass, so its `__init_subclass__` is called when the subclass is whole. The options of the class statement
-(`class Grid(Env, id="grid")`) aren't stored anywhere: a base that needs some isn't called, and the driver warns.
+A base class that was sent arrives with the effects of `__init_subclass__` on the sender. A base imported here doesn't
+know the new subclass, so its `__init_subclass__` is called when the subclass is complete. The options of the class
+statement (`class Grid(Env, id="grid")`) aren't stored anywhere, so a base that needs some isn't called, and the driver
+warns.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from typing import Any
 from colocate._definitions import ids
 from colocate._definitions.names import MISSING, is_main, main_module, path_of, script_names
 
-_here = threading.local()  # .making: the bundle that this thread reads
+_here = threading.local()  # `_here.making` is the bundle that this thread is rebuilding.
 
 
 class Making:
-    """A block that rebuilds definitions. They are registered by id once all are whole.
+    """A context manager with the state of one bundle while the bundle's definitions are rebuilt.
 
     Attributes:
-        found: Definitions by id: new ones, and ones that existed here.
-        open: Unfinished definitions by id(); globals on their way, as text.
+        found: New definitions, and definitions that existed here already, by id.
+        open: Unfinished definitions, and descriptions of globals that are being rebuilt, by id().
         values: Namespaces of type aliases, by id() of the alias.
     """
 
@@ -74,7 +75,7 @@ def make(id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None] | None, Any]) -> None:
-    """Set the contents of a new definition; leave an existing one unchanged."""
+    """Set the contents of a new definition; do nothing for a definition that existed before."""
     _, filler, contents = state
     if _here.making.open.get(builtins.id(thing)) is thing:
         if filler is not None:
@@ -83,7 +84,7 @@ def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None] | None, Any]) 
 
 
 def first(thing: Any, bound: None) -> Any:
-    """Return a definition; the globals of the definition's code arrive as `bound`."""
+    """Return a definition. Unpickling the second argument has set the globals of the definition's code before."""
     return thing
 
 
@@ -94,7 +95,7 @@ def named(id: int) -> Any:
 
 
 def shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the object with this id, or create one: several globals and closures may share a parameter."""
+    """Return the object with this id, created at the first request, so that several globals can share a parameter."""
     thing = ids.thing_of(id)
     if thing is None:
         thing = make(*args)
@@ -116,7 +117,7 @@ _bound: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyD
 
 
 def about(words: str) -> str:
-    """Record the next global to rebuild, for error texts."""
+    """Record the description of the global that is rebuilt next, for error texts."""
     _here.making.open[id(words)] = words
     return words
 
@@ -127,7 +128,7 @@ def bind_named(words: str, here: dict[str, Any], names: Mapping[str, Any]) -> No
 
 
 def bind(here: dict[str, Any], names: Mapping[str, Any]) -> None:
-    """Set globals. A global of the script that role code has rebound since keeps its value."""
+    """Set globals in a namespace, except globals of the script that role code has rebound in the meantime."""
     main = main_module()
     if main is None or here is not main.__dict__:
         here.update(names)
@@ -140,25 +141,25 @@ def bind(here: dict[str, Any], names: Mapping[str, Any]) -> None:
 
 
 def globals_of(module: str) -> dict[str, Any]:
-    """Return the namespace for the globals of a received function: the script's, or the function's module's."""
+    """Return the globals for a received function, which are the script's or an imported module's namespace."""
     return script_names() if is_main(module) else importlib.import_module(module).__dict__
 
 
 def make_function(
     code: CodeType, names: dict[str, Any], name: None, defaults: None, closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Create a function without defaults and with empty cells."""
+    """Create a function without defaults and with empty closure cells."""
     names.setdefault("__builtins__", __builtins__)
     return FunctionType(code, names, name, defaults, closure)
 
 
 def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], dict[str, Any], Mapping[str, Any]]) -> None:
-    """Fill a function with attributes, cell contents, and the globals that came along."""
+    """Set the attributes, closure cells and globals of a new function."""
     attributes, slots, names = state
-    del slots["_cloudpickle_submodules"]  # imported by now
+    del slots["_cloudpickle_submodules"]  # The submodules are imported by now.
     bind(function.__globals__, names)
     for cell, source_cell in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
-        with contextlib.suppress(ValueError):  # the sent cell is empty
+        with contextlib.suppress(ValueError):  # A sent cell may be empty.
             cell.cell_contents = source_cell.cell_contents
     function.__dict__.update(attributes)
     for name, value in slots.items():
@@ -185,7 +186,7 @@ def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: 
         return maker.__new__(meta, name, bases, namespace)
     thread_id = threading.get_ident()
 
-    # Still calls the hook for classes that other threads define meanwhile
+    # This substitute still calls the hook for classes that other threads define in the meantime.
     def tell(cls: type, /, **options: Any) -> None:
         if threading.get_ident() != thread_id:
             hook.__get__(None, cls)(**options)
@@ -205,11 +206,11 @@ def make_enum(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members:
 
 
 def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping[str, Mapping[str, Any]]]) -> None:
-    """Set the attributes of a class and of an enum's members; then call the `__init_subclass__` of a base."""
+    """Set the attributes of a class and of an enum's members, then call a base's `__init_subclass__`."""
     names, registered, members = state
     for name, value in names.items():
         type.__setattr__(cls, name, value)
-    if "__firstlineno__" in names:  # from Python 3.13 on, setting `__module__` removes this attribute
+    if "__firstlineno__" in names:  # Since Python 3.13, setting `__module__` removes this attribute.
         type.__setattr__(cls, "__firstlineno__", names["__firstlineno__"])
     for subclass in registered:
         abc.ABCMeta.register(cls, subclass)
@@ -219,14 +220,14 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         return
     before = dict(vars(cls))
     base_hook[1]()
-    # The class came with the attributes that the hook sets, and with later changes to them.
+    # Restore the attributes that came with the class, because the hook may have overwritten later changes.
     for name, value in before.items():
         if vars(cls).get(name) is not value:
             type.__setattr__(cls, name, value)
 
 
 def warn_of_untold(things: Iterable[Any]) -> None:
-    """Warn of classes with `__init_subclass__` in a base if workers can't call the hook, or not with all options."""
+    """Warn of classes for which workers can't call a base's `__init_subclass__` with the class statement's options."""
     for cls in things:
         if not isinstance(cls, type) or (base_hook := _hook_for(cls)) is None:
             continue
@@ -240,15 +241,15 @@ def warn_of_untold(things: Iterable[Any]) -> None:
         )
         try:
             file, line = inspect.getsourcefile(cls) or cls.__module__, inspect.getsourcelines(cls)[1]
-        except (OSError, TypeError, SystemError):  # a notebook cell
+        except (OSError, TypeError, SystemError):  # A class in a notebook cell may have no source file.
             file, line = cls.__module__, 1
         warnings.warn_explicit(text, RuntimeWarning, file, line)
 
 
 def _hook_for(cls: type) -> tuple[type, Callable[..., Any]] | None:
-    """Return the nearest importable base with an `__init_subclass__`, and that hook; None if there is none.
+    """Return the nearest importable base that defines `__init_subclass__`, and the hook; None without such a base.
 
-    Hooks of the standard library run in any case.
+    None also stands for a hook of the standard library, because these hooks run in any case.
     """
     for base in cls.__mro__[1:]:
         if (hook := vars(base).get("__init_subclass__")) is not None and (base is object or path_of(base) is not None):
@@ -261,10 +262,10 @@ def _is_of_python(thing: Any) -> bool:
 
 
 def _has_options(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook has named options; `**options` may be meant for the metaclass."""
+    """Return whether a hook has named options. `**options` doesn't count, because a metaclass may take these."""
     try:
         kinds = {parameter.kind for parameter in inspect.signature(hook).parameters.values()}
-    except ValueError:  # a compiled hook without a signature
+    except ValueError:  # A compiled hook may have no signature.
         return False
     return not kinds.isdisjoint({inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD})
 
@@ -274,16 +275,16 @@ def _takes_nothing(hook: Callable[..., Any]) -> bool:
         inspect.signature(hook).bind()
     except TypeError:
         return False
-    except ValueError:  # a compiled hook without a signature
+    except ValueError:  # A compiled hook may have no signature.
         pass
     return True
 
 
 def _gives_options(cls: type) -> bool:
-    """Return whether a class statement has keyword options, as far as the source is available."""
+    """Return whether a class statement has keyword options; False if the source isn't available."""
     try:
         statement = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError, SyntaxError, SystemError):  # SystemError: Python 3.11's `ast` isn't thread-safe
+    except (OSError, TypeError, SyntaxError, SystemError):  # Python 3.11's `ast` isn't thread-safe.
         return False
     return isinstance(statement, ast.ClassDef) and any(keyword.arg != "metaclass" for keyword in statement.keywords)
 
@@ -298,7 +299,7 @@ def make_parameter(kind: Any, name: str, constraints: tuple[Any, ...], options: 
 
 
 def make_alias(name: str, module: str) -> Any:
-    """Create an empty type alias (`type Json = ...`): the value may refer to the alias itself."""
+    """Create a type alias (`type Json = ...`) without a value, because the value may refer to the alias itself."""
     names = {"__name__": module}
     exec(f"type {name} = __value__", names)
     alias = names[name]
@@ -324,7 +325,7 @@ def fill_thing(thing: Any, names: Mapping[str, Any]) -> None:
 
 
 def make_exception(cls: Any, base: Any, args: tuple[Any, ...]) -> BaseException:
-    """Create an exception with these `args`, without calling its constructor, which may take other arguments."""
+    """Create an exception with these `args` without calling the constructor, which may take other arguments."""
     exception: BaseException = base.__new__(cls, *args)
     base.__init__(exception, *args)
     exception.args = args

@@ -1,4 +1,4 @@
-"""Decide which objects another process can import: the one rule for code that travels by name."""
+"""Decide which objects other processes can import, and so can receive by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def path_of(thing: Any) -> tuple[str, str] | None:
     definitions whose name now belongs to another object.
     """
     name = getattr(thing, "__module__", None)
-    path = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)  # type variables have no other
+    # Type variables only have a `__name__`.
+    path = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)
     if not isinstance(name, str) or not isinstance(path, str) or name in MAINS:
         return None
     module = sys.modules.get(name)
@@ -58,11 +59,11 @@ def path_of(thing: Any) -> tuple[str, str] | None:
 
 
 def place_of(module: ModuleType) -> tuple[str, str] | None:
-    """Return the import name of a module object and the attribute path from there; None if not importable.
+    """Return an importable module and an attribute path that lead to a module object; None if nothing leads there.
 
-    A module may stand under another name than its own (`six.moves`), or only be an attribute (`torch.ops.aten`).
+    A module may be registered under another name (`six.moves`), or only be an attribute (`torch.ops.aten`).
     """
-    name = object.__getattribute__(module, "__dict__").get("__name__")  # not getattr: a lazy module would load itself
+    name = object.__getattribute__(module, "__dict__").get("__name__")  # `getattr` would load a lazy module.
     if not isinstance(name, str):
         return None
     for candidate in (name, *(other for other, target in list(sys.modules.items()) if target is module)):
@@ -82,8 +83,8 @@ def place_of(module: ModuleType) -> tuple[str, str] | None:
 
 
 def can_be_imported(name: str) -> bool:
-    """Return whether other processes can import a module: one that was imported here, not made by code."""
-    # Torch creates modules such as torch._C.x, which have no origin: the top module counts, too.
+    """Return whether other processes can import a module. A module that code has created can't be imported."""
+    # The top-level module counts, too, because torch creates submodules without an origin, such as torch._C.x.
     modules = [sys.modules.get(module_name) for module_name in (name, name.partition(".")[0])]
     return name not in MAINS and any(
         getattr(module, attribute, None) is not None for module in modules for attribute in ("__file__", "__spec__")
@@ -91,7 +92,7 @@ def can_be_imported(name: str) -> bool:
 
 
 def is_installed(module: ModuleType) -> bool:
-    """Return whether a module belongs to an installed distribution, so that workers have the module, too."""
+    """Return whether a module belongs to an installed distribution, and so exists on workers, too."""
     if module.__name__ in MAINS:
         return False
     file = getattr(module, "__file__", None)
@@ -105,17 +106,17 @@ def is_installed(module: ModuleType) -> bool:
 
 @functools.cache
 def is_installed_file(file: str) -> bool:
-    """Return whether a file lies in a folder of installed distributions, directly or by a link from there."""
+    """Return whether a file's absolute or resolved path is in a folder of installed distributions."""
     return any(str(path).startswith(installed_roots()) for path in (Path(file).absolute(), Path(file).resolve()))
 
 
 @functools.cache
 def installed_roots() -> tuple[str, ...]:
-    """Return the folders of the standard library and of installed distributions, including editable ones."""
+    """Return the folders of the standard library and of installed distributions, including editable distributions."""
     paths = sysconfig.get_paths()
     roots = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    # Distributions may be on PYTHONPATH, or in a parent environment: workers have the driver's path. The metadata of an
-    # editable distribution, in its project, are no `.dist-info`.
+    # Distributions on PYTHONPATH or in a parent environment count, too, because workers get the driver's path.
+    # The metadata of an editable distribution has another name than `.dist-info`, so project folders don't count.
     more = [entry for entry in sys.path if entry and any(Path(entry).glob("*.dist-info"))]
     sites = {*site.getsitepackages(), paths["purelib"], *more}
     if site.ENABLE_USER_SITE:
@@ -126,7 +127,7 @@ def installed_roots() -> tuple[str, ...]:
             for link in folder.glob("*.pth"):
                 lines = (line for line in link.read_text().splitlines() if line.strip())
                 roots.update(str(folder / line) for line in lines if not line.startswith(("#", "import ", "import\t")))
-    # The script's folder and the current folder never count, even if such a link names them.
+    # The script's folder (or the current folder) never counts, even if a `.pth` file names this folder.
     script = Path(sys.path[0]).resolve() if sys.path and sys.path[0] else None
     root_paths = [Path(root) for root in roots if Path(root).resolve() != script]
     return tuple({f"{path}/" for root in root_paths for path in (root.absolute(), root.resolve())})

@@ -1,4 +1,4 @@
-"""`Packed`: a value as bytes."""
+"""The encoded form of a value (`Packed`): a pickle, and buffers with the memory of tensors and arrays."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Plain:
-    """Base of types that plain pickle sends correctly: their attributes are `Plain` objects and small builtins."""
+    """Base class of types that plain pickle can send, because all attributes are `Plain` objects or small builtins."""
 
     __slots__ = ()
 
 
 class Packed(NamedTuple):
-    """A value as bytes.
+    """An encoded value: a pickle, and the buffers that the pickle refers to.
 
     Attributes:
         data: The pickle.
@@ -38,12 +38,12 @@ class Packed(NamedTuple):
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> Any:
-        # Inside another value: the needs are recorded with the whole.
+        # The needs are left out, because the enclosing value records all needs.
         return Packed, (self.data, self.buffers)
 
     def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
-        """Return one of several packed values, given the range in the pickle and the indices of buffers."""
-        # Each part keeps all needs: within one process no other object holds them once the whole is gone.
+        """Return one of several values packed together, by a range in the pickle and the indices of buffers."""
+        # Each part has all needs, because within one process nothing else keeps the definitions alive later.
         return Packed(self.data[start:end], tuple(self.buffers[place] for place in places), self.needs)
 
     def copy(self) -> Packed:
@@ -52,13 +52,13 @@ class Packed(NamedTuple):
 
 
 class InArea(Packed):
-    """A value in memory shared with the sender, to be overwritten after the receiver's use (`wire.Area`)."""
+    """An encoded value in shared memory (`wire.Area`), which the sender overwrites once the receiver is done."""
 
     __slots__ = ()
 
 
 class Lost(Packed):
-    """A value that couldn't be received for lack of descriptors or memory: unpacking raises that OSError."""
+    """A value that couldn't be received for lack of file descriptors or memory. Unpacking raises the OSError."""
 
     __slots__ = ()
 
@@ -73,12 +73,12 @@ class Lost(Packed):
         return cls(pickle.dumps(_Lacking((raises, why))))
 
     def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
-        """Return the same lost value: no part has arrived."""
+        """Return this lost value itself, because no part of the value has arrived."""
         return self
 
 
 class _Lacking(tuple[Any, ...]):
-    """A call, as a tuple, which unpickling executes; the call raises."""
+    """A function and arguments, as a tuple. Unpickling calls the function, which raises an error."""
 
     __slots__ = ()
 
@@ -91,10 +91,10 @@ def _raise(number: int | None, text: str) -> NoReturn:
 
 
 def owned(body: Any) -> Any:
-    """Copy the buffers of a packed body; a body that is passed by reference comes back unchanged."""
+    """Return a packed body with private copies of the buffers; return other bodies unchanged."""
     return body.copy() if isinstance(body, Packed) and body.buffers else body
 
 
 def packed_bytes(body: Any) -> int:
-    """Return the size of a message's body in bytes; 0 for no body, or a value passed by reference."""
+    """Return the size of a message's body in bytes; 0 without a body or for a value passed by reference."""
     return body.nbytes if isinstance(body, Packed) else 0

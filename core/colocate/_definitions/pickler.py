@@ -1,7 +1,7 @@
-"""Pickle with cloudpickle: classes and functions that can't be imported elsewhere are sent by id.
+"""Pickle values with cloudpickle, and refer by id to classes and functions that other processes can't import.
 
-A body refers to definitions, and records them as needs of the receiver. A bundle contains definitions by value, as
-cloudpickle does, except where cloudpickle would create a different object; `making` is the counterpart.
+A message's body only refers to definitions, and lists them as needs of the receiver. A bundle contains definitions by
+value like cloudpickle, except where cloudpickle would create a different object. The module `making` rebuilds them.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 _CODE = (type, FunctionType, types.BuiltinFunctionType, types.ModuleType, _CACHED)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _FIRST = ("__slots__", "__orig_bases__")
-_CODE_FILE = 10  # index among the arguments of `CodeType`
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
+_CODE_FILE = 10  # `CodeType` takes the file name at this index.
+_HEAP = 1 << 9  # This is Py_TPFLAGS_HEAPTYPE, the flag of classes that Python code has created.
 
 
 _TIED = {
     ("multiprocessing.managers", "BaseProxy"): "its Manager lets in only processes that multiprocessing has started",
     ("multiprocessing.connection", "_ConnectionBase"): "it is a descriptor, which this process alone has",
 }
-"""Types that pickle accepts although other processes can't use the values: by module and class, with the reason."""
+"""Maps types (module and class name) that pickle accepts to the reason why other processes can't use the values."""
 
 
 @by_type
 def _why_tied(kind: type) -> str | None:
-    """Return why other processes can't use values of a type that pickle accepts, or None."""
+    """Return the reason why other processes can't use pickled values of a type; None for other types."""
     for (module, name), why in _TIED.items():
         if issubclass(kind, getattr(sys.modules.get(module), name, ())):
             return why
@@ -68,7 +68,7 @@ def _why_tied(kind: type) -> str | None:
 def is_special(kind: type) -> bool:
     """Return whether this module has a special reduction for values of a type.
 
-    That includes types with a reduction written in Python: such a reduction may refer to a name in the script.
+    That includes types with a reduction written in Python, because such a reduction may refer to a name in the script.
     """
     if structure_of(kind) is not None or _why_tied(kind) is not None:
         return True
@@ -83,7 +83,7 @@ def is_special(kind: type) -> bool:
 
 
 class _Later:
-    """Defers a reduction until the pickler reaches the object."""
+    """A placeholder that defers a reduction until the pickler reaches this object."""
 
     def __init__(self, reduce: Callable[[], Any]) -> None:
         self._reduce = reduce
@@ -93,28 +93,28 @@ class _Later:
 
 
 class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """A cloudpickle pickler that sends modules by name, whatever their class."""
+    """A cloudpickle pickler that sends all modules by name, including instances of module subclasses."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the reduction of a module; cloudpickle's for other objects."""
+        """Return a reduction by name for a module, and cloudpickle's reduction for other objects."""
         return reduce_module(obj) if issubclass(type(obj), types.ModuleType) else super().reducer_override(obj)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """A cloudpickle pickler that packs definitions into a `bundle` (of `bundles`), or sends ids instead."""
+    """A cloudpickle pickler that packs definitions by value into `bundle`, or sends only ids without a bundle."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, bundle: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.needs: dict[int | str, Need] = {}
         self.bundle = bundle
-        self.has_trained = False  # whether the value has tensors with gradients
-        self._begun: set[type] = set()  # classes with unfinished contents
-        # Globals named by the code of unfinished definitions, per definition: namespace, name, and the naming code.
+        self.has_trained = False  # Becomes True for a value with parameters or other leaves of autograd.
+        self._begun: set[type] = set()  # Holds the classes that aren't completely pickled yet.
+        # For each unfinished definition, lists the globals that the code uses, as (namespace, name, user of the name).
         self._named: list[list[tuple[dict[str, Any], str, str]]] = []
-        self._unmade: list[int] = []  # ids of unfinished definitions that aren't created yet
+        self._unmade: list[int] = []  # Lists the ids of definitions that the pickle hasn't created yet.
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the special reduction of an object, or NotImplemented for the usual one."""
+        """Return the special reduction of an object, or NotImplemented to use the usual reduction."""
         kind: Any = type(obj)
         if not is_special(kind):
             return NotImplemented
@@ -125,7 +125,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
                 return NotImplemented
             by_value = self._dynamic_function_reduce
             return self._defined(obj, by_value) if _leads_to(obj) else by_value(obj)
-        if kind is types.CodeType:  # with the file name for tracebacks, which some releases of cloudpickle drop
+        if kind is types.CodeType:  # Keep the file name for tracebacks, which some cloudpickle releases drop.
             make, args = details._code_reduce(obj)
             return make, (*args[:_CODE_FILE], obj.co_filename, *args[_CODE_FILE + 1 :])
         if issubclass(kind, type):
@@ -139,7 +139,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if kind is _CACHED:
             return NotImplemented if path_of(obj) is not None else self._defined(obj, _cache)
         if kind is functools.cached_property:
-            # Without the lock, which exists before Python 3.12.
+            # Leave out the lock, which a cached property has before Python 3.12.
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
         if kind in _OF_TYPES:
             if path_of(obj) is not None:
@@ -149,12 +149,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return _exception(obj)
         if id(obj) in _SENTINELS:
             return _SENTINELS[id(obj)]
-        if (structure := structure_of(kind)) is not None:  # a type's own reduction could pack tensors inside the pickle
+        # Send the leaves of registered types, because a type's own reduction could copy tensors into the pickle.
+        if (structure := structure_of(kind)) is not None:
             return arrived, (kind, structure.open(obj))
         if kind in self.dispatch_table:
             return NotImplemented
         reduced = obj.__reduce_ex__(5)
-        # A reduction that is a name in the script (a `NewType`, a sentinel) becomes a definition.
+        # An object that reduces to a name in the script (a `NewType` or a sentinel) is sent as a definition.
         is_name = isinstance(reduced, str) and is_main(getattr(obj, "__module__", None))
         return self._defined(obj, _thing) if is_name else reduced
 
@@ -164,7 +165,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         definition = Definition(id_of(thing), thing)
         if self.bundle is None:
             self.needs[definition.id] = definition
-        # A base has led back to this definition, or the receiver doesn't have it yet.
+        # Pack the definition if the receiver lacks the id, or if pickling a base class has led back here.
         elif (times := self._unmade.count(definition.id)) == 1 or self.bundle.has(definition):
             later = _Later(partial(self._made, definition, by_value))
             return making.first, (later, _Later(partial(self._globals_behind, isinstance(thing, type))))
@@ -173,13 +174,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return making.named, (definition.id,)
 
     def _made(self, definition: Definition, by_value: Callable[[Any], Any]) -> Any:
-        """Return the reduction that creates an empty definition, then sets the contents; globals follow later."""
+        """Return the reduction that creates an empty definition and then sets the contents. Globals are set later."""
         self._named.append([])
         self._unmade.append(definition.id)
         maker, args, *more = by_value(definition.thing)
         filler, state = (more[3], more[0]) if more else (None, None)
 
-        def is_there() -> Any:  # pickled before the contents: later references find the empty definition
+        def is_there() -> Any:  # Pickled before the contents, so that later references find the empty definition.
             self._unmade.remove(definition.id)
             return dict, ()
 
@@ -187,7 +188,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return *reduced, (_Later(is_there), filler, state), None, None, making.fill
 
     def _globals_behind(self, is_class: bool) -> Any:
-        """Return the globals that a definition's code names, to be set after the definition.
+        """Return the reductions that set a definition's globals, to be pickled after the definition itself.
 
         A method's globals follow the class, because they may be instances of it. While any class isn't created yet, all
         globals wait.
@@ -206,7 +207,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return self._bound([(script, name.name, name.user) for name in names])
 
     def _bound(self, named: list[tuple[dict[str, Any], str, str]]) -> list[_Later]:
-        """Return the reductions that set globals, those with code first: rebuilding code never runs the user's code."""
+        """Return the reductions that set globals. Code comes first, because rebuilding code never runs user code."""
 
         def is_code(each: tuple[dict[str, Any], str, str]) -> bool:
             value = each[0].get(each[1])
@@ -215,16 +216,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return [_Later(partial(self._bind, *each)) for each in sorted(named, key=lambda each: not is_code(each))]
 
     def _bind(self, names: dict[str, Any], name: str, user: str) -> Any:
-        """Return the reduction that sets a global to the present value."""
         values = self._names_for(names, (name,), user)
         if not values:
             return dict, ()
         words = f"the global {name!r} of {names.get('__name__')}, which {user} names,"
-        about = _Later(lambda: (making.about, (words,)))  # for the error text, if rebuilding the value fails
+        about = _Later(lambda: (making.about, (words,)))  # The text goes into the error if rebuilding the value fails.
         return making.bind_named, (about, self.globals_ref[id(names)], values)
 
     def _names_for(self, names: dict[str, Any], used: Iterable[str], user: str) -> dict[str, Any]:
-        """Return the globals of a function to send along; without those that the receiver has."""
+        """Return the globals to send along with a function, without globals that the receiver has already."""
         if names is script_names() and self.bundle is not None and not self.bundle.anonymous:
             values: dict[str, Any] = self.bundle.names_for(used, user)
             return values
@@ -233,9 +233,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     # -- by value
 
     def _dynamic_function_reduce(self, func: FunctionType) -> Any:
-        """Reduce a function like cloudpickle, but leave globals to the receiver's module of the same name.
+        """Reduce a function like cloudpickle, but use the globals of the receiver's module of the same name.
 
-        Named globals are set after the definition is whole, because a global may be an instance of the very class.
+        Used globals are set after the definition is complete, because a global may be an instance of the class.
         """
         names: dict[str, Any] = func.__globals__
         module, is_script = str(names.get("__name__")), names is script_names()
@@ -260,16 +260,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def _class_by_arguments(self, origin: Any, args: tuple[Any, ...], cls: Any) -> Any:
         if self._begun.isdisjoint((*origin.__mro__, *_classes_in(args))):
-            return operator.getitem, (origin, args)  # creates the class once
-        return self._class_by_value(cls)  # the generic class isn't whole in the receiver yet
+            return operator.getitem, (origin, args)  # Subscripting the generic class creates the class only once.
+        return self._class_by_value(cls)  # The receiver hasn't completed the generic class yet.
 
     def _class_by_value(self, cls: Any) -> Any:
-        """Reduce a class like cloudpickle, but without user code for unfinished classes, and with enums unchanged."""
+        """Reduce a class like cloudpickle, but run no user code on unfinished classes."""
         names, _ = details._class_getstate(cls)
         registered = names.pop("_abc_impl", ())
         meta = type(cls)
         maker = next(candidate for candidate in meta.__mro__ if path_of(candidate) is not None or candidate is type)
-        if maker.__name__ == "_TypedDictMeta":  # the metaclass expects annotations, and no `dict` among the bases
+        # The metaclass of TypedDict expects annotations, and doesn't accept `dict` as a base.
+        if maker.__name__ == "_TypedDictMeta":
             maker = type
         first: dict[str, Any]
         make: Callable[..., Any]
@@ -284,7 +285,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             }
             make = making.make_enum
         else:
-            # Needed on creation: slots, and plain constants, which a metaclass may read.
+            # The creation of a class needs the slots, and a metaclass may read plain constants.
             first = {
                 name: candidate for name, candidate in names.items() if name in _FIRST or type(candidate) in _ATOMS
             }
@@ -296,7 +297,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             first |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
             self._begun.add(cls)
 
-            def is_whole() -> Any:  # pickled last in the contents
+            def is_whole() -> Any:  # This is pickled as the last part of the contents.
                 self._begun.discard(cls)
                 return dict, ()
 
@@ -312,7 +313,7 @@ def _cache(cached: Any) -> Any:
 
 
 def _parameter(parameter: Any) -> Any:
-    # Each is present in this Python release or not.
+    # Some of these attributes only exist in newer Python releases.
     names = ("bound", "covariant", "contravariant", "infer_variance", "default")
     options = {name: getattr(parameter, f"__{name}__") for name in names if hasattr(parameter, f"__{name}__")}
     constraints = getattr(parameter, "__constraints__", ())
@@ -334,7 +335,7 @@ def _thing(thing: Any) -> Any:
 
 
 def _parametrised(cls: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the generic class and the arguments that give this very class: pydantic notes and caches both."""
+    """Return the generic class and the type arguments of a parametrised pydantic class; None for other classes."""
     of = vars(cls).get("__pydantic_generic_metadata__")
     if not isinstance(of, dict) or not isinstance(of.get("origin"), type):
         return None
@@ -349,7 +350,7 @@ def _classes_in(args: Iterable[Any]) -> Iterator[type]:
 
 
 def _leads_to(function: FunctionType) -> bool:
-    """Return whether a function's qualified name leads to this function, and not to a later one of the same name."""
+    """Return whether a look-up of a function's qualified name finds this function, not a later one of the same name."""
     target: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
         target = getattr(target, part, None)
@@ -361,7 +362,7 @@ def _is_slot_of(cls: type, value: Any) -> bool:
 
 
 def reduce_module(module: types.ModuleType) -> Any:
-    """Return the reduction of a module by name, also for module subclasses, such as torch's backend switches."""
+    """Return the reduction of a module by name, also for instances of a module subclass, such as torch.backends."""
     if (place := place_of(module)) is not None:
         return making.found_at, place
     if type(module) is types.ModuleType:
@@ -372,7 +373,7 @@ def reduce_module(module: types.ModuleType) -> Any:
 
 
 def _exception(error: BaseException) -> Any:
-    """Reduce an exception without a call of the class: the constructor may take other arguments than `args`."""
+    """Reduce an exception so that rebuilding skips the constructor, which may take other arguments than `args`."""
     kind = type(error)
     base: Any = next(ancestor for ancestor in kind.__mro__ if not ancestor.__flags__ & _HEAP)
     if base is kind or kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__:

@@ -1,4 +1,4 @@
-"""Ship modules beside the script as source to workers, and detect differences between driver and workers."""
+"""Send modules that aren't installed to workers as source text, and detect differences between driver and workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @attrs.frozen
 class Source:
-    """A module beside the script, or in a folder of the project.
+    """The source of a module that isn't installed, such as a file in the script's folder.
 
     Attributes:
         text: The source; empty for a namespace package.
@@ -43,19 +43,19 @@ class Source:
 
 @attrs.frozen
 class Refused:
-    """A module of the driver that can't travel, with the reason for the import error."""
+    """A module of the driver that can't be sent to workers. `why` is the reason in the import error."""
 
     why: str
 
 
 def is_shipped_with_python(name: str) -> bool:
-    """Return whether every worker has a module of this name anyway: from the standard library or colocate."""
+    """Return whether a module belongs to the standard library or to colocate, which every worker has."""
     top = name.partition(".")[0]
     return top in sys.stdlib_module_names or top == "colocate" or top in MAINS
 
 
 def shadowing() -> dict[str, tuple[str, str]]:
-    """Return file and digest of modules that shadow the standard library in this process, such as a `profile.py`."""
+    """Return the file and digest of each module here that shadows the standard library, such as a `profile.py`."""
     names = [name for name in sys.stdlib_module_names if name not in MAINS and _shadows(name)]
     return contents({name: source for name in names if (source := look_up(name)) is not None})
 
@@ -66,10 +66,10 @@ def _shadows(name: str) -> bool:
 
 
 def answer(name: str) -> Mapping[str, Source | Refused]:
-    """Return the source of a module that a worker imports, and of all further modules in the import.
+    """Return the source of a module for a worker, and the sources of all further modules imported from there.
 
     Returns:
-        By name; empty if the module is installed or doesn't exist.
+        The sources by module name; empty if the module is installed or doesn't exist.
     """
     sources: dict[str, Source | Refused] = {}
     todo, visited, size = [name], set[str](), 0
@@ -94,14 +94,14 @@ def answer(name: str) -> Mapping[str, Source | Refused]:
 
 
 def look_up(name: str) -> Source | Refused | None:
-    """Return a module of the driver that isn't installed; None if there is none."""
+    """Return the source of a module of the driver; None for an installed or unknown module."""
     module = sys.modules.get(name)
     spec = _spec_of(name, module)
     file: str | None = getattr(module, "__file__", None) or (
         spec.origin if spec is not None and spec.has_location else None
     )
     places = getattr(module, "__path__", None) or (spec.submodule_search_locations if spec is not None else None)
-    if file is None:  # a namespace package, or a mere parent of other modules
+    if file is None:  # The module is a namespace package or only a parent.
         if spec is not None and spec.origin in ("built-in", "frozen"):
             return None
         if places is None:
@@ -150,7 +150,8 @@ def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
             return None
     for finder in list(sys.meta_path):
         find = getattr(finder, "find_spec", None)
-        with suppress(KeyError):  # a namespace package is found only if its parent is imported
+        # The search for a namespace package raises KeyError if the parent package isn't imported.
+        with suppress(KeyError):
             spec: ModuleSpec | None = find(name, path, None) if find is not None else None
             if spec is not None:
                 return spec
@@ -159,7 +160,7 @@ def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
 
 def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
     if file.endswith(".py"):
-        with suppress(OSError):  # in an archive, say
+        with suppress(OSError):  # The file may be inside an archive.
             return Path(file).read_bytes()
     read = getattr(spec.loader if spec is not None else None, "get_source", None)
     try:
@@ -170,11 +171,11 @@ def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
 
 
 def _imported_by(name: str, source: Source) -> list[str]:
-    """Return the modules that a source imports anywhere, each after all parent packages."""
+    """Return the names of all modules that a source imports, each one after the parent packages."""
     try:
-        # Not by `ast`: on Python 3.11 `ast` fails if several threads use it at once.
+        # The source is compiled, not parsed by `ast`, because `ast` isn't thread-safe on Python 3.11.
         code = compile(source.text, name, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):  # the import will raise the error
+    except (SyntaxError, ValueError):  # The import itself will raise this error.
         return []
     package = name if source.package else name.rpartition(".")[0]
     names: dict[str, None] = {}
@@ -185,12 +186,12 @@ def _imported_by(name: str, source: Source) -> list[str]:
 
 
 def _imports(code: CodeType, package: str) -> Iterator[str]:
-    """Yield the modules that code imports, including names imported from a package."""
+    """Yield the names of modules that code may import, including each name in a `from package import name`."""
     for inner in _with_inner(code):
         steps = [step for step in dis.get_instructions(inner) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname == "IMPORT_NAME":
-                with suppress(ImportError):  # a relative import beyond the top-level package
+                with suppress(ImportError):  # A relative import may lead beyond the top-level package.
                     base = importlib.util.resolve_name("." * level.argval + step.argval, package or None)
                     yield base
                     yield from (f"{base}.{name}" for name in names.argval or () if name != "*")
@@ -211,7 +212,7 @@ def digest(text: bytes) -> str:
 
 
 def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]]:
-    """Return file and digest of each module that travels, by name."""
+    """Return the file and digest of each module that has a source file, by module name."""
     return {
         name: (source.file, digest(source.text))
         for name, source in found.items()
@@ -220,7 +221,7 @@ def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]
 
 
 def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
-    """Compare imported modules with the other side's digests; return an error text for a difference, or None."""
+    """Compare the modules imported here with another process's digests; return an error text, or None if all agree."""
     for name, (file, content) in there.items():
         if name in sys.modules and (driver_file := _other_file(name, content)) is not None:
             return in_the_way(name, driver_file, file)
@@ -228,7 +229,7 @@ def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
 
 
 def _other_file(name: str, content: str) -> str | None:
-    """Return this process's file of a module if the digest differs."""
+    """Return the file of a module in this process if the digest differs from `content`; None otherwise."""
     source = look_up(name)
     return (
         source.file
@@ -248,18 +249,18 @@ def in_the_way(name: str, here: str, there: str) -> str:
 class ShippedModules:
     """The modules of the driver that the workers of one group have received.
 
-    The driver may import such a module later, or again; calls then compare the contents.
+    If the driver imports such a module later or again, the next call compares the contents.
 
     Attributes:
         contents: File and digest by module name.
-        news: Names that the driver has begun to import since the last comparison, of any module.
+        news: Names of all modules that the driver has begun to import since the last comparison.
     """
 
     def __init__(self, group: str, of_another: Mapping[str, tuple[str, str]] | None = None) -> None:
         self._group = group
         self._others = frozenset(of_another or ())
         self.contents: dict[str, tuple[str, str]] = {}
-        self._seen: dict[str, Any] = {}  # the specs
+        self._seen: dict[str, Any] = {}  # Maps module names to import specs.
         self.news: set[str] = set()
         _all[id(self)] = self
         if sys.meta_path[0] is not _IMPORTS:
@@ -278,12 +279,12 @@ class ShippedModules:
     def compare(self, line: tuple[str, int]) -> None:
         """Warn of modules that the driver has imported again with other contents than the workers have."""
         self.refuse_late()
-        for name in list(self.news):  # a copy: several threads may compare at once
+        for name in list(self.news):  # Copied, because several threads may compare at once.
             self.news.discard(name)
             spec = _spec(name)
             if name not in self.contents or spec is self._seen[name]:
                 continue
-            self._seen[name] = spec  # to warn once
+            self._seen[name] = spec  # Recording the spec prevents a second warning.
             if spec is not None and (file := _other_file(name, self.contents[name][1])) is not None:
                 text = (
                     f"the driver has imported module {name!r} anew ({file}), with other content than the workers of "
@@ -292,7 +293,7 @@ class ShippedModules:
                 warnings.warn_explicit(text, RuntimeWarning, *line)
 
     def refuse_late(self) -> None:
-        """Raise if this driver has imported a module with other contents than an earlier driver gave to the workers."""
+        """Raise if this driver has imported a module with other contents than an earlier driver sent to the workers."""
         for name in self.news & self._others:
             if self._seen[name] is None and (spec := _spec(name)) is not None:
                 if (file := _other_file(name, self.contents[name][1])) is not None:
@@ -302,7 +303,7 @@ class ShippedModules:
 
 
 class _Imports:
-    """A finder at the head of `sys.meta_path` that finds nothing and records imported names in all `ShippedModules`."""
+    """An import finder that never finds a module, but records each imported name in all `ShippedModules`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         for reference in _all.valuerefs():
@@ -336,7 +337,7 @@ def rebound(classes: Iterable[type]) -> list[str]:
             if root not in trees:
                 for name, source in answer(root).items():
                     if isinstance(source, Source) and name in sys.modules:
-                        # The source has changed since the import: workers will raise the error
+                        # The source may have changed since the import. Workers will then raise the error.
                         with suppress(SyntaxError, ValueError):
                             trees[name] = ast.parse(source.text)
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
@@ -350,7 +351,7 @@ def rebound(classes: Iterable[type]) -> list[str]:
 
 
 def _roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
-    """Yield the modules that workers import for a role: the role's own, or those named by a role of the script."""
+    """Yield the names of modules that workers import for a role. A role of the script imports the script's modules."""
     if not is_main(cls.__module__):
         yield cls.__module__
     elif (main := main_module()) is not None:
@@ -364,11 +365,11 @@ def _roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
 
 
 def _changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names with other values than in the module's source, each with a description."""
+    """Yield each name in a module with a value that differs from the source, and a description of both values."""
     bound: Counter[str] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
-            bound.update(node.names * 2)  # the module's own code rebinds the name
+            bound.update(node.names * 2)  # Count twice, to exclude a name that the module rebinds.
     for top in tree.body:
         is_definition = isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         for node in [top] if is_definition else ast.walk(top):
@@ -388,11 +389,11 @@ def _changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _says(node: ast.stmt) -> Iterator[tuple[str, Any]]:
-    """Yield the bindings of a top-level statement: a plain value, or the defining statement."""
+    """Yield the names that a top-level statement binds, each with a plain value or the defining statement."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
         yield node.name, node
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-        with suppress(ValueError):  # not a literal
+        with suppress(ValueError):  # The value may not be a literal.
             plain = ast.literal_eval(node.value)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if type(plain) in _PLAIN:

@@ -1,6 +1,6 @@
-"""Open values of registered types (`register_batch`) into leaves, as each tree walk opens a dict.
+"""Split values of types registered by `register_batch` into leaves, and rebuild values from leaves.
 
-Such values are sent as leaves, and rebuilt by the receiver.
+The sender sends the leaves, and the receiver rebuilds the value.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Leaves: TypeAlias = dict[Any, Any] | list[Any] | tuple[Any, ...]
 
 @attrs.frozen
 class Structure:
-    """Functions that take apart and rebuild values of a type."""
+    """A pair of functions that split values of a type into leaves and rebuild values from leaves."""
 
     leaves: Callable[[Any], Any]
     rebuild: Callable[[Any, Any], Any]
 
     def open(self, value: Any) -> Leaves:
-        """Return the leaves of a value: the given dict, list or tuple, or a converted mapping or sequence."""
+        """Return the leaves of a value as a dict, list or tuple; convert other mappings and sequences."""
         name = type(value).__qualname__
         try:
             parts = self.leaves(value)
@@ -44,7 +44,7 @@ class Structure:
         )
 
     def make(self, kind: type, leaves: Leaves) -> Any:
-        """Rebuild a value of a type from leaves."""
+        """Rebuild a value of the type `kind` from leaves."""
         name = kind.__qualname__
         try:
             value = self.rebuild(kind, leaves)
@@ -63,7 +63,7 @@ _structures: dict[type, Structure | None] = {}
 
 
 def note(kind: type, structure: Structure | None) -> None:
-    """Register the structure of a type, which subclasses inherit; None to keep a type closed."""
+    """Register the structure of a type, which subclasses inherit. With None, values of the type aren't split."""
     _structures[kind] = structure
 
 
@@ -74,7 +74,7 @@ def structure_of(kind: type) -> Structure | None:
 
 
 def named(leaves: Leaves) -> Iterator[tuple[str, Any]]:
-    """Return pairs of a path, in Python syntax, and a leaf."""
+    """Return pairs of a leaf's path, in Python syntax, and the leaf."""
     pairs = leaves.items() if isinstance(leaves, dict) else enumerate(leaves)
     return ((f"[{key!r}]", leaf) for key, leaf in pairs)
 

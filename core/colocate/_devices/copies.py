@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 WORTH_BYTES = 1 << 16
 """Size in bytes above which these copies are faster than torch's."""
 
-_CHUNK_BYTES = 4 << 20  # takes a tenth of a millisecond on the bus, and some times as long on the host
+_CHUNK_BYTES = 4 << 20  # Copying this takes a tenth of a millisecond on the bus, and several times as long on the host.
 _CHUNKS = 3
 
-_here = threading.local()  # .copies: shared by all values that this thread packs
+_here = threading.local()  # The attribute `copies` is shared by all values that this thread packs.
 
 
 class SideStream:
-    """A side stream of a device, beside the computing ones; created on first use."""
+    """A stream of a device for copies beside the computation, created on first use."""
 
     def __init__(self, device: str) -> None:
-        """Prepare a stream.
+        """Prepare a side stream, which is created on first use.
 
         Args:
             device: The device, as torch names it.
@@ -45,7 +45,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, module: Any) -> Iterator[None]:
-        """Run a block on the side stream, which waits for no other stream: the copied data must be complete."""
+        """Run a block on the side stream without waiting for other streams.
+
+        The copied data must be complete already.
+        """
         with module.stream(self._made(module)):
             yield
 
@@ -95,7 +98,7 @@ class Ring:
     """The pinned buffers of a device, for copies of pageable host memory."""
 
     def __init__(self, device: str, chunk_bytes: int = _CHUNK_BYTES, chunks: int = _CHUNKS) -> None:
-        """Prepare a ring; the buffers are allocated on first use.
+        """Prepare a ring of buffers, which are allocated on first use.
 
         Args:
             device: The device, as torch names it.
@@ -106,11 +109,11 @@ class Ring:
         self._chunk_bytes = chunk_bytes
         self._count = chunks
         self._side = SideStream(device)
-        self._lock = threading.Lock()  # one copy at a time
-        self._chunks: deque[_Chunk] = deque()  # oldest transfer first
+        self._lock = threading.Lock()  # Only one thread copies at a time.
+        self._chunks: deque[_Chunk] = deque()  # The buffer with the oldest transfer comes first.
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy host bytes to the device; the last transfers may still be running on return (see `wait`)."""
+        """Copy host bytes to the device. The last transfers may still be running on return (see `wait`)."""
         with self._copying() as module:
             for start in range(0, len(source), self._chunk_bytes):
                 part = source[start : start + self._chunk_bytes]
@@ -121,7 +124,7 @@ class Ring:
                 chunk.event.record()
 
     def download(self, source: Any, target: Any) -> None:
-        """Copy device bytes to the host; complete on return."""
+        """Copy device bytes to the host. All transfers are complete on return."""
         with self._copying() as module:
             travel: deque[tuple[_Chunk, Any]] = deque()
             for start in range(0, len(source), self._chunk_bytes):
@@ -136,7 +139,7 @@ class Ring:
                 _land(*pair)
 
     def wait(self) -> None:
-        """Wait until all uploads are complete, for any stream."""
+        """Wait until all uploads are complete, so that any stream can use the data."""
         with self._lock:
             events = [chunk.event for chunk in self._chunks]
         for event in events:
@@ -149,11 +152,11 @@ class Ring:
             try:
                 yield module
             except BaseException:
-                stream.synchronize()  # no transfer may use memory that the caller is about to free
+                stream.synchronize()  # No transfer may use memory that the caller is about to free.
                 raise
 
     def _next(self, module: Any) -> _Chunk:
-        """Return the oldest buffer, after its transfer."""
+        """Wait for the oldest buffer's transfer, and return that buffer."""
         if not self._chunks:
             uint8 = sys.modules["torch"].uint8
             self._chunks.extend(
@@ -170,17 +173,17 @@ def _land(chunk: _Chunk, target: Any) -> None:
     target.copy_(chunk.memory[: len(target)])
 
 
-_rings: dict[str, Ring] = {}  # by device, shared by all copies in this process
+_rings: dict[str, Ring] = {}  # Maps each device to a ring, which all copies in this process share.
 _rings_lock = threading.Lock()
 
 
 class Copies:
-    """Copies of tensors to one device, all complete after `wait`."""
+    """Copies tensors to one device. All copies are complete after `wait`."""
 
     __slots__ = ("_uploads", "device")
 
     def __init__(self, device: str | torch.device) -> None:
-        """Prepare copies.
+        """Prepare to copy tensors to a device.
 
         Args:
             device: The target device.
@@ -189,7 +192,7 @@ class Copies:
         self._uploads: Ring | None = None
 
     def of(self, tensor: Any) -> Any:
-        """Return a copy of a tensor on the device, or the tensor itself if already there; complete after `wait`."""
+        """Return a copy of a tensor on the device, or the tensor itself if already there. `wait` completes the copy."""
         if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
             line = line_of(tensor)
             return tensor.to(self.device) if line is None else self.of(line).as_strided(tensor.shape, tensor.stride())
@@ -213,7 +216,7 @@ class Copies:
         return copy
 
     def wait(self) -> None:
-        """Wait until all copies are complete, for any stream."""
+        """Wait until all copies are complete, so that any stream can use the copies."""
         if self._uploads is not None:
             self._uploads.wait()
 
@@ -227,8 +230,8 @@ def to_host(tensor: Any) -> Any:
     if module is None or not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
         return tensor.cpu()
     try:
-        # Torch's allocator keeps pinned memory for reuse; a copy to pageable memory would pass through a buffer of the
-        # CUDA driver.
+        # The target is pinned memory, which torch's allocator reuses.
+        # A copy to pageable memory would pass through a buffer of the CUDA driver.
         host = _empty(tensor.shape, tensor.dtype, "cpu", True)
     except _NoMemoryError:
         return tensor.cpu()
@@ -238,7 +241,7 @@ def to_host(tensor: Any) -> Any:
 
 
 def line_of(tensor: Any) -> Any:
-    """Return the distinct items in memory of a tensor that repeats items, such as an expanded one; None for others."""
+    """Return a tensor's distinct items if the tensor repeats items (such as an expanded tensor); otherwise None."""
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
@@ -250,18 +253,18 @@ def line_of(tensor: Any) -> Any:
 
 def flat(tensor: Any) -> Any:
     """Return the bytes of a contiguous tensor, as a one-dimensional tensor."""
-    # Not reshape(-1), which keeps the stride: a dimension of size one may have any stride in a contiguous tensor.
+    # `reshape(-1)` would keep the stride, but a dimension of size one may have any stride in a contiguous tensor.
     line = tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
     return line.view(sys.modules["torch"].uint8)
 
 
 def exposed(line: Any) -> Any:
-    """Return host bytes as a buffer.
+    """Return a buffer object that shares the memory of a tensor of host bytes.
 
     Not as a NumPy array: afterwards torch would treat the memory as foreign, and never resize it again.
     """
     memory: Any = (ctypes.c_ubyte * line.numel()).from_address(line.data_ptr())
-    memory.tensor = line  # keeps the memory alive
+    memory.tensor = line  # This reference keeps the tensor's memory alive.
     return memory
 
 
@@ -279,7 +282,7 @@ def is_plain(tensor: Any) -> bool:
 
 @attrs.define(eq=False)
 class _Copy:
-    """A range of bytes of a storage.
+    """A range of bytes of a storage, with a copy on the host.
 
     Attributes:
         host: The bytes on the host; None until copied.
@@ -300,7 +303,7 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
-        """Prepare copies.
+        """Prepare host copies, which are made on demand.
 
         Args:
             tensors: The tensors of the value, which outlives this object.
@@ -320,7 +323,7 @@ class HostCopies:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Use these copies for tensors that this thread packs in a block."""
+        """Use these copies for tensors that this thread packs during a block."""
         outer = getattr(_here, "copies", None)
         _here.copies = self
         try:
@@ -329,7 +332,7 @@ class HostCopies:
             _here.copies = outer
 
     def of(self, tensor: Any) -> Any:
-        """Return a tensor of the value, or of some of its rows, on the host."""
+        """Return a host copy of a tensor of the value, or of some rows of such a tensor."""
         if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
             return to_host(tensor)
         storage = tensor.untyped_storage()._cdata
@@ -353,7 +356,7 @@ class HostCopies:
 
 
 def on_host(tensor: Any) -> Any:
-    """Return a device's tensor on the host, for sending; see `HostCopies.shared`."""
+    """Return a host copy of a device's tensor for sending. Inside `HostCopies.shared`, threads share the copies."""
     copies: HostCopies | None = getattr(_here, "copies", None)
     return to_host(tensor) if copies is None else copies.of(tensor)
 
@@ -362,7 +365,7 @@ class _NoMemoryError(RuntimeError):
     """Raised if no pinned memory is left."""
 
 
-# Replaced by tests:
+# Tests replace the functions below.
 
 
 def _device_of(tensor: Any) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 from colocate.gpus import number_of
 
-HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
-_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+HANDLE_BYTES = 64  # This is the driver's constant CU_IPC_HANDLE_SIZE.
+_ENABLE_PEER_ACCESS = 1  # This is the driver's constant CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.
+_PORTABLE = 1  # This is the driver's constant CU_MEMHOSTREGISTER_PORTABLE.
 _EXCHANGE = "cuThreadExchangeStreamCaptureMode"
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_THREAD_LOCAL = 1  # This is the driver's constant CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
 
 
 class DriverError(RuntimeError):
@@ -30,7 +30,7 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """The CUDA driver, for one device of this process.
+    """Calls the CUDA driver for one device of this process.
 
     A handle refers to a whole allocation of the driver, which an allocator may have divided; so an offset goes with the
     handle. The other process needn't see the device, but its own device must reach it.
@@ -59,7 +59,7 @@ class Driver:
         return bytes(handle.reserved), offset
 
     def open(self, handle: bytes) -> int:
-        """Map memory of another process; return the address."""
+        """Map memory of another process, and return the address here."""
         address = ctypes.c_uint64()
         raw_handle = _Handle.from_buffer_copy(handle)
         with self._context():
@@ -67,7 +67,7 @@ class Driver:
         return address.value
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Begin to copy device memory on a stream."""
+        """Start an asynchronous copy of device memory on a stream."""
         size, where = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
         with self._context():
             self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
@@ -91,7 +91,7 @@ class Driver:
         mode = ctypes.c_int(_THREAD_LOCAL)
         try:
             with self._context():
-                self._call(_EXCHANGE, ctypes.byref(mode))  # stores the previous mode
+                self._call(_EXCHANGE, ctypes.byref(mode))  # This call stores the previous mode in `mode`.
             yield
         finally:
             if mode.value != _THREAD_LOCAL:
@@ -100,14 +100,14 @@ class Driver:
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        """Make the device's primary context current in a block. Torch has created the context by now.
+        """Make the device's primary context current during a block. Torch has created the context by now.
 
-        Threads begin without a context, or this may be another device's thread that frees memory.
+        Threads begin without a context, and a thread that frees memory may use another device's context.
         """
         if self._primary is None:
             number, context = ctypes.c_int(), ctypes.c_void_p()
             self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(number_of(self._device)))
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # torch's own
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # Torch uses this context, too.
             self._primary = context
         self._call("cuCtxPushCurrent_v2", self._primary)
         try:
@@ -128,7 +128,7 @@ class Driver:
 
 @functools.cache
 def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
-    """Return the driver for a device of this process, which may be unused yet; None without one.
+    """Return the CUDA driver for a device, even if the device is unused so far; None if there is no driver.
 
     AMD's and Intel's GPUs have other drivers.
     """
@@ -142,7 +142,7 @@ def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | No
 
 @contextlib.contextmanager
 def beside_captures(device: str) -> Iterator[None]:
-    """Use a device in a block while other threads may capture graphs there.
+    """Use a device during a block while other threads may capture graphs on that device.
 
     A capture in torch's default mode concerns all threads: calls that the driver deems unsafe, such as querying an
     event, fail on any thread, and break the capture. A thread may opt out.
@@ -150,6 +150,6 @@ def beside_captures(device: str) -> Iterator[None]:
     device_driver = driver(device)
     with contextlib.ExitStack() as stack:
         if device_driver is not None:
-            with contextlib.suppress(DriverError):  # an older driver without this function
+            with contextlib.suppress(DriverError):  # An older driver may lack this function.
                 stack.enter_context(device_driver.beside_captures())
         yield

@@ -23,7 +23,8 @@ WORTH_LENDING_BYTES = 1 << 20
 """Size in bytes above which a handle pays off; opening one takes some tenths of a millisecond."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_here = threading.local()  # .lender: for values that this thread packs; .borrower: for values that this thread unpacks
+# `lender` is for values that this thread packs, and `borrower` for values that this thread unpacks.
+_here = threading.local()
 
 
 class NotLentError(Exception):
@@ -31,9 +32,9 @@ class NotLentError(Exception):
 
 
 def place(device: str) -> str:
-    """Return a text that is equal in processes that can lend each other memory; "" for no lending.
+    """Return a text that is equal in processes that can lend each other memory; "" if lending isn't possible.
 
-    The device may be unused yet: the first use may be a received value.
+    The device may be unused so far, because a received value may be its first use.
     """
     torch = imported("torch")
     if torch is None or driver(device) is None:
@@ -55,7 +56,7 @@ class Lender:
     """
 
     def __init__(self, device: str, tensors: Iterable[Any]) -> None:
-        """Prepare to lend.
+        """Prepare to lend the memory of one value's tensors.
 
         Args:
             device: The device of the tensors.
@@ -68,7 +69,7 @@ class Lender:
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Lend tensors that this thread packs in a block."""
+        """Lend tensors that this thread packs during a block."""
         _here.lender = self
         try:
             yield
@@ -76,10 +77,11 @@ class Lender:
             _here.lender = None
 
     def handle(self, tensor: Any) -> tuple[Any, ...] | None:
-        """Return the reduction of a tensor to a handle; None if the bytes must be sent."""
+        """Return a pickle reduction with a handle of the tensor's memory; None if the tensor's bytes must be sent."""
         if self._driver is None or self.refusal or tensor.nbytes < WORTH_LENDING_BYTES or not is_plain(tensor):
             return None
-        if tensor.untyped_storage()._cdata not in self._storages:  # gathered rows, say
+        # For example, gathered rows are in memory that isn't part of the value.
+        if tensor.untyped_storage()._cdata not in self._storages:
             return None
         try:
             handle, offset = self._driver.handle(tensor.data_ptr(), tensor.nbytes)
@@ -91,7 +93,7 @@ class Lender:
 
 
 def handle_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Return the reduction of a device's tensor to a handle if this thread lends; else None. See `Lender.lending`."""
+    """Return a device tensor's pickle reduction with a memory handle if this thread lends memory; otherwise None."""
     lender: Lender | None = getattr(_here, "lender", None)
     return None if lender is None else lender.handle(tensor)
 
@@ -100,7 +102,7 @@ class Borrower:
     """Copies memory that other processes lend."""
 
     def __init__(self, device: str) -> None:
-        """Prepare to borrow.
+        """Prepare to copy lent memory to a device.
 
         Args:
             device: The device for the copies.
@@ -110,7 +112,7 @@ class Borrower:
 
     @contextlib.contextmanager
     def borrowing(self) -> Iterator[None]:
-        """Copy lent tensors that this thread unpacks in a block; all copies are complete at the end."""
+        """Copy lent tensors that this thread unpacks during a block. All copies are complete at the block's end."""
         device_driver = driver(self._device)
         assert device_driver is not None
         _here.borrower = loan = _Loan(device_driver, self._device, self._side)
@@ -122,7 +124,7 @@ class Borrower:
 
 
 class _Loan:
-    """The open handles for one value."""
+    """The memory handles that are open while one value is unpacked."""
 
     def __init__(self, found: Driver, device: str, side: SideStream) -> None:
         self._driver = found
@@ -152,7 +154,7 @@ class _Loan:
             raise
         finally:
             for address in self._open.values():
-                with contextlib.suppress(DriverError):  # a lost context has nothing open, and was reported before
+                with contextlib.suppress(DriverError):  # A lost context has no open handles, and was reported before.
                     self._driver.close(address)
 
 

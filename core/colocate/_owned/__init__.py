@@ -1,1 +1,1 @@
-"""The ownership law."""
+"""Ownership and lifecycle of runtimes, pools and groups."""

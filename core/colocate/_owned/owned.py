@@ -1,4 +1,4 @@
-"""The ownership law: each object has one owner, is closed in order, and names the closer.
+"""The ownership law: each object has one owner, is closed before the owner, and records the closer.
 
 `Owned` is the base class of runtime, pool and group, and decides who may close what. `Lifecycle` holds the state of
 each, the reason why a node is unusable, and the only transitions between states:
@@ -47,7 +47,7 @@ def forks() -> int:
 
 
 def raise_together(what: str, errors: Sequence[BaseException]) -> None:
-    """Raise all errors as one group, if any; an interrupt is raised as itself, with the errors as notes."""
+    """Raise errors, if any, as one exception group. An interrupt is raised alone, with the other errors as notes."""
     for error in errors:
         if not isinstance(error, Exception):
             for other in errors:
@@ -59,7 +59,7 @@ def raise_together(what: str, errors: Sequence[BaseException]) -> None:
 
 
 class State(enum.StrEnum):
-    """State of a node."""
+    """The state of a runtime, pool or group."""
 
     STARTING = "starting"
     READY = "ready"
@@ -70,7 +70,7 @@ class State(enum.StrEnum):
 
 
 class Lifecycle:
-    """The life of one node. All methods may be called from any thread.
+    """The state of one ownership node, and the allowed changes. Any thread may call the methods.
 
     Attributes:
         state: The current state.
@@ -86,15 +86,15 @@ class Lifecycle:
         self.failure: ColocateError | None = None
         self.recovers = False
         self.overcome: ColocateError | None = None
-        self._is_told = True  # whether a user has been told of the failure
+        self._is_told = True  # False if a failure waits to be reported to a user.
         self._before = state
         self._closer: int | None = None
-        self._closing = Flag()  # this close attempt: set when it has ended or failed
-        self._changed = Flag()  # set with the next change of the state
+        self._closing = Flag()  # Set when this attempt to close has ended.
+        self._changed = Flag()  # Set at the next change of the state.
         self._lock = threading.RLock()
 
     def _enter(self, state: State, *before: State) -> bool:
-        """Change the state if the current one is among `before`; return whether it was. The lock is held."""
+        """Change the state if the current state is among `before`; return whether it changed. Call under the lock."""
         if self.state not in before:
             return False
         self.state = state
@@ -113,7 +113,10 @@ class Lifecycle:
             return True
 
     def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
-        """Record why the node is unusable; `is_told`: a user is about to be told; `recovers`: a rebuild follows."""
+        """Record a failure that makes the node unusable.
+
+        `is_told` means that a user is about to receive the failure, and `recovers` that the node will be rebuilt.
+        """
         with self._lock:
             self.failure, self._is_told, self.recovers = failure, is_told, recovers
             if recovers:
@@ -131,7 +134,7 @@ class Lifecycle:
         return self.failure
 
     def unreported_failure(self) -> ColocateError | None:
-        """Return the failure if no user has been told."""
+        """Return the failure if no user has received the failure so far; otherwise None."""
         return None if self._is_told or (self.failure is not None and self.failure._told) else self.failure
 
     @property
@@ -141,11 +144,11 @@ class Lifecycle:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the node stays usable, or unusable, until somebody acts."""
+        """Whether no start or restart of the node is in progress or about to begin."""
         return self.state != State.STARTING and not (self.recovers and self.state in (State.FAILED, State.RESTARTING))
 
     def wait_settled(self, timeout: float | None) -> bool:
-        """Wait until the node is settled, for at most `timeout` seconds; return whether it is."""
+        """Wait until the node is settled (see `is_settled`), at most `timeout` seconds; return False on a timeout."""
         deadline = Deadline(timeout)
         while True:
             with self._lock:
@@ -161,14 +164,14 @@ class Lifecycle:
         return self.state is State.READY and self.failure is None and self.overcome is None
 
     def noted(self) -> None:
-        """Mark the rebuild as reported."""
+        """Record that a user has been notified of the last rebuild."""
         with self._lock:
             self.overcome = None
 
     # -- closing
 
     def close(self, by: str) -> bool:
-        """Record the closer; return False if there was one before."""
+        """Record the closer and begin to close; return False if a close has begun before."""
         with self._lock:
             if self.closed_by is not None:
                 return False
@@ -179,7 +182,7 @@ class Lifecycle:
             return True
 
     def reopen(self) -> None:
-        """Return to the state before the close, which failed; waiting threads may try again."""
+        """Return to the state before a close that failed. Threads that wait for the close may then try to close."""
         with self._lock:
             self.closed_by = self._closer = None
             self._enter(self._before, State.CLOSING)
@@ -192,7 +195,7 @@ class Lifecycle:
         self._closing.set()
 
     def wait_closed(self) -> bool:
-        """Wait until the closing thread is done, unless that is this thread; return False if the close failed."""
+        """Wait until another thread has closed the node; return False if the close failed."""
         with self._lock:
             closing = self._closing
             if self.closed_by is None:
@@ -204,7 +207,7 @@ class Lifecycle:
 
 
 class Making(Generic[N]):
-    """Makes a node off the main thread. If the waiting thread is interrupted, the node is closed, at any stage."""
+    """Creates a node on another thread than the main one. If the user's wait is interrupted, the node is closed."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -212,7 +215,7 @@ class Making(Generic[N]):
         self._given_up = False
 
     def made(self, node: N) -> N:
-        """Register the node once there is one; if the wait was given up, close the node and raise."""
+        """Register the new node. If the wait was interrupted before, close the node and raise an error."""
         self._node = node
         if self._given_up:
             self.give_up()
@@ -220,23 +223,23 @@ class Making(Generic[N]):
         return node
 
     def give_up(self) -> None:
-        """Give up the wait, and close the node if there is one."""
-        self._given_up = True  # Set before looking: one of the two threads sees the other's mark.
+        """Record that the wait was interrupted, and close the node if there is one."""
+        self._given_up = True  # Set this before reading `_node`, so that this thread or `made` closes the node.
         if self._node is not None:
             self._node.give_up(f"an interruption of {self._what}")
 
     def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
-        """Run `work`, which calls `made`, wait for the node, and return the user's handle, which is made there, too."""
+        """Create the node by `work`, which must call `made`. Return the user's handle, which `name` makes."""
         refuse_to_wait(self._what)
         guard.start()
         try:
             return run_deferred(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
         finally:
-            guard.stop()  # stays installed if something is connected
+            guard.stop()  # The guard stays active while a runtime is connected.
 
 
 class Owned(OnDriver):
-    """A node of the ownership graph.
+    """A node of the ownership graph: a runtime, pool or group.
 
     Attributes:
         kind: runtime, pool or group.
@@ -268,7 +271,7 @@ class Owned(OnDriver):
         self._born_after = _forks
 
     def join(self) -> None:
-        """Add the node to the graph, as a constructor's last step: another thread may close the owner at any line."""
+        """Add the node to the graph. Constructors do this last, because another thread may close the owner anytime."""
         if self.owner is not None:
             self.owner.children[id(self)] = self
 
@@ -281,7 +284,7 @@ class Owned(OnDriver):
 
     @property
     def closed_by(self) -> str | None:
-        """The closer, and the place of the close."""
+        """The closer and the place of the close, as text."""
         return self.life.closed_by
 
     @property
@@ -327,15 +330,15 @@ class Owned(OnDriver):
             self.owner.children.pop(id(self), None)
 
     def lies_in(self, node: Owned) -> bool:
-        """Whether the node is `node`, or lies below."""
+        """Return whether this node is `node` or one of the nodes below `node`."""
         return self is node or (self.owner is not None and self.owner.lies_in(node))
 
     def borrowers(self, closing: Owned) -> list[str]:
-        """Return the borrowers outside `closing` that would break by its close."""
+        """Return the uses of this node's residents, from outside `closing`, that would break if `closing` is closed."""
         return [name for child in list(self.children.values()) for name in child.borrowers(closing)]
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """Begin no more work in or below the node, and cancel the running calls.
+        """Begin no more work in this node and the nodes below, and cancel the running calls.
 
         The owner is being closed, with a grace period of `grace` seconds that ends at `deadline`.
         """
@@ -354,7 +357,7 @@ class Owned(OnDriver):
         for child in children:
             child.wind_down(grace, deadline)
         for child in reversed(children):
-            if self.hurried:  # after Ctrl-C: the other children are closed, too, without waiting
+            if self.hurried:  # After Ctrl-C, the remaining children are closed without waiting.
                 grace, deadline = 0.0, Deadline(0.0)
             # An idle child needs a moment to end, even after others have used up the grace period.
             child_grace = grace if child is children[-1] else max(deadline.left or 0.0, min(grace, LEAST_GRACE_S))
@@ -367,20 +370,20 @@ class Owned(OnDriver):
         return errors
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
-        """Close the node on behalf of `by`; implemented by each kind."""
+        """Close the node. The text `by` describes the closer. Each kind of node implements this."""
         raise TypeError(f"a {self.kind} is closed by its owner")
 
     def hurry(self) -> None:
-        """End the grace period of running work, in and below the node."""
+        """End the grace period of running work in this node and all nodes below."""
         self.hurried = True
         for child in list(self.children.values()):
             child.hurry()
 
     def close_here(self, by: str, grace: float, force: bool) -> None:
-        """Close the node from a user's line, on any thread. An interruption hurries the close, a second one leaves.
+        """Close the node and wait. An interruption ends the grace period, and a second interruption ends the wait.
 
         Raises:
-            BaseException: The errors of the close; or the interruption, after the close, with these as notes.
+            BaseException: The errors of the close; or the interruption, with the errors of the close as notes.
         """
         wrong: list[BaseException] = []
 
@@ -400,22 +403,22 @@ class Owned(OnDriver):
                     )
             raise
         finally:
-            guard.stop()  # stays installed if something else is connected
+            guard.stop()
         if wrong:
             try:
                 raise wrong.pop()
             finally:
-                del wrong  # the traceback holds this frame
+                del wrong  # This breaks the reference cycle of traceback and frame.
 
     def close_by_caller(self, grace: float, force: bool) -> None:
-        """Close the node from the user's line that called `close`; see `close_here`."""
+        """Close the node, and record the user's line that called `close` as the closer; see `close_here`."""
         refuse_to_wait(f"closing {self.kind} {self.name!r}")
         file, number = caller()
         grace = seconds(grace, "close(grace)")
         self.closed_as.close_here(f"{self.kind}.close() at {file}:{number}", grace, force)
 
     def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
-        """Close the node by force; errors of the close become notes of `error`, if given."""
+        """Close the node by force. Errors of the close are raised, or become notes of `error` if given."""
         try:
             self.close_here(by, grace, force=True)
         except BaseExceptionGroup as group:
@@ -426,7 +429,7 @@ class Owned(OnDriver):
                     error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(failure).__name__}: {failure}")
 
     def give_up(self, by: str) -> None:
-        """Close the node at once, after an interruption of the maker, who receives the error."""
+        """Close the node at once, because the creation of the node was interrupted. Errors of the close are dropped."""
         self.hurried = True
         with contextlib.suppress(BaseExceptionGroup):
             self.close_for(by, 0.0, True)

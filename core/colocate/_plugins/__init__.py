@@ -1,1 +1,1 @@
-"""Plugins by name, from entry points."""
+"""Find plugins by name, from the entry points of installed distributions."""

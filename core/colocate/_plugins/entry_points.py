@@ -1,4 +1,4 @@
-"""One entry-point group: plugins are found by metadata and imported one by one; errors name the faulty distribution."""
+"""Find the plugins of an entry-point group by metadata, and import them one by one on use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ALLOWED: ContextVar[Collection[str] | None] = ContextVar("_ALLOWED", default=No
 
 @contextlib.contextmanager
 def only_plugins(names: Collection[str] | None) -> Iterator[None]:
-    """Restrict a block to plugins of these names, and colocate's own; None for all plugins."""
+    """In a block, allow only plugins with these names and colocate's own plugins; None allows all plugins."""
     token = _ALLOWED.set(names)
     try:
         yield
@@ -66,8 +66,7 @@ class PluginGroup:
 
     def entries(self) -> list[EntryPoint]:
         """Return the current entry points, imported or not, sorted by name."""
-        # Reading metadata is slow in large environments. Installing or removing a distribution changes the timestamp of
-        # a folder of the path.
+        # Metadata is slow to read, so the entries are stored until a folder of `sys.path` has changed.
         folders: list[object] = [(*sys.path,), [id(finder) for finder in sys.meta_path]]
         for path in sys.path:
             with contextlib.suppress(OSError):
@@ -79,12 +78,12 @@ class PluginGroup:
         return list(self._read[1])
 
     def find(self, name: str) -> EntryPoint:
-        """Return the only entry of this name, or raise PluginError."""
+        """Return the only entry point of this name, or raise PluginError."""
         entries = self.entries()
         matching = [entry for entry in entries if entry.name == name]
         if not matching:
             for entry in entry_points(name=name):
-                if entry.group.startswith("colocate") and entry.group not in ENTRY_GROUPS:  # a misspelt group
+                if entry.group.startswith("colocate") and entry.group not in ENTRY_GROUPS:  # The group is misspelt.
                     where = f"in the group {entry.group!r}, which isn't read; it belongs in {self.entry_group!r}"
                     raise entry_error(entry, f"no {self.noun} is called {name!r}: {origin(entry)} has it {where}")
             raise unknown_plugin(self.noun, name, sorted({entry.name for entry in entries}))
@@ -101,7 +100,7 @@ class PluginGroup:
         return entry
 
     def call(self, entry: EntryPoint, hook: str, without: Any = None) -> Any:
-        """Import a plugin and return the hook's result; `without` if the plugin lacks the hook."""
+        """Import a plugin and return the result of a hook; return `without` if the plugin lacks the hook."""
         plugin = self._load(entry)
         implementations = [
             candidate for candidate in getattr(self.manager.hook, hook).get_hookimpls() if candidate.plugin is plugin
@@ -122,7 +121,7 @@ class PluginGroup:
             plugin: object = entry.load()
         except RAISED as error:
             label = self._plugin(entry)
-            if not _place(error):  # the entry point itself leads nowhere
+            if not _place(error):  # The entry point itself names a missing module or object.
                 label += f", entry point {entry.name} = {entry.value},"
             raise_broken(label, "can't be imported", error, entry)
         if self.manager.get_plugin(entry.name) is plugin:
@@ -133,7 +132,7 @@ class PluginGroup:
             self.manager.register(plugin, entry.name)
             self.manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            # An invalid plugin is unregistered: otherwise the next plugin's check would fail.
+            # Unregister an invalid plugin, because otherwise the next plugin's check would fail.
             if self.manager.is_registered(plugin):
                 self.manager.unregister(plugin)
             raise self._invalid(entry, plugin, error) from error
@@ -162,7 +161,7 @@ class PluginGroup:
 
 
 def origin(entry: EntryPoint) -> str:
-    """Return the name and version of an entry's distribution."""
+    """Return the name and version of an entry point's distribution, as text."""
     if entry.dist is None:
         return "no distribution"
     name_version = name_and_version(entry.dist)
@@ -170,13 +169,13 @@ def origin(entry: EntryPoint) -> str:
 
 
 def distribution_of(entry: EntryPoint | None) -> tuple[str | None, str | None]:
-    """Return the distribution's name and version, if known."""
+    """Return the name and version of an entry point's distribution, if known."""
     name_version = name_and_version(entry.dist) if entry is not None and entry.dist is not None else None
     return name_version or (None, None)
 
 
 def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
-    """Return the error for an unknown name, with the nearest of the `known` names."""
+    """Return the error for an unknown plugin name, with the most similar of the `known` names."""
     names_text = f"installed: {listed(known)}" if known else "none is installed"
     message = f"no {noun} is called {name!r} ({names_text}){did_you_mean(name, known)}"
     hint = None
@@ -193,13 +192,10 @@ def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> Plu
 
 
 def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) -> NoReturn:
-    """Raise a PluginError for plugin code that raised, with plugin, cause, place and the packages to install.
+    """Raise a PluginError that names a plugin, the error in the plugin's code, and the packages to install.
 
     For a missing module the message is complete, so the traceback is dropped. A signal handler's error that
     interrupted the plugin's code is raised unchanged.
-
-    A module that isn't installed has no useful traceback: the message is complete. The error of a signal's handler that
-    has interrupted the plugin's code is raised again.
     """
     if is_of_handler(error):
         raise error
@@ -214,7 +210,7 @@ def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | 
 
 @calls_users_code
 def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any:
-    """Import the object named "module:name", or raise PluginError."""
+    """Import and return the object named "module:name"; raise PluginError if that fails."""
     module_name, _, path = reference.partition(":")
     if "/" in module_name or module_name.endswith(".py"):
         dotted = ".".join(part for part in module_name.removesuffix(".py").split("/") if part.strip("."))
@@ -236,13 +232,13 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
 
 
 def _cure(entry: EntryPoint, error: BaseException) -> str | None:
-    """Return the install command for the module that an import error misses; None if metadata doesn't tell.
+    """Return the command that installs the module missing in an import error; None if unknown.
 
     By convention an extra has the entry point's name; otherwise the requirement that fits the module counts.
     """
     missing: str | None = None
     cause: BaseException | None = error
-    while missing is None and cause is not None:  # the error, or one of its causes, names the module
+    while missing is None and cause is not None:  # The missing module is named in the error or in one of the causes.
         if isinstance(cause, ModuleNotFoundError) and cause.name:
             missing = cause.name.partition(".")[0]
         cause = cause.__cause__ or cause.__context__
@@ -256,16 +252,17 @@ def _cure(entry: EntryPoint, error: BaseException) -> str | None:
     if not extras:
         return None
     sizes = Counter(extra for _, extra in required)
-    return distribution_line(owner, min(extras, key=lambda extra: sizes[extra]))  # the smallest extra
+    # Several extras may have the module: take the extra with the fewest requirements.
+    return distribution_line(owner, min(extras, key=lambda extra: sizes[extra]))
 
 
 def needed_by_extra(owner: str, extra: str) -> Mapping[str, str | None]:
-    """Return the distributions of an extra, with installed versions; None for a missing one."""
+    """Return the installed version of each distribution that an extra requires; None for a missing distribution."""
     return versions_of(project for project, of in _requirements(distribution(owner)) if of == extra)
 
 
 def _requirements(owner: Distribution) -> Iterator[tuple[str, str | None]]:
-    """Yield the projects that a distribution requires, and the extra of each."""
+    """Yield each project that a distribution requires, with the extra that requires the project, if any."""
     for requirement in owner.requires or ():
         project = re.match(r"[A-Za-z0-9._-]+", requirement)
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", requirement)
@@ -277,7 +274,7 @@ def _normalized(name: str) -> str:
 
 
 def versions_of(names: Iterable[str]) -> Mapping[str, str | None]:
-    """Return the installed versions of distributions; None for a missing one."""
+    """Return the installed version of each distribution; None for a missing distribution."""
     return {name: version_of(name) for name in names}
 
 
@@ -291,17 +288,17 @@ def extras_of(owner: Distribution | str) -> Collection[str]:
 
 
 def listed(names: Collection[str], last: str = "and") -> str:
-    """Join names as in a sentence."""
+    """Join names as in a sentence, for example "a, b and c"."""
     words = list(names)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
-# Folders of import code: Python's own, and the backport that serves entry points if installed.
+# Folders of import code: Python's own, and the backport importlib_metadata, which may be installed.
 _IMPORTING = ("importlib", "metadata", "importlib_metadata")
 
 
 def _place(error: BaseException) -> str:
-    """Return the file and line that raised, unless these belong to the import system."""
+    """Return the file and line of a plugin's code that raised, as text, or ""."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING and not is_own_code(f.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -39,8 +39,6 @@ def needs(*what: Literal["process_group", "process"]) -> Callable[[C], C]:
             which each rank needs a process. "process": the role changes state of the whole process (the environment,
             patched modules, an engine of which a process has one), so each rank needs a process of its own, and a
             slot holds at most one such role of a group.
-
-    `colocate check`, `colocate doctor` and `pool.spawn` refuse a group whose executor lacks it.
     """
     unknown = [kind for kind in what if kind not in _KNOWN]
     if unknown or not what:
@@ -59,7 +57,7 @@ def needed_by(cls: type) -> frozenset[str]:
 
 
 def checks(function: Callable[..., Said]) -> Callable[[F], F]:
-    """Declare checks of options beyond a signature: a decorator of role classes and jobs.
+    """Declare a check of options beyond a signature, by a decorator of a role class or a job.
 
     `colocate check`, and other readers of a config, call the function on options that fit the signature, and report
     each problem with the option's line. `pool.spawn` doesn't: a constructor refuses unsuitable arguments itself.
@@ -82,7 +80,7 @@ def checks(function: Callable[..., Said]) -> Callable[[F], F]:
 
 
 def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
-    """Return the check of a role class's or job's options, if there is one."""
+    """Return the check of a role class's or job's options; None if there is none."""
     check: Callable[..., Said] | None = getattr(target, _CHECK, None)
     if check is None or not isinstance(target, type):
         return check
@@ -91,13 +89,14 @@ def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
 
 
 def require(executor: type[Executor], capability: type, what: str) -> None:
-    """Raise `CapabilityError`, with the executors that would do, if an executor lacks a capability."""
+    """Raise `CapabilityError` if an executor lacks a capability. The error names executors that have it."""
     if not issubclass(executor, capability):
-        having = tuple(  # read from the installed executors' `About`, without importing any
+        # Read the descriptions of the installed executors, which imports no executor.
+        having = tuple(
             about.capabilities[capability.__name__]
             for info, about in abouts()
             if capability.__name__ in about.capabilities
-            and None not in info.engine().values()  # without an installed engine an executor is no help
+            and None not in info.engine().values()  # Skip executors without an installed engine.
         )
         raise CapabilityError(
             f"executor {executor.name!r} can't {what}: it lacks {capability.__name__}; "
@@ -110,7 +109,7 @@ def require(executor: type[Executor], capability: type, what: str) -> None:
 def lacks_processes(
     role: str, cls: type, default_group: bool, env: str | None, ranks: int, executor: type[Executor]
 ) -> str | None:
-    """Return why an executor can't give a role process groups or an environment; None if possible."""
+    """Return why an executor can't give a role's ranks the needed processes; None if the executor can."""
     if env is not None and executor.in_process:
         return (
             f"role {role!r} wants the environment of {env}, which is its whole process's, but slots of "
@@ -132,7 +131,7 @@ def lacks_processes(
 
 
 def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int, executor: type[Executor]) -> None:
-    """Raise CapabilityError if the executor or its slots lack a role's requirements."""
+    """Raise CapabilityError if the executor or the slots don't meet a role's requirements."""
     if (why := lacks_processes(role, cls, spec.default_group, spec.env, ranks, executor)) is not None:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
     if (why := lacks_vmm(role, spec.sleep, gpus, executor)) is not None:
@@ -151,7 +150,7 @@ def check_alone(roles: Mapping[str, RoleInfo]) -> None:
 
 
 def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] | None) -> str | None:
-    """Return why a role's memory can't keep its addresses on slots with GPUs; None if possible."""
+    """Return why a role can't use `sleep="vmm"` on slots with GPUs; None if the role can."""
     if sleep != "vmm" or not gpus:
         return None
     if not KIND.vmm:
@@ -170,7 +169,7 @@ def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] 
 
 
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
-    """Return the slow imports of role classes (`Boot.imports`), derived from the classes' modules."""
+    """Return the slow imports that role classes need (`Boot.imports`); None if files shadow Python's modules."""
     if shadowing():
         return None
     classes = list(classes)
@@ -191,7 +190,7 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
 
 
 def _used_by(module: ModuleType) -> Iterator[str]:
-    """Yield the modules that a module's attributes come from: modules, functions and classes."""
+    """Yield the names of the modules that a module imports, or imports functions and classes from."""
     for value in list(vars(module).values()):
         if isinstance(value, ModuleType):
             yield value.__name__

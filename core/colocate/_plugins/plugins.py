@@ -1,4 +1,4 @@
-"""Plugins by name: listed from metadata alone, and imported only on use.
+"""Find plugins by name. Plugins are listed from metadata alone, and imported only on use.
 
 A plugin is an entry point of the group `colocate.executors`, `colocate.roles`, `colocate.observers` or
 `colocate.engines`; its object (mostly a module) implements hooks marked with `@colocate.hookimpl`.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ExecutorHooks:
-    """Hooks of entry points in the group `colocate.executors`; the entry has the executor's name."""
+    """The hooks of a plugin in the entry-point group `colocate.executors`. The entry point has the executor's name."""
 
     @hookspec
     def colocate_executor(self) -> type[Executor]:
@@ -45,35 +45,38 @@ class ExecutorHooks:
 
     @hookspec
     def colocate_about(self) -> About:
-        """Return a description of the executor for use before the import. Optional."""
+        """Return a description of the executor, for use without the class's import. This hook is optional."""
         raise NotImplementedError
 
 
 class RoleHooks:
-    """Hooks of entry points in the group `colocate.roles`; the entry's name is the namespace, as in `acme.reward`."""
+    """The hooks of a plugin in the entry-point group `colocate.roles`.
+
+    The entry point's name is the namespace of the roles and jobs, as in `acme.reward`.
+    """
 
     @hookspec
     def colocate_roles(self) -> Mapping[str, type | str]:
-        """Return roles by name: classes, or "module:Class" to import nothing for a list."""
+        """Return roles by name: each a class, or "module:Class", which is imported only on use."""
         raise NotImplementedError
 
     @hookspec
     def colocate_jobs(self) -> Mapping[str, Callable[..., Any] | str]:
-        """Return jobs by name: functions `job(run, **options)`, or "module:function"."""
+        """Return jobs by name: each a function `job(run, **options)`, or "module:function"."""
         raise NotImplementedError
 
 
 class ObserverHooks:
-    """Hooks of entry points in the group `colocate.observers`; the entry has the observer's name."""
+    """The hooks of a plugin in the entry-point group `colocate.observers`. The entry point has the observer's name."""
 
     @hookspec
     def colocate_observer(self) -> Callable[..., object]:
-        """Return the observer's class, or a factory. The options of the config are the arguments."""
+        """Return the observer's class, or a factory. The options in a config are the keyword arguments."""
         raise NotImplementedError
 
 
 class EngineHooks:
-    """Hooks of entry points in the group `colocate.engines`; the entry has the engine's name."""
+    """The hooks of a plugin in the entry-point group `colocate.engines`. The entry point has the engine's name."""
 
     @hookspec
     def colocate_engine(self) -> type | str:
@@ -89,7 +92,7 @@ _ENGINES = PluginGroup("colocate.engines", "engine", EngineHooks)
 
 @attrs.frozen
 class PluginInfo:
-    """A plugin described by metadata, unimported.
+    """A description of an installed plugin, from metadata alone.
 
     Attributes:
         kind: "executor", "roles", "observer" or "engine".
@@ -111,15 +114,15 @@ class PluginInfo:
 
     @property
     def brings(self) -> str:
-        """The plugin's offer, in words."""
+        """The plugin's contents in words, for example "roles, jobs"."""
         return "roles, jobs" if self.kind == "roles" else self.kind
 
     def needed(self) -> Mapping[str, str | None]:
-        """Return the distributions of the extra with the plugin's name, and their versions; None for a missing one."""
+        """Return installed versions of the distributions that the plugin's extra requires; None for a missing one."""
         return needed_by_extra(self.distribution, self.name) if self.distribution else {}
 
     def engine(self) -> Mapping[str, str | None]:
-        """Return the distributions of an executor's engine, if declared, and their versions; None for a missing one."""
+        """Return installed versions of the distributions that an executor uses, such as ray; None for a missing one."""
         about = about_executor(self.name)
         return versions_of(about.distributions) if about is not None and about.distributions else self.needed()
 
@@ -144,7 +147,7 @@ class PluginInfo:
 
 @attrs.frozen
 class _Found:
-    """The target of a name, not yet imported.
+    """The object that a name stands for, such as a role, perhaps not yet imported.
 
     Attributes:
         name: The name.
@@ -162,7 +165,7 @@ class _Found:
 
     @property
     def origin(self) -> str:
-        """The origin of the target: a distribution with its version, or a module."""
+        """The source of the target, in words: a distribution with the version, or a module."""
         if self._entry is None:
             return f"module {str(self.target).partition(':')[0]}"
         return origin(self._entry)
@@ -175,7 +178,7 @@ class _Found:
         return PluginError(f"{self._what}{message}", name=self.name, distribution=self.distribution)
 
     def load(self) -> Callable[..., Any]:
-        """Import the target, or raise PluginError if not callable (a role: no class, or a class without methods)."""
+        """Import and return the target. Raise PluginError if the target isn't callable, or no valid role or job."""
         is_name = isinstance(self.target, str)
         target = import_reference(self.target, self._what, self._entry) if is_name else self.target
         if not callable(target):
@@ -217,7 +220,7 @@ class FoundJob(_Found):
             raise self._error(" has a `yield`, so calling it runs nothing of it: a job is a plain function")
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # some functions written in C have no signature
+        except (TypeError, ValueError):  # Some functions written in C have no signature.
             return function
         takes = (
             inspect.Parameter.POSITIONAL_ONLY,
@@ -236,7 +239,7 @@ class FoundObserver(_Found):
     _noun = "observer"
 
     def make(self, options: Mapping[str, Any]) -> object:
-        """Make an observer, or raise PluginError."""
+        """Create the observer with options, or raise PluginError."""
         factory = self.load()
         try:
             return factory(**options)
@@ -269,13 +272,13 @@ def find_executor(name: str) -> type[Executor]:
         raise entry_error(entry, f"{label} doesn't say what it is called: write name = {name!r} in it")
     lacking = [f"{duty}()" for duty in sorted(executor_class.__abstractmethods__)]
     makes_itself = executor_class.connect.__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
-    if lacking and makes_itself:  # an executor that picks a variant may be incomplete
+    if lacking and makes_itself:  # A class whose `connect` picks a variant may lack methods.
         raise entry_error(entry, f"{label} lacks {listed(lacking)}, which are duties of an executor")
     return executor_class
 
 
 def about_executor(name: str) -> About | None:
-    """Return the description of an executor without importing the class; None if there is none.
+    """Return the description of an executor without importing the class; None for an undescribed executor.
 
     A plugin that is broken, or claimed twice, has no description: users of the executor get the error.
     """
@@ -289,7 +292,7 @@ def about_executor(name: str) -> About | None:
 
 
 def abouts() -> Iterator[tuple[PluginInfo, About]]:
-    """Yield the installed executors that have a description."""
+    """Yield each installed executor that has a description, with the description."""
     for plugin in plugins():
         if plugin.kind == "executor" and (about := about_executor(plugin.name)) is not None:
             yield plugin, about
@@ -328,7 +331,7 @@ def find_engine(name: str) -> FoundEngine:
 
 
 def plugins() -> list[PluginInfo]:
-    """Return all installed plugins by metadata; imports nothing."""
+    """Return all installed plugins, found by metadata without an import."""
     infos = []
     groups = ((_EXECUTORS, "executor"), (_ROLES, "roles"), (_OBSERVERS, "observer"), (_ENGINES, "engine"))
     for group, kind in groups:
@@ -342,7 +345,7 @@ def plugins() -> list[PluginInfo]:
 
 
 def plugins_named(name: str) -> list[PluginInfo]:
-    """Return the plugins of a name: an executor, a plugin of roles and jobs, an observer, an engine, or several."""
+    """Return all plugins with this name, of any kind; raise PluginError if there are none."""
     infos = plugins()
     named = [plugin for plugin in infos if plugin.name == name]
     if not named:
@@ -371,7 +374,7 @@ def _all_of(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
 
 
 def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
-    """Return a plugin's roles or jobs by name; None without that hook."""
+    """Return the roles or jobs that a plugin's hook returns, by name; None if the plugin lacks the hook."""
     if (targets := _ROLES.call(entry, hook, _ROLES)) is _ROLES:
         return None
     if not isinstance(targets, Mapping) or not all(isinstance(key, str) for key in targets):
@@ -406,7 +409,7 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
 
 
 def _colon(name: str) -> str:
-    """Return a hint for a class named with a dot instead of a colon; "" for other names."""
+    """Return a hint if a name is written like "module.Class", with a dot for the colon; otherwise ""."""
     module, _, attribute = name.rpartition(".")
     return f"; a class of a module is named with a colon: {module}:{attribute}" if attribute[:1].isupper() else ""
 

@@ -1,4 +1,4 @@
-"""Leftovers of lost drivers on this machine: processes, shared memory, and the executors' own."""
+"""Find leftovers of lost drivers on this machine: processes, shared memory, and objects of executors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMORY = Path("/dev/shm")
 
 
 def of_this_machine() -> list[Running]:
-    """List all leftovers on this machine, also of installed executors (`About.left_here`). Imports no executor."""
+    """List all leftovers on this machine, including leftovers of executors (`About.left_here`)."""
     return [*_workers(), *(leftover.running() for leftover in processes.left_by()), *_memory(), *_of_executors()]
 
 
@@ -25,7 +25,7 @@ def _workers() -> Iterator[Running]:
 
 
 def _memory() -> Iterator[Running]:
-    """Yield named shared memory. Core makes none: such a name is a role's, or that of a vLLM's ranks on CPUs."""
+    """Yield shared memory with "colocate" in the name, made by roles or by vLLM's CPU ranks, but never by core."""
     for entry in sorted(_MEMORY.glob("*colocate*")) if _MEMORY.is_dir() else ():
         try:
             yield Running("shared memory", str(entry), since=entry.stat().st_mtime)

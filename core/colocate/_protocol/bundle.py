@@ -1,4 +1,4 @@
-"""The bodies of several calls packed as one body; shared buffers are included once."""
+"""Pack the bodies of several calls into one body that includes shared buffers once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from colocate.wire import Packed
 
 
 def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
-    """Pack several bodies into one; return the place of each within the packed body."""
+    """Pack several bodies into one body; return the places of the bodies within, and the packed body."""
     real_bodies = [body for body in bodies if body is not None]
     if not real_bodies:
         return [None] * len(bodies), None
@@ -33,7 +33,7 @@ def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
 
 
 def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple[Call, Any]]:
-    """Yield each call with its own body, in order."""
+    """Yield the calls of a packed body in order, each with the call's own body."""
     for call, where in calls:
         if where is None:
             yield call, None

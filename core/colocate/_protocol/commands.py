@@ -1,4 +1,4 @@
-"""Messages between drivers and keepers, and between keepers of a detached pool and newcomers."""
+"""Messages between drivers and keepers, including new drivers that ask for a detached pool."""
 
 from __future__ import annotations
 
@@ -8,76 +8,76 @@ from typing import Any
 from colocate._protocol.message import Message, message
 from colocate.executor import Lease
 
-# A connection to a keeper begins with one of these tokens: a worker's lane token, or one of the two below.
+# A connection to a keeper begins with a token: a worker's lane token, or one of the next two constants.
 TOKEN_BYTES = 16
-COMMANDS = bytes(TOKEN_BYTES)  # a connection that carries commands
-NEWCOMER = b"\1" * TOKEN_BYTES  # a connection that asks for the command, or only for information
+COMMANDS = bytes(TOKEN_BYTES)  # This token marks a connection for a driver's commands.
+NEWCOMER = b"\1" * TOKEN_BYTES  # This token marks a new driver that asks for the pool, or only for information.
 
 # -- to the keeper
 
 
 @message
 class Start(Message):
-    """Start a worker; the worker's lane connects with this token."""
+    """Start a worker. The worker's lane connects to the keeper with the token."""
 
-    token: bytes  # the worker's
-    env: Mapping[str, str]  # changes to the worker's environment
-    name: str  # the worker's id
-    imports: tuple[str, ...] | None = ()  # modules to import for the worker's roles (`Boot.imports`)
+    token: bytes  # The token of the worker's lane.
+    env: Mapping[str, str]  # Environment variables to change for the worker.
+    name: str  # The worker's id.
+    imports: tuple[str, ...] | None = ()  # The worker imports these modules for the roles (`Boot.imports`).
 
 
 @message
 class Kill(Message):
-    """End a worker."""
+    """Kill a worker's process."""
 
-    token: bytes  # the worker's
-    astray: bool = False  # whether the worker has closed its lane and should exit without help
+    token: bytes  # This token identifies the worker.
+    astray: bool = False  # Whether the worker is killed because the process still runs after closing the lane.
 
 
 @message
 class Inspect(Message):
-    """Look at a worker's process from outside; answered by `Inspected`."""
+    """Inspect a worker's process from outside; answered by `Inspected`."""
 
-    token: bytes  # the worker's
-    number: int  # the question's
+    token: bytes  # This token identifies the worker.
+    number: int  # Number of the question.
 
 
 @message
 class List(Message):
-    """List the running processes; answered by `Listed`."""
+    """List the keeper's running processes; answered by `Listed`."""
 
-    token: int  # the question's number
+    token: int  # Number of the question.
 
 
 @message
 class Adopt(Message):
     """Connect a lane to a worker that an earlier driver has started."""
 
-    ticket: bytes  # the token with which the lane connects
-    token: bytes  # the worker's
-    name: str  # the worker's new id
+    ticket: bytes  # The new lane connects with this token.
+    token: bytes  # This token identifies the worker.
+    name: str  # The worker's new id.
 
 
 @message
 class Detach(Message):
     """Keep the pool alive after this driver leaves; answered by `Confirmed`."""
 
-    token: int  # the question's number
-    lease: Lease  # the lease under which the pool lives on
+    token: int  # Number of the question.
+    lease: Lease  # The pool continues under this lease.
 
 
 @message
 class Renew(Message):
-    """Replace the lease."""
+    """Replace the lease of a detached pool."""
 
-    lease: Lease  # the new one
+    lease: Lease
 
 
 @message
 class Retain(Message):
-    """Undo `Detach`: close the pool with this driver; answered by `Confirmed`."""
+    """Undo `Detach`, so that the pool closes with this driver; answered by `Confirmed`."""
 
-    token: int | None  # the question's number; None for no answer
+    token: int | None  # Number of the question; None if no answer is wanted.
 
 
 @message
@@ -97,11 +97,11 @@ class LookInside(Message):
 
 @message
 class Attach(Message):
-    """Ask for the command of the pool; answered by `Granted` or `Refused`."""
+    """Ask to become the driver of the pool; answered by `Granted` or `Refused`."""
 
-    epoch: int  # the epoch that the lead keeper has granted; 0 when asking the lead
-    who: str  # a description of the newcomer
-    own: bool  # whether to take the pool over from its current driver
+    epoch: int  # The epoch granted by the lead keeper; 0 in the request to the lead keeper.
+    who: str  # Description of the new driver.
+    own: bool  # Whether to own the pool, even if another driver commands the pool now.
 
 
 # -- from the keeper
@@ -111,77 +111,77 @@ class Attach(Message):
 class Said(Message):
     """A line of a worker's output."""
 
-    token: bytes  # the worker's
-    line: str  # the line
+    token: bytes  # This token identifies the worker.
+    line: str
 
 
 @message
 class Ended(Message):
-    """The exit of a worker."""
+    """Report that a worker has exited."""
 
-    token: bytes  # the worker's
-    exitcode: int | None  # the exit code, if there was one
-    signal: str | None  # the signal that ended the process
-    detail: str | None  # more details, if known
+    token: bytes  # This token identifies the worker.
+    exitcode: int | None  # Exit code of the process, if known.
+    signal: str | None  # Name of the signal that ended the process, if any.
+    detail: str | None  # Further details, if known.
 
 
 @message
 class Inspected(Message):
-    """A view of a worker from outside its process."""
+    """The result of inspecting a worker's process from outside."""
 
-    token: bytes  # the worker's
-    number: int  # the question's
-    what: str | None  # a description; None if there is nothing to see
+    token: bytes  # This token identifies the worker.
+    number: int  # Number of the answered question.
+    what: str | None  # Description of the process; None if there is nothing to see.
 
 
 @message
 class Listed(Message):
-    """The list of running processes."""
+    """The list of the keeper's running processes."""
 
-    token: int  # the question's number
-    found: Sequence[Any]  # the fields of a `Running` for each process
+    token: int  # Number of the answered question.
+    found: Sequence[Any]  # The fields of a `Running` object for each process.
 
 
 @message
 class Confirmed(Message):
     """Confirm that the keeper has carried out a command."""
 
-    token: int  # the question's number
+    token: int  # Number of the answered question.
 
 
 @message
 class Seen(Message):
-    """The visible state: the owner of a pool, or the state of groups (through a job's window)."""
+    """The public state of a pool, including the owner, or of a job's groups."""
 
-    facts: Mapping[str, Any] | None  # the facts for listings; None for a pool that isn't detached
+    facts: Mapping[str, Any] | None  # Facts for listings; None for a pool that isn't detached.
 
 
 @message
 class SeenInside(Message):
-    """The state of all workers that have answered."""
+    """The state of the keeper's workers, as far as the workers have answered."""
 
-    workers: Sequence[bytes]  # the answer of each worker, in JSON
-    silent: Sequence[str]  # the ids of workers without an answer
+    workers: Sequence[bytes]  # The answer of each worker, in JSON.
+    silent: Sequence[str]  # The ids of the workers without an answer.
 
 
 @message
 class Granted(Message):
-    """Grant the command to a newcomer."""
+    """Accept a new driver of the pool."""
 
-    epoch: int  # the epoch of the new driver
-    record: bytes  # the record from which the newcomer adopts the pool
+    epoch: int  # The epoch of the new driver.
+    record: bytes  # The new driver adopts the pool from this data.
 
 
 @message
 class Refused(Message):
-    """Refuse the command to a newcomer."""
+    """Refuse a new driver of the pool."""
 
-    kind: str  # "borrowed" while another driver commands; another word for a late request
-    words: str  # the reason
+    kind: str  # "borrowed" if another driver commands the pool; otherwise "late" or "closed".
+    words: str  # The reason, as text for users.
 
 
 @message
 class Fenced(Message):
-    """Fence a driver off: another driver commands now."""
+    """Notify a driver that another driver commands the pool from now on."""
 
-    who: str  # a description of the new driver
+    who: str  # Description of the new driver.

@@ -1,4 +1,4 @@
-"""Errors that only follow from another failure: callers get the cause instead."""
+"""Errors that only follow from another failure, so that callers get the cause instead."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ OWN_WORDS = (
     StaleWeightsError,
     WeightsDifferError,
 )
-"""Errors that colocate raises for the caller: these reach the caller unchanged, unless role code has raised them."""
+"""Errors of colocate that reach the caller unchanged, unless role code has raised the error."""
 
 
 class Consequence(ColocateError):
-    """A failure of another rank, or the end of the group, has broken this rank's wait."""
+    """Raised if a failure of another rank, or the end of the group, has interrupted this rank's wait."""
 
 
 class Poisoned(Consequence):
-    """An unusable part of a resident: the call that should have made the part, or wrote into it, has failed.
+    """Raised if a part of a resident is unusable, because the call that made or changed the part has failed.
 
-    That call may still be running, on a rank that is alive and well.
+    That call may still be running on another rank.
     """
 
 
 class Unmade(Consequence):
-    """A process group that another rank doesn't create. That rank reports the reason, perhaps later."""
+    """Raised if another rank doesn't create a process group. That rank reports the reason, perhaps later."""
 
 
 class PutBack(Consequence):
-    """An internal call that was interrupted before any change; the call is sent again."""
+    """Raised if an internal call was interrupted before any change. The call is sent again."""
 
 
-# Workers report these types by name: the cause may arrive later, from a rank that is alive and well.
+# After these errors the cause may arrive late, from a rank that still runs. Workers report types by name.
 CAUSE_MAY_COME_LATE = frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in (Poisoned, Unmade))
 LET_GO = "the driver that asked for it has let go of the group"

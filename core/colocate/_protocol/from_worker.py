@@ -13,18 +13,18 @@ from colocate._protocol.taken import Taken
 class Hello(Message):
     """Report that the worker runs and reads messages."""
 
-    facts: Mapping[str, Any]  # process id and versions of the worker
+    facts: Mapping[str, Any]  # Process id and versions of the worker.
 
 
 @message
 class Done(Message):
-    """The result of a successful call. Body: the result; none for None and for a kept result.
+    """Report the result of a successful call. The body is the result; there is no body for None and a kept result.
 
     Attributes:
-        seq: The call; 0 for the construction of the roles.
+        seq: Number of the call; 0 for the construction of the roles.
         rows: Number of rows that aren't padding; None for a call without rows.
         start: Begin of the call, in seconds of `time.time()`.
-        end: End of the call, likewise.
+        end: End of the call, in seconds of `time.time()`.
         size: Bytes and rows of a kept result; None for other results.
         parts: Reports of features, by feature name (`OfWorker.finished`); None for no reports.
         taken: Residents that the call has received, if an observer asked for these notes.
@@ -41,28 +41,28 @@ class Done(Message):
 
 @message
 class Failure(Message):
-    """An exception in a worker, as a part of other messages."""
+    """The description of an exception in a worker, for use inside other messages."""
 
-    type: str  # qualified name of the exception's type
-    text: str  # the exception's message
-    traceback: str  # the traceback in the worker, from role code on
-    host: bool  # whether colocate raised it, not the role: unsuitable arguments, or a result that can't be sent
-    secondary: bool  # whether a peer's connection was lost before: then another rank's failure is the cause
-    role: str | None  # name of the role
-    unmade: str | None  # the value that couldn't be unpickled, for such an exception
+    type: str  # Qualified name of the exception's type.
+    text: str  # Message of the exception.
+    traceback: str  # Traceback in the worker, starting with role code.
+    host: bool  # Whether colocate raised the exception and not the role, for example because of bad arguments.
+    secondary: bool  # Whether another rank's failure is the likely cause, for example of a lost connection.
+    role: str | None  # Name of the role, if known.
+    unmade: str | None  # Name of the value that couldn't be unpickled, if this is the reason.
 
 
 @message
 class Failed(Message):
-    """The failure of a call; the rank has stopped. Body: the exception, if picklable."""
+    """Report that a call has failed and the rank has stopped. The body is the exception, if picklable."""
 
-    seq: int  # the call; 0 for the construction of the roles
-    failure: Failure  # the exception
-    parts: Mapping[str, Any]  # reports of features, by feature name (`OfWorker.halts`)
-    start: float  # begin of the call, in seconds of `time.time()`
-    end: float  # end of the call, likewise
-    taken: Sequence[Taken] = ()  # see `Done`
-    lane: str = ""  # the background role of the lane; "" for the main lane
+    seq: int  # Number of the failed call; 0 for the construction of the roles.
+    failure: Failure
+    parts: Mapping[str, Any]  # Reports of features, by feature name (`OfWorker.halts`).
+    start: float  # Begin of the call, in seconds of `time.time()`.
+    end: float  # End of the call, in seconds of `time.time()`.
+    taken: Sequence[Taken] = ()  # Residents that the call has received, if observed.
+    lane: str = ""  # Background role of the lane; "" for the main lane.
 
     def head(self) -> Head:
         seq, failure, *rest = values(self)
@@ -78,45 +78,45 @@ class Failed(Message):
 class Alive(Message):
     """Acknowledge that the worker has received a hold."""
 
-    number: int  # the hold's number
-    lane: str = ""  # see `Failed`
+    number: int  # Number of the hold.
+    lane: str = ""  # Background role of the lane; "" for the main lane.
 
 
 @message
 class Held(Message):
     """Report that the lane has stopped for a hold."""
 
-    number: int  # the hold's number
-    begun: int  # the highest call that has begun
-    parts: Mapping[str, Any]  # reports of features, by feature name (`OfWorker.back`)
-    lane: str = ""  # see `Failed`
-    unfinished: Sequence[tuple[int, str]] = ()  # number and label of calls that an earlier driver has left running here
+    number: int  # Number of the hold.
+    begun: int  # Number of the last call that has begun.
+    parts: Mapping[str, Any]  # Reports of features, by feature name (`OfWorker.back`).
+    lane: str = ""  # Background role of the lane; "" for the main lane.
+    unfinished: Sequence[tuple[int, str]] = ()  # Number and label of calls that an earlier driver has left running.
 
 
 @message
 class CanWithdraw(Message):
-    """The vote of a rank on the withdrawal of a call."""
+    """Answer whether this rank can still withdraw a call."""
 
-    token: int  # the question's number
-    can: bool  # whether the call hasn't begun here
+    token: int  # Number of the answered question.
+    can: bool  # Whether the call hasn't begun on this rank.
 
 
 @message
 class Stack(Message):
-    """The current work of the worker's lanes."""
+    """The answer to `AskStack`: the current work of the worker's lanes."""
 
-    token: int  # the question's number
-    text: str  # a description with the stack
-    running: tuple[int, ...]  # the running calls
+    token: int  # Number of the answered question.
+    text: str  # Description of the work, with stacks.
+    running: tuple[int, ...]  # Numbers of the running calls.
 
 
 @message
 class Fetched(Message):
-    """The part of a resident. Body: the part, or the exception that prevented sending."""
+    """The answer to `Fetch`. The body is the part of the resident, or the exception that prevented sending."""
 
-    token: int  # the question's number
-    rows: int | None  # number of rows of the call that made the part
-    failure: Failure | None  # the failure that prevented sending
+    token: int  # Number of the answered question.
+    rows: int | None  # Number of rows of the call that made the part.
+    failure: Failure | None  # The failure that prevented sending, if any.
 
     def head(self) -> Head:
         return "Fetched", self.token, self.rows, None if self.failure is None else values(self.failure)
@@ -129,27 +129,27 @@ class Fetched(Message):
 
 @message
 class Address(Message):
-    """The address at which other workers reach this one."""
+    """The address at which other workers reach this worker."""
 
-    address: str | None  # None if other workers need no address, or can't connect
-    trouble: str = ""  # why other workers can't connect; ""  otherwise
+    address: str | None  # None if other workers need no address or can't connect.
+    trouble: str = ""  # Reason why other workers can't connect; "" otherwise.
 
 
 @message
 class Progress(Message):
-    """The progress of a role's method."""
+    """Report the progress of a role's method."""
 
-    role: str | None  # the role's name
-    done: int | float  # finished amount
-    total: int | float | None  # total amount
+    role: str | None
+    done: int | float  # Amount of finished work.
+    total: int | float | None  # Total amount of work, if known.
 
 
 @message
 class Broken(Message):
     """Report that the worker lacks a resource that roles need, such as a thread or a device; the worker exits."""
 
-    reason: str  # the reason
-    log_tail: str = ""  # the last output lines of a role's child, if the child's end is the reason
+    reason: str
+    log_tail: str = ""  # Last output lines of a role's child, if the child's end is the reason.
 
 
 @message
@@ -161,16 +161,16 @@ class Closed(Message):
 class Undefined(Message):
     """Report that a bundle of definitions couldn't be rebuilt; none of the definitions is usable."""
 
-    ids: Sequence[int]  # ids of the bundle's definitions
-    names: Sequence[str]  # the script's globals in the bundle
+    ids: Sequence[int]  # Ids of the bundle's definitions.
+    names: Sequence[str]  # Names of the script's globals in the bundle.
 
 
 @message
 class Ask(Message):
     """A question to the driver; answered by `Answer`."""
 
-    token: int  # the question's number
-    question: Message  # the question
+    token: int  # Number of the question.
+    question: Message
 
     def head(self) -> Head:
         return "Ask", self.token, self.question.head()

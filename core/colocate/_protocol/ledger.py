@@ -11,7 +11,7 @@ from colocate.errors import ConfigError
 class Purpose(Enum):
     """The purpose of a piece of memory. Memory with several purposes counts for the first."""
 
-    __hash__ = object.__hash__  # Enum's own hash runs Python code, and every tensor is recorded under a purpose.
+    __hash__ = object.__hash__  # Enum's own hash is slow Python code, and every tensor is recorded under a purpose.
 
     PARAMETERS = auto()
     GRADIENTS = auto()

@@ -1,4 +1,4 @@
-"""Base class of all messages: one class per message, and a tuple of plain builtins as wire format, the head.
+"""The base class of all messages. The wire format of a message is a tuple of plain builtins, the head.
 
 A message often has a body, which is packed separately. Only this package reads a head's items by position.
 """
@@ -15,14 +15,14 @@ from colocate import features
 
 Head: TypeAlias = tuple[Any, ...]
 
-_kinds: dict[str, Callable[..., Message]] = {}  # constructors from wire values
+_kinds: dict[str, Callable[..., Message]] = {}  # Each constructor builds a message from wire values.
 _values: dict[type[Message], Callable[[Message], Head]] = {}
 
 _M = TypeVar("_M", bound="type[Message]")
 
 
 class Message:
-    """One message, without its body."""
+    """A message, without the separately packed body."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class Message:
         """Return the wire format of the message."""
         return type(self).__name__, *_values[type(self)](self)
 
-    # Defined once for all messages: generating these methods per class takes a tenth of a driver's import time.
+    # Defined once for all messages, because generated methods would cost a tenth of a driver's import time.
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and isinstance(other, Message) and values(self) == values(other)
@@ -56,7 +56,7 @@ def kind_of(head: Head) -> object:
 
 
 def read(head: Head | Message) -> Message:
-    """Build the message from a head; within one process messages are passed unchanged."""
+    """Build the message from a head. Within one process a message itself is passed, and returned unchanged."""
     if isinstance(head, Message):
         return head
     factory = _kinds.get(head[0])
@@ -68,8 +68,8 @@ def read(head: Head | Message) -> Message:
 
 @dataclass_transform(frozen_default=True)
 def message(cls: _M) -> _M:
-    """Register a class of fields as a message; heads begin with the class name."""
-    # Frozen for type checkers only: a frozen class takes a microsecond more per message.
+    """Turn a class with annotated fields into a message. A head is the class name, followed by the fields."""
+    # Only type checkers treat the class as frozen, because a frozen class costs a microsecond per message.
     message_class: Any = attrs.define(cls, eq=False, repr=False)
     names = [field.name for field in attrs.fields(message_class)]
     if len(names) > 1:

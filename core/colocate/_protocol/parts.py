@@ -11,103 +11,103 @@ from colocate._protocol.message import Message, message
 class Part(Message):
     """Request a whole part; answered by `Value`, or `Elsewhere` if a worker of the same machine has asked before."""
 
-    key: int  # the resident
-    place: str = ""  # device place of the requester, if device memory may be lent there; otherwise ""
-    over: tuple[int, bool] | None = None  # the previous part, and whether the requester keeps that part; see `Took`
-    here: tuple[str, str] | None = None  # machine and address of a remote requester that may forward the part
-    lacking: int = 0  # for a retry after a failed `Elsewhere`: the message's `times`
+    key: int  # Key of the resident.
+    place: str = ""  # Device of the requester, if device memory may be lent there; otherwise "".
+    over: tuple[int, bool] | None = None  # Key of the previous part, and whether the requester keeps the part (`Took`).
+    here: tuple[str, str] | None = None  # Machine and address of a remote requester that may forward the part.
+    lacking: int = 0  # In a retry, this is the `times` of the unsuccessful `Elsewhere`.
 
 
 @message
 class Slice(Message):
     """Request some rows of a value; answered by `Value`."""
 
-    key: int  # the resident
-    start: int  # the first row
-    stop: int  # the row after the last
-    place: str = ""  # see `Part`
+    key: int  # Key of the resident.
+    start: int  # The first row.
+    stop: int  # The row after the last row.
+    place: str = ""  # Device of the requester, if device memory may be lent there; otherwise "".
 
 
 @message
 class Rows(Message):
     """Request the number of a part's rows; answered by `Number`."""
 
-    key: int  # the resident
+    key: int  # Key of the resident.
 
 
 @message
 class Still(Message):
     """Ask whether a lent value is unchanged; answered by `Number`, with None if the value has changed."""
 
-    key: int  # the resident
+    key: int  # Key of the resident.
 
 
 @message
 class Weight(Message):
     """Ask for the number of rows of the call that made a part; answered by `Number`."""
 
-    key: int  # the resident
+    key: int  # Key of the resident.
 
 
 @message
 class Took(Message):
-    """Report that the requester has taken a part; answered by `Number`. The offer ends with the last requester."""
+    """Report that an offered part was received; answered by `Number`. The last requester's report ends the offer."""
 
-    key: int  # the resident
-    keeps: bool = False  # whether the requester keeps the part
+    key: int  # Key of the resident.
+    keeps: bool = False  # Whether the requester keeps the part.
 
 
 @message
 class Passed(Message):
-    """Request a message body of the driver's that this worker forwards; answered by `Value`."""
+    """Request a driver's message body that the asked worker forwards; answered by `Value`."""
 
-    key: int  # the body
+    key: int  # Key of the body.
 
 
 @message
 class Shared(Message):
-    """Request a part that lives on another machine; answered by `Value`, or `Number` if this worker has no copy."""
+    """Request this worker's copy of another machine's part; answered by `Value`, or `Number` if there is no copy."""
 
-    who: tuple[str, int, int, int]  # the part's home worker, in the form of `WhereIs`
-    key: int  # the resident
+    who: tuple[str, int, int, int]  # Group, slot, generation and group number of the worker that made the part.
+    key: int  # Key of the resident.
 
 
 @message
 class Elsewhere(Message):
-    """Redirect the requester: that worker has, or is fetching, the part (`Shared`)."""
+    """Redirect the requester to another worker that has, or is fetching, a copy of the part (`Shared`)."""
 
-    address: str  # that worker's address
-    times: int  # how often a sharer was named for the requester's machine
+    address: str  # Address of the worker with the copy.
+    times: int  # How often a worker with a copy was named for the requester's machine.
 
 
 @message
 class Value(Message):
-    """The answer with a value. Body: the value."""
+    """The answer to a request for a value, with the value as the body."""
 
-    waited: float  # seconds that the request waited for the value to be made
-    lent: int = 0  # bytes to copy from lent memory, followed by a `Still`
-    refusal: str = ""  # why no more memory is lent; "" if nothing prevented lending
-    shared: bool = False  # whether other requesters of the machine will be redirected there
+    waited: float  # Seconds that the request waited for the value to be made.
+    lent: int = 0  # Bytes to copy from lent memory. The requester sends `Still` afterwards.
+    refusal: str = ""  # Reason why no more memory is lent; "" if nothing prevented lending.
+    shared: bool = False  # Whether other requesters of the machine are redirected to this requester.
 
 
 @message
 class Number(Message):
-    """The answer with a count."""
+    """The answer to a request for a number."""
 
-    number: int | None  # the count; None if unknown
+    number: int | None  # None if there is no number.
 
 
 @message
 class Poison(Message):
     """Report that a value is unusable."""
 
-    why: str  # the failure that prevented the value, or wrote into the value
+    why: str  # Text of the failure that prevented or damaged the value.
 
 
 @message
 class Unsendable(Message):
     """Report that a value can't be packed."""
 
-    text: str  # the text of the `SerializationError`
-    argument: Any  # the error's `argument`
-    path: Any  # the error's `path`
+    text: str  # Text of the `SerializationError`.
+    argument: Any
+    path: Any

@@ -1,4 +1,4 @@
-"""Questions of a worker to its driver, inside `from_worker.Ask`."""
+"""Questions of a worker to the driver, sent inside `from_worker.Ask`."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from colocate._protocol.message import Message, message
 class WhereIs(Message):
     """Ask for the address of another worker."""
 
-    group: str  # the group's name
-    slot: int  # the worker's slot in the group
-    generation: int  # the group's generation
-    number: int  # the group's number: a later group may have the same name
+    group: str
+    slot: int  # The worker's slot in the group.
+    generation: int
+    number: int  # The group's number, because a later group may have the same name.
 
 
 @message
 class Aligned(Message):
-    """Ask which residents of a call have the partition of the first resident, once all are made."""
+    """Ask which residents of a call have the same partition as the first resident, once all residents are made."""
 
-    seq: int  # the call
-    key: int  # the first resident
-    others: Sequence[int]  # the other residents
+    seq: int  # Number of the call.
+    key: int  # Key of the first resident.
+    others: Sequence[int]  # Keys of the other residents.
 
 
 @message
 class Missing(Message):
     """Request a definition that another worker has sent by name only."""
 
-    id: int  # the definition's id
+    id: int
 
 
 @message
 class Source(Message):
-    """Request the source of a module beside the script, and the sources of the module's imports."""
+    """Request the source of a module next to the user's script, and the sources of the module's imports."""
 
-    module: str  # the module's name
+    module: str
 
 
 @message
 class Compare(Message):
-    """Ask whether the driver's versions of early imported modules have other content."""
+    """Ask whether modules that this worker imported early have other content on the driver."""
 
-    modules: Mapping[str, tuple[str, str]]  # file and digest, by name
+    modules: Mapping[str, tuple[str, str]]  # File and digest of each module, by name.
 
 
 @message
 class HeardAll(Message):
-    """Barrier: answered after all earlier messages were handled."""
+    """Ask for an answer after the driver has handled all earlier messages, as a barrier."""
 
 
 @message
 class Meet(Message):
-    """Wait for the other ranks, and receive the value that one rank has brought."""
+    """Wait for the other ranks at a rendezvous, and receive the value that one rank contributes."""
 
-    rendezvous_key: str  # key of the rendezvous
-    members: int  # number of ranks
-    value: Any  # this rank's value; None for no value
-    refusal: str | None  # why this rank refuses, for all ranks
+    rendezvous_key: str
+    members: int  # Number of ranks at the rendezvous.
+    value: Any  # The value from this rank; None for no value.
+    refusal: str | None  # Reason why this rank refuses, which all ranks get.

@@ -1,4 +1,4 @@
-"""`Requests`: numbered questions to other processes, and waiting for the answers.
+"""Ask other processes numbered questions, and wait for the answers (`Requests`).
 
 A question has a number, and parties that owe an answer. The question ends when all parties have answered, or when it
 has failed: because a party, or nobody, can answer any more.
@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class Request(Generic[Party, Answer]):
-    """One open question.
+    """One open question to one or several parties.
 
     Attributes:
         token: The question's number.
@@ -45,11 +45,11 @@ class Request(Generic[Party, Answer]):
         return [party for party in self.parties if party not in self.answers]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the question ends, for at most `timeout` seconds; return whether it has."""
+        """Wait up to `timeout` seconds until the question ends; return False if the time is over."""
         return self._over.wait(timeout)
 
     def result(self, deadline: Deadline = NEVER) -> list[Answer]:
-        """Wait for all answers, in the order of the parties.
+        """Wait for all answers; return the answers in the order of the parties.
 
         Args:
             deadline: Until when to wait.
@@ -61,7 +61,7 @@ class Request(Generic[Party, Answer]):
         if not self.wait(deadline.left):
             raise TimeoutError(f"no answer in time from {', '.join(map(str, self.owing))}")
         if self.error is not None:
-            # Other threads may raise the same error.
+            # Raise a copy, because other threads may raise the same error.
             raise copy.copy(self.error) if isinstance(self.error, ColocateError) else self.error.with_traceback(None)
         return [self.answers[party] for party in self.parties]
 
@@ -70,7 +70,7 @@ class Request(Generic[Party, Answer]):
         return self._over.is_set
 
     def then(self, call: Callable[[], object]) -> None:
-        """Run a callback once when the question ends, on the thread that ends it; at once if it has ended already."""
+        """Run a callback on the thread that ends the question. If the question has ended, run the callback at once."""
         self._then.append(call)
         if self.over:
             self._tell()
@@ -81,18 +81,18 @@ class Request(Generic[Party, Answer]):
 
     def _tell(self) -> None:
         while self._then:
-            with contextlib.suppress(IndexError):  # Another thread runs the callback.
+            with contextlib.suppress(IndexError):  # Another thread may have just taken the callback.
                 self._then.pop()()
 
 
 class Requests(Generic[Party, Answer]):
-    """All open questions of a process. Any thread may call any method; none blocks.
+    """All open questions of a process. Any thread may call any method.
 
     Each step on the table of questions is atomic, so no lock is needed: the thread that removes a question ends it.
     """
 
     def __init__(self, base: int = 0) -> None:
-        """Args: base: Numbers start above this; an earlier driver has used the numbers up to it."""
+        """Args: base: Numbers start above `base`, because an earlier driver has used the lower numbers."""
         self._tokens = itertools.count(base + 1)
         self._open: dict[int, Request[Party, Answer]] = {}
         self._failed: BaseException | None = None
@@ -154,7 +154,7 @@ class Requests(Generic[Party, Answer]):
         return request
 
     def refused(self, token: int, error: BaseException) -> None:
-        """Fail a question: a party has refused to answer."""
+        """Fail a question, because a party has refused to answer."""
         if (request := self._open.get(token)) is not None:
             self.fail(request, error)
 
@@ -180,7 +180,7 @@ class Requests(Generic[Party, Answer]):
                 self.fail(request, error)
 
     def fail_those(self, concerns: Callable[[int], bool], error: Callable[[], BaseException]) -> None:
-        """Fail all questions on some subjects."""
+        """Fail all questions with a subject for which `concerns` returns true."""
         for request in list(self._open.values()):
             if concerns(request.about):
                 self.fail(request, error())

@@ -1,4 +1,4 @@
-"""Notes on the residents that a call has received, as the worker reports them."""
+"""Notes about residents that a call has received, as reported by the worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST = 8
 
 
 def summed(taken: Sequence[Taken]) -> Sequence[Taken]:
-    """Merge the notes of residents with many transfers into one note each: each of N ranks may receive N parts."""
+    """Merge the notes of a resident with many transfers into one note, because each of N ranks may receive N parts."""
     counts = Counter(receipt[0] for receipt in taken if receipt[4])
     if all(count <= _MOST for count in counts.values()):
         return taken

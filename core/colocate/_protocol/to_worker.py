@@ -7,25 +7,24 @@ from typing import Any, TypeAlias
 
 from colocate._protocol.message import Head, Message, message
 
-# The place of a call's body within a message's body: an index for bodies that aren't pickled, or the byte range of its
-# pickle and the indices of the buffers.
+# The place of a call's body in the message's body: an index, or the pickle's byte range and the buffers' indices.
 Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 
-# How a large body reaches several workers of other machines: the body's key, the number of workers that fetch the body
-# from this one, and the address from which this worker fetches; "" for a body that comes with the message.
+# The route of a large body: the body's key, how many workers fetch from this worker, and the address to fetch from.
+# The address is "" for a body that comes with the message.
 Passed: TypeAlias = "tuple[int, int, str]"
-PASSED_BYTES = 1 << 20  # bodies of at least this size are forwarded from worker to worker
+PASSED_BYTES = 1 << 20  # Bodies of at least this size are forwarded from worker to worker.
 
 
 @message
 class Boot(Message):
-    """Identify the worker; each driver of a detached pool sends this again. Body: a `Boot` of the executor's.
+    """Identify the worker, as the first message of each driver. The body is an `executor.Boot`.
 
     A worker of another version answers `Hello` only, and doesn't read the body or any later message.
     """
 
-    protocol: int  # the sender's (`versions.PROTOCOL`)
-    version: str  # version of the sender's colocate
+    protocol: int  # Protocol version of the sender (`versions.PROTOCOL`).
+    version: str  # Version of the sender's colocate.
 
     @classmethod
     def of(cls, *values: Any) -> Boot:
@@ -36,31 +35,31 @@ class Boot(Message):
 
 @message
 class Define(Message):
-    """Definitions, sent before the first message that names them, by drivers and workers. Body: a bundle."""
+    """Send definitions, before the first message that uses the definitions. The body is a bundle."""
 
-    ids: Sequence[int]  # ids of the classes and functions
-    names: Sequence[str]  # the script's globals in the bundle
+    ids: Sequence[int]  # Ids of the classes and functions.
+    names: Sequence[str]  # Names of the script's globals in the bundle.
 
 
 @message
 class Build(Message):
-    """Construct the roles of the slot. Body: a list of `RoleBuild`."""
+    """Construct the roles of the slot. The body is a list of `RoleBuild`."""
 
-    generation: int  # how often the group has been restarted
-    slots: int  # how many slots the group has
-    collective_timeout: float  # timeout of a process group's operations, in seconds
-    given: Mapping[str, Any]  # settings of features before roles exist, by feature (`OfGroup.gives`)
-    parts: Mapping[str, Any]  # initial state of features, by feature (`OfGroup.starts`)
-    background: Sequence[str] = ()  # the roles with a lane of their own
+    generation: int  # Number of restarts of the group.
+    slots: int  # Number of slots of the group.
+    collective_timeout: float  # Timeout of a process group's operations, in seconds.
+    given: Mapping[str, Any]  # Settings of features before roles exist, by feature (`OfGroup.gives`).
+    parts: Mapping[str, Any]  # Initial state of features, by feature (`OfGroup.starts`).
+    background: Sequence[str] = ()  # Names of the roles with a lane of their own.
 
 
 @message
 class Call(Message):
-    """Call a method. Body: the arguments by name; none without arguments.
+    """Call a method. The body has the arguments by name; a call without arguments has no body.
 
     Attributes:
         seq: Position in the group's order.
-        role: The role's name; two numbers for a function, slots and seed.
+        role: The role's name; for a function, the number of slots and the seed.
         method: The method's name.
         keep: The key of the resident for the result; None for a result that is sent.
         valid: Number of rows that aren't padding; None if nothing was scattered, or only the rank knows.
@@ -82,17 +81,17 @@ class Call(Message):
 
     @property
     def numbered(self) -> Sequence[Call]:
-        """The calls of the message."""
+        """The calls in the message, each with a number in the group's order."""
         return (self,)
 
 
 @message
 class Batch(Message):
-    """Several calls. Body: the bodies of the calls as one (`_protocol.bundle`)."""
+    """Several calls in one message. The body packs the bodies of all calls (`_protocol.bundle`)."""
 
-    frees: Sequence[int]  # residents that are no longer needed
-    calls: Sequence[tuple[Call, Where]]  # the calls, and the place of each call's body
-    passed: Passed | None = None  # see `Call`
+    frees: Sequence[int]  # Keys of residents that are no longer needed.
+    calls: Sequence[tuple[Call, Where]]  # Each call, with the place of the call's body.
+    passed: Passed | None = None  # Route of the body, if workers forward the body.
 
     @property
     def numbered(self) -> Sequence[Call]:
@@ -111,91 +110,91 @@ class Batch(Message):
 class Free(Message):
     """Free residents that are no longer needed."""
 
-    keys: Sequence[int]  # the residents
+    keys: Sequence[int]  # Keys of the residents.
 
 
 @message
 class Hold(Message):
-    """Stop a lane after a failed call: begin no call from that one on, and report when all earlier calls have ended."""
+    """Stop a lane before the failed call and all later calls. The worker reports when all earlier calls have ended."""
 
-    number: int  # the hold's number; the lane's highest number counts
-    failed: int  # the failed call; 0 for the construction of the roles
-    cut: bool  # whether to interrupt calls that wait for other ranks, too
-    lane: str = ""  # the background role of the lane; "" for the main lane
+    number: int  # Number of the hold. Only the highest number of a lane counts.
+    failed: int  # Number of the failed call; 0 for the construction of the roles.
+    cut: bool  # Whether to also interrupt calls that wait for other ranks.
+    lane: str = ""  # Background role of the lane; "" for the main lane.
 
 
 @message
 class Resume(Message):
-    """Continue after a hold, without the withdrawn calls: all ranks are back."""
+    """Continue after a hold in which all ranks have stopped, without the withdrawn calls."""
 
-    number: int  # the finished hold
-    withdrawn: Sequence[int]  # calls to drop
-    lane: str = ""  # see `Hold`
+    number: int  # Number of the finished hold.
+    withdrawn: Sequence[int]  # Numbers of the calls to drop.
+    lane: str = ""  # Background role of the lane; "" for the main lane.
 
 
 @message
 class Unwanted(Message):
-    """Cancel a call that nobody waits for: `ctx.cancelled` becomes true, and awaits are cancelled."""
+    """Cancel a call that nobody waits for, by setting `ctx.cancelled` and cancelling awaits."""
 
-    seq: int  # the call
+    seq: int  # Number of the call.
 
 
 @message
 class Stop(Message):
-    """Begin no more calls: the group is about to close."""
+    """Begin no more calls, because the group is about to close."""
 
 
 @message
 class Withdraw(Message):
-    """Pause a call that hasn't begun until `Decided`; answered by `CanWithdraw`."""
+    """Pause a call that hasn't begun, until `Decided` arrives; answered by `CanWithdraw`."""
 
-    token: int  # the question's number
-    seq: int  # the call
-    lane: str = ""  # see `Hold`
+    token: int  # Number of the question.
+    seq: int  # Number of the call.
+    lane: str = ""  # Background role of the lane; "" for the main lane.
 
 
 @message
 class Decided(Message):
-    """Decide on a paused call."""
+    """Drop or release a call that `Withdraw` has paused."""
 
-    token: int  # the question's number
-    seq: int  # the call
-    drop: bool  # whether to drop the call; otherwise the call runs, and nobody waits for the result
-    lane: str = ""  # see `Hold`
+    token: int  # Number of the question in `Withdraw`.
+    seq: int  # Number of the call.
+    drop: bool  # Whether to drop the call; otherwise the call runs, and nobody waits for the result.
+    lane: str = ""  # Background role of the lane; "" for the main lane.
 
 
 @message
 class AskStack(Message):
     """Request a description of the lanes' work; answered by `Stack`."""
 
-    token: int  # the question's number
+    token: int  # Number of the question.
 
 
 @message
 class Fetch(Message):
     """Request the part of a resident; answered by `Fetched`."""
 
-    token: int  # the question's number
-    key: int  # the resident
-    contents: bool  # whether to send the part itself, or only its structure
+    token: int  # Number of the question.
+    key: int  # Key of the resident.
+    contents: bool  # Whether to send the part itself, or only the structure.
 
 
 @message
 class Listen(Message):
-    """Listen for other workers; answered by `Address`."""
+    """Open a listener for other workers; answered by `Address`."""
 
 
 @message
 class Answer(Message):
     """The driver's answer to an `Ask`."""
 
-    token: int  # the question's number
-    answer: Any  # the answer
-    error: str | None  # the error, if there is no answer
+    token: int  # Number of the answered question.
+    answer: Any
+    error: str | None  # Text of the error, if there is no answer.
 
 
 @message
 class Close(Message):
-    """Exit after the running calls."""
+    """Exit after the running calls have ended."""
 
-    reason: str  # the reason, for calls that wait for other workers
+    reason: str  # Calls that wait for other workers fail for this reason.

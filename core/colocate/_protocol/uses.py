@@ -1,10 +1,7 @@
-"""Residents as arguments: placeholders in messages, and their values on the rank that uses them.
+"""Placeholders for residents in a call's arguments, and their replacement by values on the ranks.
 
-A resident argument equals its collected value, but the whole value needn't exist anywhere: a rank takes the rows
-that it needs from the parts that hold them, its own part first.
-
-Using a resident gives what using its collected value gives. The value never has to exist: a rank takes the rows that it
-needs from the parts that hold them, its own first.
+A resident argument equals its collected value, but the whole value needn't exist anywhere: a rank takes the rows that
+it needs from the parts that have these rows, its own part first.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ Written: TypeAlias = tuple[int, str, str | None]
 
 @attrs.frozen(eq=False)
 class Origin:
-    """The origin of a resident: shared by all residents of one method, and small for groups of any size.
+    """The origin of a resident. All residents of one method share an origin, which is small for groups of any size.
 
     Attributes:
         group: The group that keeps the resident.
@@ -71,7 +68,7 @@ class Origin:
         return packed
 
     def __reduce__(self) -> Any:
-        # Calls that use residents carry their origin: packed once, and unpacked once per worker.
+        # Every call with a resident carries the origin, which is packed once, and unpacked once per worker.
         return _origin, (self._packed,)
 
 
@@ -82,7 +79,7 @@ def _origin(packed: bytes) -> Origin:
 
 @attrs.frozen(eq=False)
 class Source:
-    """A resident as other workers see it: the places of the parts, and how the parts make up the value.
+    """A description of a resident for workers: where the parts are, and how the parts are joined to the value.
 
     Attributes:
         key: The resident's id, unique in the runtime.
@@ -124,7 +121,7 @@ class Source:
 
     @property
     def holders(self) -> Sequence[int]:
-        """The ranks that have a part, in the order of joining."""
+        """The ranks that have a part, in the order in which the parts are joined."""
         return range(self.ranks.world_size) if self.ranks.targets is None else self.ranks.targets
 
     def __reduce__(self) -> Any:
@@ -133,29 +130,29 @@ class Source:
 
 @attrs.frozen(eq=False)
 class Use(Plain):
-    """Placeholder for a resident's value, or some rows of it, among a call's arguments."""
+    """A placeholder among a call's arguments for a resident's value, or for some rows of the value."""
 
     source: Source
 
 
 @attrs.frozen(eq=False)
 class Part(Use):
-    """Part `index` of `count` even parts along an axis."""
+    """A placeholder for part `index` of `count` even parts along an axis."""
 
     index: int
     count: int
     padding: bool
     beside: Beside | None = None
-    """Plain rows scattered beside this part; the driver didn't know the number of rows."""
+    """Plain rows scattered along with this part. The worker compares the numbers of rows, as the driver couldn't."""
     of: int = 1
     """Number of rows that stay together."""
 
 
 @attrs.frozen(eq=False)
 class Own(Use):
-    """The worker's own part, of `count` along an axis: producer and consumer have the same partition.
+    """A placeholder for each worker's own part, if producer and consumer have the same partition.
 
-    The placeholder is equal for all ranks, so the call's message is, too.
+    The placeholder is equal for all ranks, so that all ranks get the same message.
     """
 
     count: int
@@ -165,7 +162,7 @@ class Own(Use):
 
 @attrs.frozen(eq=False)
 class Item(Use):
-    """Item `index` of a list of `count`, for the argument `parameter`."""
+    """A placeholder for item `index` of a list of `count` items, for the argument `parameter`."""
 
     index: int
     count: int
@@ -174,7 +171,7 @@ class Item(Use):
 
 @attrs.frozen(eq=False)
 class Rows(Use):
-    """Rows [start, stop) of the value."""
+    """A placeholder for the rows [start, stop) of a resident's value."""
 
     start: int
     stop: int
@@ -182,22 +179,22 @@ class Rows(Use):
 
 @attrs.frozen(eq=False)
 class Pick(Use):
-    """Rows by number, in ascending order; `beside` knows the number of rows of the value."""
+    """A placeholder for rows by number, in ascending order. `beside` checks the number of rows of the value."""
 
     rows: Sequence[int]
     beside: Beside
 
 
 Over: TypeAlias = tuple[int, bool]
-"""The key of a part that was offered, and whether the requester keeps the part: kept memory mustn't be overwritten."""
+"""The key of an offered part, and whether the requester keeps the part, whose memory mustn't be overwritten then."""
 
 
 @attrs.define(eq=False)
 class Taking:
-    """State of a worker that takes offered parts one after the other.
+    """The state of a worker that receives offered parts one after the other.
 
     Attributes:
-        areas: The last parts in reusable memory: the mapping stays as long as they are here.
+        areas: The last parts in reusable memory; these references keep the mapping alive.
         over: The previous part, reported with the next request; None for nothing to report.
     """
 
@@ -227,14 +224,14 @@ class Resolver:
         self._slot = own_slot
         self._ask_aligned = aligned
         self.taken: list[Taken] | None = [] if notes else None
-        self.keys: list[int] = []  # used residents, checked for writes after the call
-        self.valid: int | None = None  # number of real rows in the first part taken
-        self.total: int | None = None  # number of rows of all parts together, if counted
+        self.keys: list[int] = []  # Keys of the used residents, which are checked for writes after the call.
+        self.valid: int | None = None  # Number of rows without padding in the first resolved part.
+        self.total: int | None = None  # Number of rows of all parts together, if counted.
         self._first: tuple[Part | Own, int] | None = None
         self._arguments: Mapping[str, Any] = {}
         self._aligned: Collection[int] | None = None
         self._memo = Memo()
-        self._cut: dict[int, Any] = {}  # whole values of which this rank takes rows, by resident
+        self._cut: dict[int, Any] = {}  # Joined values from which this rank cuts rows, by key of the resident.
         self._values: list[tuple[Source, Any]] = []
         self._watches: list[tuple[Source, Watch]] = []
 
@@ -243,7 +240,8 @@ class Resolver:
         self._arguments = arguments
         placed = dict(arguments)
         within = {name: value for name, value in placed.items() if type(value) not in PLAIN}
-        walked = {name: value for name, value in within.items() if type(value) is not Own}  # most values are `Own`
+        # Most values are `Own`, and have no nested values.
+        walked = {name: value for name, value in within.items() if type(value) is not Own}
         for value in walked.values():
             map_leaves(value, self._begin_with, _is_cut)
         for name, value in within.items():
@@ -251,7 +249,7 @@ class Resolver:
         return placed
 
     def _begin_with(self, cut: Cut) -> Cut:
-        """Resolve the part beside plain rows first: this part decides which rows belong to the rank."""
+        """Resolve the part that comes with plain rows first, because the part decides which rows the rank gets."""
         if self._first is None:
             self._first_part(cut.by)
         return cut
@@ -277,11 +275,11 @@ class Resolver:
         return value
 
     def watch(self) -> None:
-        """Start watching the received values for writes, copies from other workers included."""
+        """Start watching the received values for writes, including copies from other workers."""
         self._watches = [(source, Watch(value, contents=True)) for source, value in self._values]
 
     def written(self) -> list[Source]:
-        """Return the residents whose received values were written into."""
+        """Return the residents whose received values the call has changed."""
         return [source for source, watch in self._watches if watch.written()]
 
     def _whole(self, source: Source) -> Any:
@@ -296,7 +294,6 @@ class Resolver:
         return source.collect.join(parts, ranks)
 
     def _beside(self, cut: Cut) -> Any:
-        """Return the rows beside this worker's own part of a resident."""
         assert self.valid is not None
         start, total = self._place(cut.by)
         cut.beside.check(total)
@@ -336,7 +333,7 @@ class Resolver:
         return self._range(part.source, start, start + self.valid)
 
     def _own_part(self, source: Source) -> tuple[int, Any]:
-        """Return this worker's part, or the part that counts for this worker if the method returned nothing here."""
+        """Return rank and value of this worker's part; if the method returned None here, of another rank's part."""
         rank = source.slots.index(self._slot)
         if (value := self._peers.part(source, rank, self.taken)) is None:
             rank = source.collect.sources(source.ranks)[self._index_here(source)]
@@ -347,7 +344,7 @@ class Resolver:
         return rank, value
 
     def _place(self, part: Part | Own) -> tuple[int, int]:
-        """Return the first row of a part, and the number of rows of the whole."""
+        """Return the number of a part's first row, and the number of rows of the whole value."""
         if isinstance(part, Part):
             index, sizes = part.index, even_sizes(self._total(part.source), part.count, part.of)
         else:
@@ -355,13 +352,13 @@ class Resolver:
         return sum(sizes[:index]), sum(sizes)
 
     def _is_aligned(self, first: Own, part: Own) -> bool:
-        """Check whether two residents have the same partition on all ranks; equal sizes on this rank aren't enough."""
+        """Return whether two residents have the same partition on all ranks; equal sizes on this rank aren't enough."""
         key = first.source.key
-        # A resident with chosen rows only becomes an `Own` if the first one has the same choice.
+        # A resident with rows chosen by cost only becomes an `Own` if the first resident has the same partition.
         if part.count == 1 or part.source.key == key or part.source.partition is not None:
             return True
         if self._aligned is None:
-            owned: dict[int, None] = {}  # residents with a part on each rank, in order
+            owned: dict[int, None] = {}  # Residents with a part on each rank, in order.
 
             def note(item: Any) -> Any:
                 if isinstance(item, Own):
@@ -373,7 +370,7 @@ class Resolver:
         return part.source.key in self._aligned
 
     def _padded(self, part: Part) -> Any:
-        """Return the padded part, equal to `share` of the whole value, without joining the whole value."""
+        """Return a padded part, equal to `share` of the whole value, but without joining the whole value."""
         total = self.total = self._total(part.source)
         if part.beside is not None:
             part.beside.check(total)
@@ -384,7 +381,7 @@ class Resolver:
             self.valid = stop - start
         if not total:
             return self._range(part.source, 0, 0)
-        # A part of padding only repeats the value's last row.
+        # A part without own rows repeats the last row of the value.
         low = start if start < stop else total - 1
         return batch.pad(self._range(part.source, low, max(stop, low + 1)), width)
 
@@ -394,7 +391,7 @@ class Resolver:
         return batch.rows(self._put_together(source), source.label)
 
     def _put_together(self, source: Source) -> Any:
-        """Return the joined value, for a value whose parts aren't its rows; rows are then cut from the joined value."""
+        """Join the parts of a resident into the whole value, and cache the value for cutting rows."""
         if source.key not in self._cut:
             self._cut[source.key] = self._whole(source)
         return self._cut[source.key]
@@ -408,7 +405,7 @@ class Resolver:
         pieces: list[Any] = []
         offset = 0
         holders, sizes = source.collect.sources(source.ranks), self._sizes(source)
-        # An empty range is cut from the fullest part: empty parts may have another shape.
+        # An empty range is cut from the fullest part, because empty parts may have another shape.
         fullest = sizes.index(max(sizes))
         for index, (rank, size) in enumerate(zip(holders, sizes, strict=True)):
             low, high = (max(start, offset), min(stop, offset + size)) if start < stop else (offset, offset)
@@ -423,7 +420,7 @@ class Resolver:
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
     def _picked(self, pick: Pick) -> Any:
-        """Collect rows from all parts: fetch each part's range from first to last picked row, then pick."""
+        """Collect picked rows from all parts. Each part sends the range from the first to the last picked row."""
         source, rows = pick.source, pick.rows
         pick.beside.check(self._total(source))
         if not isinstance(source.collect, Concat) or source.partition is not None:
@@ -442,6 +439,5 @@ class Resolver:
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
     def _index_here(self, source: Source) -> int:
-        """Return this worker's index along the axis of the parts."""
         assert isinstance(source.collect, Concat)
         return source.ranks.mesh(source.collect.mesh).coordinate(source.slots.index(self._slot), source.collect.axis)

@@ -1,4 +1,4 @@
-"""Compatibility of drivers and workers: only equal versions can talk."""
+"""Check the compatibility of drivers and workers, which must have equal versions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from colocate._version import __version__
 PROTOCOL = 30
 """Protocol version: raise with every change to a message, or to the contents of bodies."""
 
-_EPOCH_BITS = 40  # more than the number of calls of any driver
+_EPOCH_BITS = 40  # No driver makes so many calls that more bits are needed.
 _COMPARED = {"colocate": "colocate", "protocol": "protocol", "python": "Python"}
 
 
 def facts() -> dict[str, Any]:
-    """Return the process id and versions that a process reports."""
+    """Return the process id and the versions of this process."""
     python = platform.python_version().rpartition(".")[0]
     return {"pid": os.getpid(), "python": python, "colocate": __version__, "protocol": PROTOCOL}
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
-    """Return the mismatch between a driver and another process's facts; None for compatible versions.
+    """Return a text about a mismatch between a driver's and another process's versions; None for compatible versions.
 
     Args:
         here: The driver's facts to compare.
@@ -35,12 +35,12 @@ def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
             cure = "install the same in both"
             if key != "python":
                 cure += f": {same_line()}"
-            if key == "protocol" and "colocate" in here:  # equal versions: no use to name them
+            if key == "protocol" and "colocate" in here:  # The versions of colocate are equal here.
                 cure = f"both are colocate {here['colocate']}; {cure}"
             return f"has {name} {there.get(key)}, the driver {here[key]}: {cure}"
     return None
 
 
 def base_of(epoch: int) -> int:
-    """Return the number below all calls, holds and residents of an epoch's driver."""
+    """Return a number below the numbers of all calls, holds and residents of an epoch's driver."""
     return (epoch - 1) << _EPOCH_BITS

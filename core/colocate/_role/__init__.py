@@ -1,1 +1,1 @@
-"""Declarations of users (roles, methods, budgets), and role objects that run without a worker."""
+"""Declare roles, methods and budgets, and run role objects without a worker."""

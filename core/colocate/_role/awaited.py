@@ -1,4 +1,4 @@
-"""Results of coroutines, for synchronous code."""
+"""Run coroutines from synchronous code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 
 def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine. A running event loop, as in a notebook, blocks meanwhile."""
-    import asyncio  # Imported late: this takes a tenth of a driver's start, and most drivers have no coroutines.
+    """Return the result of a coroutine. A running event loop, such as a notebook's, is blocked in the meantime."""
+    # Imported late, because the import takes a tenth of a driver's start, and most drivers have no coroutines.
+    import asyncio
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        # Not `asyncio.run`: that leaves the thread without a current loop, and the loop may belong to role code.
+        # `asyncio.run` would leave the thread without a current loop, and the current loop may belong to role code.
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(coroutine)
     with ThreadPoolExecutor(1, "colocate-standalone") as thread:

@@ -1,4 +1,4 @@
-"""Memory budgets of a pool's slots, a group and the group's roles: as declared, and as sent to workers."""
+"""Memory budgets of slots, groups and roles, as declared by users and as sent to workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Limit:
     """A limit on the memory of one slot.
 
     Attributes:
-        owner: Owner of the limit, as errors name it.
+        owner: Owner of the limit, as named in errors.
         role: The role; None for all roles of the slot together.
         device: Whether the limit is on the slot's device; otherwise on the host, sleeping memory included.
         nbytes: The limit in bytes.
@@ -31,13 +31,13 @@ class Limit:
 
     @property
     def word(self) -> str:
-        """The option's name."""
+        """The name of the option that declares this limit."""
         return "device_memory" if self.device else "host_memory"
 
 
 @attrs.frozen
 class Budgets:
-    """The budgets of a group.
+    """The memory budgets of a group, as sent to workers.
 
     Attributes:
         limits: The limits on memory.
@@ -86,7 +86,7 @@ class Budget:
 
         Args:
             device_memory: "20GiB", or bytes.
-            host_memory: Likewise.
+            host_memory: "20GiB", or bytes.
             what: Prefix of the options' names in errors.
 
         Raises:
@@ -107,7 +107,7 @@ def budgets(
     step: Sequence[str] | None = None,
     is_shared: bool = False,
 ) -> Budgets:
-    """Compute the budgets of a group by the feature "memory"; see `budgets.budgets` there.
+    """Compute the budgets of a group by the feature "memory", if any budgets are declared.
 
     Raises:
         ConfigError: The budgets contradict each other.

@@ -1,4 +1,4 @@
-"""`Call` and `Resident`: the driver's handles of method calls and kept results."""
+"""The driver's handles for method calls (`Call`) and for results kept on workers (`Resident`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
 
 
 class OnDriver:
-    """Base of all objects that users hold on the driver: runtimes, pools, groups, views, calls, residents."""
+    """Base class of all objects that users hold on the driver: runtimes, pools, groups, views, calls, residents."""
 
     __slots__ = ()
 
@@ -50,12 +50,12 @@ class OnDriver:
 
 
 def lives_on_driver(kind: type) -> bool:
-    """Whether values of this type only work on the driver; of these, only residents can be arguments."""
+    """Return whether values of a type only work on the driver. Of these, only residents can be arguments."""
     return issubclass(kind, OnDriver)
 
 
 def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
-    """Refuse endless values and driver objects among the arguments of a role's constructor."""
+    """Refuse constructor arguments of a role that contain driver objects, or that contain themselves."""
     for name, value in arguments.items():
 
         def refuse(item: Any, name: str = name) -> NoReturn:
@@ -72,9 +72,9 @@ def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
 
 
 class Underway(Flag):
-    """A call in progress: settled once, by results or an error.
+    """A call in progress, which is settled once, with results or an error.
 
-    The first thread that asks collects the value, never a worker's or an I/O thread.
+    The first thread that asks for the value collects it. Worker threads and I/O threads never collect values.
     """
 
     __slots__ = ("_callbacks", "_collecting", "_error", "_outcomes", "_raised", "_raw", "_trace", "handle", "label")
@@ -85,12 +85,15 @@ class Underway(Flag):
         self.label = label
         self._collecting = _thread.RLock()
         self._raw: Any = None
-        self._outcomes: list[_Outcome] = []  # only the first outcome counts
+        self._outcomes: list[_Outcome] = []  # Only the first outcome counts.
         self._error: BaseException | None = None
-        self._raised: dict[int, ColocateError] | None = None  # by thread: a traceback belongs to one thread
-        self._trace: TracebackType | None = None  # the traceback of a failed collect
-        self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # the flag marks the framework's own callbacks
-        self.handle: weakref.ref[Call[Any]] | None = None  # the user's handle, until the outcome is asked for
+        # Maps each thread to a copy of the error, because a traceback belongs to one thread.
+        self._raised: dict[int, ColocateError] | None = None
+        self._trace: TracebackType | None = None  # Holds the traceback of a failed collect.
+        # The flag is True for the framework's own callbacks.
+        self._callbacks: list[tuple[Callable[[Any], object], bool]] = []
+        # Refers to the user's handle until somebody asks for the outcome.
+        self.handle: weakref.ref[Call[Any]] | None = None
 
     def cancel(self) -> bool:
         return False
@@ -104,10 +107,11 @@ class Underway(Flag):
         if error is None:
             return self._outcomes[0][0]
         try:
-            # A fresh traceback: otherwise each raise would extend the previous traceback, and keep all frames alive.
+            # The traceback is reset, because each raise would extend the previous traceback and keep all frames alive.
             raise error.with_traceback(self._trace)
         finally:
-            del self, error  # a cycle of error, frame and call would keep values alive until garbage collection
+            # Without this, a cycle of error, frame and call would keep values alive until a garbage collection.
+            del self, error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._wait(limit(timeout, "exception(timeout)"))
@@ -120,7 +124,8 @@ class Underway(Flag):
         """
         if self._error is None:
             if not self._outcomes:
-                with self._collecting:  # reentrant: a signal handler may ask for the same value while users' code runs
+                # The lock is reentrant, because a signal handler may ask for the same value while user code runs.
+                with self._collecting:
                     self._collect()
             _, self._error, self._trace = self._outcomes[0]
         return self._error
@@ -130,7 +135,8 @@ class Underway(Flag):
         cause = error = self.peek_error()
         if error is None:
             return None
-        while cause is not None:  # Causes are built here, in Python: the printer of a traceback may not be Python code.
+        # Each access builds a cause by Python code, which the printer of a traceback may not be able to run later.
+        while cause is not None:
             cause = cause.__cause__
         if not isinstance(error, ColocateError):
             return error
@@ -138,18 +144,20 @@ class Underway(Flag):
         if self._raised is None:
             self._raised = {}
         raised = self._raised.get(thread_id := _thread.get_ident())
-        if raised is None:  # other calls may end with the same error
+        if raised is None:  # The error is copied, because other calls may end with the same error.
             raised = self._raised[thread_id] = copy.copy(error)
         return raised
 
     def _given(self, handle: Call[Any]) -> None:
-        """Note that a user holds a handle of the call."""
+        """Record that a user holds a handle of the call."""
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
-        """Run a callback, which mustn't block, once the call is done; `own` callbacks never run behind users'."""
+        """Run a callback, which mustn't block, once the call is done.
+
+        `own` marks callbacks of the framework, which never run behind users' callbacks.
+        """
         self._callbacks.append((callback, own))
-        # Settling takes the callbacks after setting the flag: one of the two threads sees the callback, and `pop`
-        # returns each once.
+        # The settling thread sets the flag before reading the callbacks, so one of the two threads runs this callback.
         if self.done():
             self._run_callbacks()
 
@@ -160,28 +168,28 @@ class Underway(Flag):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
-        """Raise if waiting would deadlock: the current code must first send the call, as in a pipeline."""
+        """Raise if waiting would deadlock because the current code must send the call first, as in a pipeline."""
 
     def _check_wait(self, *, awaits: bool = False) -> None:
-        """Check as `_check_unsent`, and raise if the call waits for work of the current thread or task."""
+        """Raise if waiting would deadlock, because the call is unsent or waits for the current thread or task."""
         self._check_unsent(awaits=awaits)
 
     def _collect(self) -> None:
         raw = self._raw
-        if self._outcomes:  # Checked after reading: the raw results are dropped once collected.
+        if self._outcomes:  # Checked after reading `_raw`, because the raw results are dropped once collected.
             return
         outcome: _Outcome
         try:
             outcome = self._joined(raw), None, None
         except Exception as error:
-            if is_of_handler(error):  # a signal handler's error: the next caller gets the value
+            if is_of_handler(error):  # After a signal handler's error, the next caller gets the value.
                 raise
             outcome = None, error, error.__traceback__
         self._outcomes.append(outcome)
         self._raw = None
 
     def _joined(self, raw: Any) -> Any:
-        """Join the ranks' results into the value."""
+        """Return the value of the call, joined from the ranks' raw results."""
         return raw
 
     def _settle(self, raw: Any) -> bool:
@@ -208,7 +216,7 @@ class Underway(Flag):
         while self._callbacks:
             try:
                 callback, is_own = self._callbacks.pop(0)
-            except IndexError:  # another thread took the last one
+            except IndexError:  # Another thread has taken the last callback.
                 return
             self._dispatch(callback, is_own)
 
@@ -218,14 +226,14 @@ class Underway(Flag):
 
 
 class Call(OnDriver, Generic[C_co]):
-    """A submitted call. The first thread that asks collects the value, never a worker's or an I/O thread."""
+    """The handle of a submitted call. The first thread that asks for the value collects it."""
 
     _instead = "Give its result() instead"
     _unsent = "; pass its result(), or keep it and pass .ref"
     __slots__ = ("__weakref__", "_underway")
 
     def __init__(self, underway: Underway) -> None:
-        """Use `view.method.submit(...)`."""
+        """Use `view.method.submit(...)` to create a call."""
         self._underway = underway
         underway._given(self)
 
@@ -235,22 +243,22 @@ class Call(OnDriver, Generic[C_co]):
 
     @property
     def label(self) -> str:
-        """Role and method, as errors name it."""
+        """The role and method of the call, as in error texts."""
         return self._underway.label
 
     def cancel(self) -> bool:
-        """Withdraw the call from all ranks, unless a rank has begun.
+        """Withdraw the call from all ranks, unless a rank has begun to run the call.
 
-        One that has been begun goes on; its method finds `ctx.cancelled` true and may return early.
+        A call that has begun continues. Its method finds `ctx.cancelled` true and may return early.
 
         Returns:
-            Whether it was withdrawn: its result is then a `CallCancelled`.
+            Whether the call was withdrawn. The call then ends with a `CallCancelled`.
         """
         self._underway.handle = None
         return self._underway.cancel()
 
     def done(self) -> bool:
-        """Whether the call has a result or an error."""
+        """Return whether the call has a result or an error."""
         return self._underway.done()
 
     def result(self, timeout: float | None = None) -> C_co:
@@ -260,14 +268,14 @@ class Call(OnDriver, Generic[C_co]):
             timeout: Seconds to wait at most; None and `math.inf` wait for ever.
 
         Raises:
-            TimeoutError: The call isn't done yet, and goes on.
+            TimeoutError: The call isn't done yet, and continues.
             ColocateError: The call has failed.
         """
         self._wait(None if timeout is None else limit(timeout, "result(timeout)"))
         try:
             value: C_co = self._underway.result()
         finally:
-            del self  # as in `Underway.result`
+            del self  # This avoids a reference cycle, as in `Underway.result`.
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -290,7 +298,8 @@ class Call(OnDriver, Generic[C_co]):
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback() takes a function of the call, not {callback!r}")
-        if getattr(callback, "__module__", None) == "asyncio.tasks":  # can't wake the loop from another thread
+        # A callback of asyncio can't wake the loop from another thread.
+        if getattr(callback, "__module__", None) == "asyncio.tasks":
             raise TypeError(
                 f"asyncio.wait() takes futures and tasks, and {self!r} is neither: give it "
                 "asyncio.ensure_future(call), or wait by asyncio.gather(*calls) or colocate.wait(calls)"
@@ -308,11 +317,11 @@ class Call(OnDriver, Generic[C_co]):
         try:
             return self.result()
         finally:
-            del self, underway  # as in `Underway.result`
+            del self, underway  # This avoids a reference cycle, as in `Underway.result`.
 
 
 class _OutcomeWait:
-    """A block that waits for calls. Calls that aren't done at the end count as unasked: failures are logged."""
+    """A context manager for a wait. Calls that aren't done at the end count as unasked, so failures are logged."""
 
     __slots__ = ("_calls",)
 
@@ -327,7 +336,7 @@ class _OutcomeWait:
         self.mark_unasked({call for call in self._calls if kind is not None or not call.done()})
 
     def mark_unasked(self, unasked: Collection[Call[Any]]) -> None:
-        """Mark calls of the block as unasked: no user has received the outcome."""
+        """Mark calls of the block as unasked, because no user has received the outcome."""
         for call in self._calls:
             if call in unasked:
                 call._underway._given(call)
@@ -376,10 +385,10 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
 
     Args:
         calls: The calls; each is given once.
-        timeout: Seconds to wait at most, over all of them.
+        timeout: Seconds to wait at most, for all calls together.
 
     Raises:
-        TimeoutError: Some aren't done in time; the calls go on.
+        TimeoutError: Some calls aren't done in time; they continue.
     """
     return _Completed(_only_calls(calls, "as_completed()"), limit(timeout, "as_completed(timeout)"))
 
@@ -393,7 +402,7 @@ def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
 
 
 class _Completed(Iterator[Call[C]]):
-    """Iterator of `as_completed`. Unlike a generator, it survives an interruption."""
+    """The iterator of `as_completed`. Unlike a generator, it can be used again after an interruption."""
 
     def __init__(self, calls: Iterable[Call[C]], timeout: float | None) -> None:
         self._pending = set(calls)
@@ -418,7 +427,7 @@ class _Completed(Iterator[Call[C]]):
             self._pending.discard(mine[0])
             return mine[0]
         except BaseException:
-            self._arrivals.come.extendleft(mine)  # Put back at the front; see `Arrivals`.
+            self._arrivals.come.extendleft(mine)  # The calls go back to the front of the queue.
             raise
 
     def __del__(self) -> None:
@@ -431,7 +440,7 @@ def _arrived(arrivals: Arrivals[Call[C]], call: Call[C], underway: Underway) -> 
 
 @attrs.frozen
 class ResidentSpec:
-    """Description of a resident, contents excluded.
+    """A description of a resident without the contents.
 
     Attributes:
         structure: The value of the first rank whose result counts, with shapes and dtypes in place of tensors.
@@ -445,7 +454,7 @@ class ResidentSpec:
 
 
 class Resident(OnDriver, abc.ABC, Generic[T_co]):
-    """A kept result. Pass `.ref` (or the resident) as an argument; the end of a `with` block frees the value."""
+    """A result kept on workers. Pass `.ref` (or the resident) as an argument. The end of a `with` block frees it."""
 
     _instead = INSTEAD_OF_RESIDENT
     _unsent = "; pass it (or its .ref) as a call's argument"
@@ -453,12 +462,12 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
     @property
     @abc.abstractmethod
     def ref(self) -> T_co:
-        """Placeholder for the value as an argument of any role's method."""
+        """A placeholder for the value, to be passed as an argument to any role's method."""
 
     @property
     @abc.abstractmethod
     def spec(self) -> ResidentSpec:
-        """Wait for the value; return its structure, shapes, dtypes and bytes."""
+        """The structure, shapes, dtypes and bytes of the value. Reading this waits for the value."""
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> None:
@@ -474,7 +483,7 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
 
     @abc.abstractmethod
     def fetch(self, timeout: float | None = None) -> T_co:
-        """Return the collected value, on the driver.
+        """Return the collected value to the driver.
 
         Args:
             timeout: Seconds to wait at most; None for the runtime's `call_timeout`.
@@ -485,7 +494,7 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Free the value. Idempotent; later uses raise ClosedError."""
+        """Free the value on the workers. A second call does nothing; later uses raise ClosedError."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The context of role code: `self.ctx`, `colocate.context()`."""
+"""The context of role code, which is `self.ctx` or `colocate.context()`."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ R = TypeVar("R")
 
 @attrs.define(eq=False)
 class CallState:
-    """State of one running call."""
+    """The state of one running call."""
 
     seq: int
     valid_rows: int | None = attrs.field(default=None, kw_only=True)
     cancelled: bool = attrs.field(default=False, kw_only=True)
-    # The call's method, and the number of earlier calls, also from before a restored checkpoint.
+    # The call's method and the number of earlier calls, including calls before a restored checkpoint.
     place: tuple[str, int] | None = attrs.field(default=None, init=False)
 
 
 @attrs.define(eq=False)
 class RowState(CallState):
-    """State of one row of a running call (`@method(rows=...)`).
+    """The state of one row of a running call (`@method(rows=...)`).
 
     Attributes:
         row: The row's index in the driver's argument.
-        of: The call.
+        of: The running call of the row.
         at_end: Cleanup functions of the row, called last first before the value is sent. Awaitable results are
             awaited.
         raised: The row's error, if the row was cancelled because of it.
@@ -63,7 +63,7 @@ class RowState(CallState):
 
 @attrs.define(eq=False)
 class MeshPlace:
-    """This rank's place in one mesh of the role."""
+    """The place of this rank in one mesh of the role."""
 
     mesh: Mesh
     _rank: int
@@ -84,7 +84,7 @@ class MeshPlace:
 
 @attrs.frozen
 class Rendezvous:
-    """The address of a store where ranks meet.
+    """The address of a key-value store through which ranks find each other.
 
     Attributes:
         host: Address of slot 0's machine, as the other slots reach it.
@@ -97,7 +97,7 @@ class Rendezvous:
 
 @attrs.define(eq=False)
 class Context:
-    """One role on one rank: the role's identity and place, and the services of the worker.
+    """The context of a role on one rank: the role's identity and place, and the services of the worker.
 
     Attributes:
         rank: Index within the role.
@@ -109,9 +109,9 @@ class Context:
         generation: How often the group has been restarted.
         seed: A number derived from runtime seed, group, role and rank.
         meshes: This rank's place in each named mesh; an unnamed one has the key "".
-        slots: Indices of the slots that have the role, by its ranks: those are its ranks in torch's default group.
-        weights_version: How often the role has got weights by `colocate.sync_weights`; 0 for those of its constructor.
-        calls_before: The last call of before the checkpoint that the role goes on from.
+        slots: Indices of the role's slots, in order of rank; these are also the ranks in torch's default group.
+        weights_version: How often the role has got weights by `colocate.sync_weights`; 0 for the constructor's weights.
+        calls_before: The number of the last call before the checkpoint from which the role continues.
     """
 
     rank: int
@@ -131,20 +131,21 @@ class Context:
     slots: Sequence[int] = (0,)
     weights_version: int = 0
     calls_before: int = 0
-    # Returns the worker's half of a feature; None outside any worker.
+    # Returns the worker-side object of a feature; the attribute is None outside any worker.
     _part: Callable[[str], Any] | None = attrs.field(default=None, alias="part")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
-    # Lanes of background roles, by role (the worker's `Background`).
+    # The lanes of background roles by role name, from the worker's `Background`.
     _background: Mapping[str, Any] = attrs.field(factory=dict, alias="background")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
-    _calls: dict[str, int] = attrs.field(factory=dict, init=False)  # calls of each method, withdrawn calls included
+    # Counts the calls of each method, including withdrawn calls.
+    _calls: dict[str, int] = attrs.field(factory=dict, init=False)
     _asked: set[str] = attrs.field(factory=set, init=False)
     _borrowed: tuple[str, ...] = attrs.field(default=(), init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
 
     @property
     def mesh(self) -> MeshPlace:
-        """This rank's place in the role's only mesh (with several: `meshes[name]`)."""
+        """This rank's place in the role's only mesh. For a role with several meshes, use `meshes[name]`."""
         if len(self.meshes) != 1:
             raise ConfigError(
                 f"role {self.role!r} has several meshes: use ctx.meshes[...] with one of {[*self.meshes]}"
@@ -164,8 +165,8 @@ class Context:
         another call since: a repeated call draws the same numbers.
 
         A row of a method with `rows=` has a generator of its own, seeded by seed, group, role, method, number of
-        earlier calls of the method, and row: equal on every rank, and beside any other rows. After a restart or a
-        restore, a row draws the same numbers again.
+        earlier calls of the method, and row. The generator is equal on every rank, and independent of other rows.
+        After a restart or a restore, a row draws the same numbers again.
         """
         call = running_call.get()
         if isinstance(call, RowState):
@@ -199,7 +200,7 @@ class Context:
 
     @property
     def pausing(self) -> bool:
-        """Whether the background role is paused with `how="keep"`: `pause_point` would stop here."""
+        """Whether the background role is paused with `how="keep"`, so that `pause_point` would stop here."""
         lane = self._background.get(self.role or "")
         return lane is not None and bool(lane.keeps())
 
@@ -220,7 +221,7 @@ class Context:
         return self.weights_version != before
 
     async def async_pause_point(self) -> bool:
-        """Stop as `pause_point`, in an async method; other calls of the role run on to their own pause points."""
+        """Stop like `pause_point` in an async method. Other calls of the role continue to their own pause points."""
         before, lane = self.weights_version, self._background.get(self.role or "")
         if lane is not None:
             await lane.async_pause_point(self._call)
@@ -228,9 +229,9 @@ class Context:
 
     @contextlib.asynccontextmanager
     async def resting(self) -> AsyncIterator[None]:
-        """Mark a block of an async method as a pause point: the block only waits, for a tool's answer, say.
+        """Mark a block of an async method as a pause point, because the block only waits, such as for a tool's answer.
 
-        A pause with `how="keep"` doesn't wait for the block; at the block's end the method stops, as at
+        A pause with `how="keep"` doesn't wait for the block. At the block's end the method stops, like at
         `async_pause_point`.
         """
         lane = self._background.get(self.role or "")
@@ -239,7 +240,7 @@ class Context:
 
     @property
     def _call(self) -> CallState:
-        # A thread that role code started has no current call: the last call counts.
+        # A thread that role code started has no current call, so the last call counts.
         return running_call.get() or self.last_call
 
     @property
@@ -249,7 +250,7 @@ class Context:
 
     @property
     def call_seed(self) -> int:
-        """Number derived from seed, group, role, method and the count of the method's calls: different in each call.
+        """A number derived from seed, group, role, method and the count of the method's calls; different in each call.
 
         The number is equal on all ranks if each of these calls ran on all ranks. A restart or a restore starts the
         sequence again at the same point. A row has the number of its call, also where ranks have run only some of
@@ -263,28 +264,29 @@ class Context:
         return derive_seed(self._seed_of_rows, str(number), None, -1)
 
     def count(self, call: CallState, method: str) -> None:
-        """Assign a call its number among the calls of the method, once."""
+        """Number a call among the calls of the method, unless the call already has a number."""
         if call.place is None:
             number = self._calls.get(method, 0)
             self._calls[method], call.place = number + 1, (method, number)
 
     @contextlib.contextmanager
     def borrow(self, name: str, cls: type[R] | None = None, *, awake: Sequence[str] | None = None) -> Iterator[R]:
-        """Lend the other role's instance in this worker for a block, with part of the role's memory awake.
+        """Provide another role's instance in this worker for a block, with all or part of that role's memory awake.
 
-        Unlike `sibling` it isn't remembered: where roles take turns, the other one may be asleep in later calls. And a
-        background role has one in its constructor, while nothing is called.
+        Unlike `sibling`, this isn't remembered: if roles take turns, the other role may be asleep in later calls. A
+        background role can borrow a role in its constructor, while no calls run.
 
         Args:
             name: The role's name in the group.
-            cls: Its class, or one of its bases.
-            awake: What of its memory is used, as ("weights",); None for all. It stays awake until the call ends.
+            cls: The role's class, or one of its bases.
+            awake: The kinds of the role's memory that are used, such as ("weights",); None for all. This memory stays
+                awake until the call ends.
 
         Raises:
-            ColocateError: As for `sibling`.
-            SleepingError: That memory of it sleeps.
-            StaleWeightsError: Its weights are stale, and among what is used.
-            ChildDied: What that role had started has ended by itself.
+            ColocateError: The slot has no such role, or the role is of another class, as for `sibling`.
+            SleepingError: The used memory of that role sleeps.
+            StaleWeightsError: The weights are used, and are stale.
+            ChildDied: A child of that role has ended by itself.
         """
         if isinstance(awake, str):
             raise ConfigError(f"ctx.borrow(awake={awake!r}) is a string; write awake=({awake!r},)")
@@ -298,11 +300,11 @@ class Context:
             self._borrowed = before
 
     def sibling(self, name: str, cls: type[R] | None = None) -> R:
-        """Return the other role's instance in this worker.
+        """Return another role's instance in this worker.
 
         Args:
             name: The role's name in the group.
-            cls: Its class, or one of its bases.
+            cls: The role's class, or one of its bases.
 
         Raises:
             ColocateError: The slot has no such role (yet: roles are constructed in the order of their declaration),
@@ -333,9 +335,9 @@ class Context:
         instance = self._siblings[name]
         try:
             is_of = cls is None or isinstance(instance, cls)
-        except TypeError:  # the class is a protocol that isn't runtime-checkable
+        except TypeError:  # The class may be a protocol that isn't runtime-checkable.
             is_of = True
-        # A script's class may have been defined again since the instance was made, under the same name.
+        # A script may have defined a class of the same name again since the instance was created.
         names = {(base.__module__, base.__qualname__) for base in type(instance).__mro__}
         if cls is not None and not is_of and (cls.__module__, cls.__qualname__) not in names:
             raise ColocateError(
@@ -359,42 +361,42 @@ class Context:
         port: int | None = None,
         fails: Literal["call", "group"] | None = "call",
     ) -> Child:
-        """Start a process that belongs to the role: a server, an engine, a sandbox.
+        """Start a child process that belongs to the role, such as a server, an engine or a sandbox.
 
-        It ends with the role, after that one's `close()`, and with worker, driver or machine; so does all that it has
-        started. One that a row starts (`@method(rows=...)`) ends with that row, and fails it alone. What it prints
-        comes out with what the worker prints. In `{port}` and `{fd}`, in the words of a command, in `env`, `ready` and
-        `health`, its port and socket are put.
+        The child ends with the role, after the role's `close()`, and with worker, driver or machine; so do all
+        processes that the child has started. A child that a row starts (`@method(rows=...)`) ends with that row, and
+        fails only that row. The child's output appears with the worker's output. In the words of a command, in `env`,
+        `ready` and `health`, `{port}` and `{fd}` are replaced by the child's port and socket.
 
         Args:
-            program: A command, as a list of words; or a function, which runs in a new interpreter, with its end of a
-                connection as argument (`Child.connection`). What lies beside the driver's script is on the path of
-                both.
-            name: What it is called; by default as the program, with a number where such a one runs.
-            ready: What it is waited for: a URL that answers GET with 200; a line, by a part of it or a pattern; a
-                function of the `Child`, which says whether it is. None: until it has begun.
-            within: Seconds in which it has to be ready.
-            health: A URL, or a function of the `Child`, which is called on a thread of its own: that it is well.
-            hung_after: A child that wasn't well for so many seconds (more than 0) is ended, by SIGABRT: a Python
-                program prints the stacks of its threads then, which the error has.
-            env: Variables besides those of the worker.
-            python: The interpreter that runs the words of a command, or the function, of another environment say. For a
-                function that has the same version of colocate, and the function's module.
-            cwd: The folder that it runs in; None for that of the worker.
-            port: A port of 127.0.0.1 that it is to listen on; 0 for any that is free. A command that names `{fd}` is
-                given a listening socket. For others the port is held until they are ready.
-            fails: What fails when it ends by itself: "call", the call of the role that runs, or the next ones, by
-                `ChildDied`, until the role stops it, or starts one of this name again (`@method(revives=True)`);
-                "group", the group, as by the death of a worker. None for nothing: the role looks itself.
+            program: A command, as a list of words; or a function, which runs in a new interpreter with an end of a
+                connection as argument (`Child.connection`). The folder of the driver's script is on the path of both.
+            name: The name of the child; by default the program's, with a number if a child of this name runs.
+            ready: When the child is ready: a URL that answers GET with 200; a line of output, given by a part of the
+                line or a pattern; a function of the `Child` that returns whether it is ready. None: once it has begun.
+            within: Seconds in which the child has to be ready.
+            health: A URL, or a function of the `Child` that is called on a thread of its own, to check the child.
+            hung_after: A child that fails the health check for so many seconds (more than 0) is ended by SIGABRT. A
+                Python program then prints the stacks of its threads, and the error contains them.
+            env: Environment variables in addition to the worker's.
+            python: The interpreter that runs the words of a command, or the function, for example of another
+                environment. For a function, that needs the same version of colocate, and the function's module.
+            cwd: The working folder of the child; None for the worker's.
+            port: A port of 127.0.0.1 for the child to listen on; 0 for any free port. A command that contains `{fd}`
+                gets a listening socket. For other programs, the port is reserved until the child is ready.
+            fails: What fails when the child ends by itself. "call": the role's running call, or the next calls, fail
+                with `ChildDied`, until the role stops the child, or starts a child of this name again
+                (`@method(revives=True)`). "group": the group fails, as by the death of a worker. None: nothing fails,
+                and the role itself checks the child.
 
         Returns:
-            It, ready.
+            The child, which is ready.
 
         Raises:
-            ChildDied: It has ended before it was ready, or wasn't in time, and was ended.
+            ChildDied: The child has ended before it was ready, or was ended because it wasn't ready in time.
             ConfigError: The program isn't found, the port is taken, or a child of this name runs.
             SerializationError: The function can't be sent.
-            ColocateError: This isn't a worker, or it can't be started.
+            ColocateError: This isn't a worker, or the child can't be started.
         """
         if self._part is None:
             raise ColocateError("ctx.start needs a worker: spawn the role (colocate.spawn), on threads say")
@@ -404,26 +406,26 @@ class Context:
     def process_group(self, axis: str | None = None) -> ProcessGroup:
         """Return a torch.distributed group of this role's ranks, or of the ranks along one axis of the mesh.
 
-        Every rank of the role calls it at the same place. It lies in torch's default group, whose ranks are the slots
-        of the colocated group. After a failed call in which ranks have waited for each other in vain the next one is a
-        new group: a role asks for it in each call and doesn't keep it, or has a method `renew(self)` that does without
-        the old one (see "Bring your trainer"). Needs torch.
+        Every rank of the role must call this at the same place. The group is part of torch's default group, whose ranks
+        are the slots of the colocated group. After a failed call in which ranks have waited for each other in vain, the
+        next call returns a new group. So a role asks for the group in each call and doesn't keep it, or has a method
+        `renew(self)` that works without the old group (see "Bring your trainer"). Needs torch.
 
         Args:
-            axis: An axis of the role's mesh; None for all ranks. Where several meshes have it: "train.tp".
+            axis: An axis of the role's mesh; None for all ranks. If several meshes have the axis: "train.tp".
         """
         need_torch("ctx.process_group()")
         self._refuse_groups("ctx.process_group()")
         return cast("ProcessGroup", self._groups().get(self, axis))
 
     def device_mesh(self, mesh: str | None = None) -> DeviceMesh:
-        """Return the role's mesh as a torch `DeviceMesh` with named axes: for FSDP2, tensor parallelism, DTensor.
+        """Return the role's mesh as a torch `DeviceMesh` with named axes, for FSDP2, tensor parallelism or DTensor.
 
-        Its groups are those of `process_group(axis)`, and what holds for them holds for it. Every rank of the role
-        calls it at the same place. Needs torch.
+        The mesh uses the groups of `process_group(axis)`, with the same rules. Every rank of the role must call this
+        at the same place. Needs torch.
 
         Args:
-            mesh: Name of the mesh, where the role has several.
+            mesh: Name of the mesh, if the role has several.
         """
         need_torch("ctx.device_mesh()")
         self._refuse_groups("ctx.device_mesh()")
@@ -439,12 +441,11 @@ class Context:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Address where the group's slots meet: a store of torch's (`TCPStore`) on slot 0. Needs torch."""
+        """The address of a torch `TCPStore` on slot 0, through which the group's slots find each other. Needs torch."""
         need_torch("ctx.rendezvous")
         return Rendezvous(*self._groups().rendezvous())
 
     def _groups(self) -> Any:
-        """Return the maker of process groups, from the feature "process_groups"."""
         return features.module("process_groups.alone") if self._part is None else self._part("process_groups").groups
 
     def progress(self, done: int, total: int | None = None) -> None:
@@ -491,7 +492,7 @@ def standalone_context(role: str) -> Context:
 
 
 def need_torch(what: str) -> Any:
-    """Return the torch module, or raise an ImportError with the line that installs it."""
+    """Return the torch module, or raise an ImportError with the command that installs torch."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
@@ -501,7 +502,7 @@ def need_torch(what: str) -> Any:
 
 
 def attach(instance: Any, ctx: Context) -> None:
-    """Attach a context to an object, for threads that the object starts itself, too."""
-    # A plain class with `__slots__` has no room: there, only `colocate.context()` works.
+    """Attach a context to an object, so that threads started by the object can use the context, too."""
+    # An object with `__slots__` can't store the context, so only `colocate.context()` works there.
     with contextlib.suppress(AttributeError):
         instance._colocate_ctx = ctx

@@ -1,4 +1,4 @@
-"""`@method`: turns a function of a class into a role's method, typed for calls on the driver."""
+"""The decorator `@method`, which turns a function of a class into a role's method, typed for calls on the driver."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ C_co = TypeVar("C_co", covariant=True)
 
 
 class RoleCall(Protocol[P, C_co]):
-    """A role's method on the driver: to call, to submit, or to keep the result in the workers."""
+    """A role's method on the driver, which can be called, submitted, or called with the result kept in the workers."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co:
-        """Run on the ranks, wait, and return the collected value."""
+        """Run the method on the ranks, wait, and return the collected value."""
         ...
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[C_co]:
-        """Submit the call and return at once; the `Call` stands for the collected value."""
+        """Submit the call and return at once, with a `Call` as handle for the collected value."""
         ...
 
     def keep(self, *args: P.args, **kwargs: P.kwargs) -> Resident[C_co]:
@@ -73,10 +73,10 @@ class RoleCall(Protocol[P, C_co]):
 
 
 class RowCall(RoleCall[P, list[V]], Protocol[P, V]):
-    """A method with rows that finish one by one: a plain call waits for all rows, and returns their values in order."""
+    """A method with rows that finish one by one. A plain call waits for all rows, and returns the values in order."""
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> RowStream[V]:
-        """Submit the call and return at once: the stream yields rows as they finish."""
+        """Submit the call and return at once, with a stream that yields rows in the order in which rows finish."""
         ...
 
     @overload
@@ -115,10 +115,10 @@ class RowCall(RoleCall[P, list[V]], Protocol[P, V]):
 
 
 class RoleMethod(Generic[P, R_co, C_co]):
-    """A class attribute made by `@method`: parameters `P`, result `R_co` on a rank, and `C_co` for the driver.
+    """The class attribute that `@method` creates, typed by parameters, result on a rank, and result on the driver.
 
-    On an instance it is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
-    Called on the class, as in `Actor.step(self, loss)`, it is the function itself, typed as it is written.
+    On an instance, this is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
+    Called on the class, as in `Actor.step(self, loss)`, this is the function itself, typed as written.
     """
 
     def __init__(self, spec: MethodSpec) -> None:
@@ -140,7 +140,7 @@ class RoleMethod(Generic[P, R_co, C_co]):
         return features.of_object(self.spec.feature or "standalone")(instance, self.spec)
 
     def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Call the plain function, on this rank alone.
+        """Call the plain function on this rank only.
 
         Args:
             instance: The role object, `self`.
@@ -176,15 +176,14 @@ if TYPE_CHECKING:
 
 
 def _in_role_code(instance: object) -> bool:
-    """Whether the caller is role code in a worker, or code of a standalone role."""
+    """Return whether the caller is role code in a worker, or code of a standalone role."""
     ctx = getattr(instance, "_colocate_ctx", None)
     return current() is not None or (ctx is not None and ctx.hosted)
 
 
-# An async function's own result is typed Any: with two result types the overloads are ambiguous for a function that
-# returns Any, and type checkers would lose the parameters, too.
+# The result of an async function is typed Any on a rank, because two result types would make the overloads ambiguous.
 class _Same(Protocol):
-    """A decorator whose collected value has the type that the method returns."""
+    """The type of a decorator for methods that collect a value of the method's own result type."""
 
     @overload
     def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, T]: ...
@@ -193,7 +192,7 @@ class _Same(Protocol):
 
 
 class _List(Protocol):
-    """A decorator whose collected value is a list with an item per rank."""
+    """The type of a decorator for methods that collect a list with one item per rank."""
 
     @overload
     def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
@@ -201,9 +200,9 @@ class _List(Protocol):
     def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 
 
-# For a function that returns Any, which fits several overloads, type checkers lose the parameters here.
+# Type checkers lose the parameters of a function that returns Any, because Any fits several overloads.
 class _ListOrRows(Protocol):
-    """A decorator as `_List`; for a function that yields rows the list has an item per row."""
+    """The type of a decorator for methods that collect a list, with an item per rank (or per row, if yielded)."""
 
     @overload
     def __call__(
@@ -216,7 +215,7 @@ class _ListOrRows(Protocol):
 
 
 class _Rows(Protocol):
-    """A decorator of a function of one row; the driver gives a list, or another value with such rows."""
+    """The type of a decorator for functions of one row. The driver passes a list, or another value with such rows."""
 
     def __call__(
         self, f: Callable[Concatenate[Any, X, P], Coroutine[Any, Any, T]], /
@@ -224,7 +223,7 @@ class _Rows(Protocol):
 
 
 class _Custom(Protocol[J_co]):
-    """A decorator whose collected value has the type of a user's `Collect`."""
+    """The type of a decorator for methods with a user's `Collect`, which declares the type of the collected value."""
 
     @overload
     def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, J_co]: ...
@@ -233,7 +232,7 @@ class _Custom(Protocol[J_co]):
 
 
 class _Options(TypedDict, total=False):
-    """Options of any method."""
+    """The options of `@method` that every kind of method accepts."""
 
     concurrency: int
     host: Sequence[str]
@@ -248,8 +247,7 @@ def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleM
 def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 @overload
 def method(*, rows: str, **options: Unpack[_Options]) -> _Rows: ...
-# An OnRank is a Dispatch: a variable typed as Dispatch counts as the usual kind, with a list as result. The alternative
-# would be Any for every custom dispatch.
+# A variable typed as Dispatch counts as returning a list; the alternative would be Any for every custom dispatch.
 @overload
 def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
     *, dispatch: OnRank, collect: None = ..., **options: Unpack[_Options]
@@ -277,10 +275,10 @@ def method(
     shares: bool = False,
     revives: bool = False,
 ) -> Any:
-    """Make a function of a class a method of the role.
+    """Turn a function of a class into a method of the role.
 
-    A method with `Scatter` may yield `(index, value)` once for each row of its rank, in any order: its rows then
-    finish one by one, as those of a method with `rows=` do, and `view.m.stream(...)` yields them.
+    A method with `Scatter` may yield `(index, value)` once for each row of its rank, in any order. The rows then finish
+    one by one, like the rows of a method with `rows=`, and `view.m.stream(...)` yields them.
 
     Args:
         f: The function, when used without parentheses. For mypy, write a function with `**kwargs` as `def name(self,
@@ -380,7 +378,6 @@ def _declared(
 def _check_rows(
     rows: object, function: Callable[..., Any], dispatch: Dispatch | None, collect: Collect | None, where: str
 ) -> None:
-    """Raise unless the function can take one row at a time."""
     if not inspect.iscoroutinefunction(function):
         raise DispatchError(
             f"{where}: rows={rows!r} is for an `async def` that takes one row and returns its value, many of which "
@@ -398,7 +395,7 @@ def _check_rows(
 
 
 def _collect_yields(dispatch: Dispatch | None, collect: Collect | None, where: str) -> Collect:
-    """Return the collect of a method that yields rows; raise if the dispatch doesn't fit."""
+    """Return the collect of a method that yields rows; raise a `DispatchError` if the dispatch doesn't fit."""
     if not isinstance(dispatch, Scatter) or dispatch.pad:
         dispatch_text = "no dispatch" if dispatch is None else repr(dispatch)
         raise DispatchError(

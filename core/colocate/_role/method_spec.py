@@ -1,4 +1,4 @@
-"""`MethodSpec`: the declaration of a role's method."""
+"""The declaration of a role's method (`MethodSpec`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate._values.dispatch import Dispatch, Scatter
 
 @attrs.frozen(eq=False)
 class MethodSpec:
-    """The declaration of a role method."""
+    """The declaration of a role's method: the function, dispatch, collect and options."""
 
     name: str
     function: Callable[..., Any]
@@ -55,7 +55,7 @@ class MethodSpec:
             "padded": scatter.parameters[0] if isinstance(scatter, Scatter) and scatter.pad is True else None,
         }
         for name, value in decided.items():
-            object.__setattr__(self, name, value)  # The class is frozen.
+            object.__setattr__(self, name, value)  # A plain assignment fails, because the class is frozen.
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name; raise Python's TypeError for arguments that don't fit."""

@@ -1,4 +1,4 @@
-"""Roles as data: the `Role` base class and `colocate.role(...)`."""
+"""Declare roles: the base class `Role`, and the function `colocate.role`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ R = TypeVar("R")
 
 
 class Role:
-    """Base of role classes: adds a typed `self.ctx`. A plain class works too (with `colocate.context()`)."""
+    """Base class of roles, with a typed `self.ctx`. A plain class works, too (with `colocate.context()`)."""
 
     _colocate_ctx: Context
 
     @property
     def ctx(self) -> Context:
-        """The role's context, available in the constructor already."""
+        """The context of the role, already available in the constructor."""
         ctx: Context | None = self.__dict__.get("_colocate_ctx")
         if ctx is None:
             # An object made in role code belongs to that role; an object outside any worker is rank 0 of 1.
@@ -50,23 +50,23 @@ def methods_of(cls: type) -> Mapping[str, MethodSpec]:
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
             if isinstance(attribute, RoleMethod):
-                # The attribute's name may differ from the function's: another decorator, a lambda, or an alias.
+                # The attribute's name differs from the function's, for example for a lambda or an alias.
                 spec = attribute.spec
                 methods[name] = spec if spec.name == name else attrs.evolve(spec, name=name)
             else:
-                methods.pop(name, None)  # The attribute is overridden by a plain one.
+                methods.pop(name, None)  # A plain attribute overrides an inherited role method.
     return methods
 
 
 def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> Any:
-    """Return a method that a role object offers to colocate (`save`, say); None if there is none.
+    """Return a method that a role object defines for colocate, such as `save`; None if there is none.
 
     Attributes and properties of that name, and names made up by `__getattr__`, belong to the role and don't count.
 
     Args:
         instance: The role object.
         name: The method's name.
-        takes_nothing: Whether only a method without required arguments counts: others serve another purpose.
+        takes_nothing: Whether only a method without required arguments counts; others have another purpose.
     """
     attribute = inspect.getattr_static(instance, name, None)
     if not (inspect.isroutine(attribute) or isinstance(attribute, functools.partial)):
@@ -83,7 +83,7 @@ def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> A
 
 @attrs.frozen(eq=False)
 class RoleSpec(Generic[R]):
-    """A role to spawn: the class (or a plugin's name), constructor arguments and place.
+    """The declaration of a role: the class (or a plugin's name), constructor arguments, slots and options.
 
     Attributes:
         target: The class, a plugin's name ("acme.reward"), or "module:Class".
@@ -134,7 +134,7 @@ class RoleSpec(Generic[R]):
         replay: str | PathLike[str] | Replay | None = None,
         compare: str | PathLike[str] | Compare | None = None,
     ) -> RoleSpec[R]:
-        """Return the same role with a place, and limits of the role's memory on each slot.
+        """Return the same role with other options, such as slots and memory limits.
 
         A role that exceeds a limit after its construction or one of its methods fails with a `MemoryBudgetError`.
         The numbers are those of `group.memory()`: the role's state and residents.
@@ -205,13 +205,13 @@ class RoleSpec(Generic[R]):
 
     @property
     def label(self) -> str:
-        """The role's name in errors and in the graph."""
+        """The role's name in errors and in the ownership graph."""
         return self.target if isinstance(self.target, str) else self.target.__qualname__
 
 
 @attrs.define(eq=False)
 class RoleInfo:
-    """One role of a group on the driver: the slots in order of rank, and the origin of the class.
+    """The driver's record of one role of a group, with the slots in order of rank.
 
     `slots`, `meshes` and `ranks` change when the group continues with another number of slots; views read them on
     each use.
@@ -236,7 +236,7 @@ class RoleInfo:
 
 
 def torchrun_problem(ranks: int, slots: int) -> str | None:
-    """Return why torchrun's environment is impossible for a role on some of the group's slots; None if possible."""
+    """Return the reason why a role on only some slots can't have torchrun's environment; None for a role on all."""
     if ranks == slots:
         return None
     return (
@@ -246,7 +246,7 @@ def torchrun_problem(ranks: int, slots: int) -> str | None:
 
 
 def fixed_problem(slots: Sequence[int] | None, mesh: Any, least: int) -> tuple[str, str] | None:
-    """Return why a role can't continue with fewer slots, as an option's name and a reason; None if possible.
+    """Return the option and the reason that prevent a role from continuing with fewer slots; None for other roles.
 
     Args:
         slots: The slots that the role names; None for all.
@@ -266,12 +266,12 @@ def role(target: str, /, **kwargs: Any) -> RoleSpec[Any]: ...
 @overload
 def role(target: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RoleSpec[R]: ...
 def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
-    """Declare a role: the class, or the name of a plugin's role, with constructor arguments (type-checked).
+    """Declare a role by a class, or the name of a plugin's role, with (type-checked) constructor arguments.
 
     Args:
         target: A class, "plugin.role", or "module:Class".
-        *args: Arguments of its constructor.
-        **kwargs: Arguments of its constructor.
+        *args: Positional arguments of the constructor.
+        **kwargs: Keyword arguments of the constructor.
     """
     target = written_class(target)
     if not isinstance(target, type | str):
@@ -282,13 +282,13 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
 
 
 def written_class(cls: Any) -> Any:
-    """Return the class without type arguments, which are for type checkers only."""
+    """Return a class without type arguments, which only type checkers need."""
     origin = get_origin(cls)
     return origin if isinstance(origin, type) and origin is not UnionType else cls  # A union isn't a class.
 
 
 def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
-    """Return the role's methods, or raise an error if there are none."""
+    """Return the methods of a role's class; raise a `ConfigError` if there are none."""
     methods = methods_of(cls)
     if not methods:
         raise ConfigError(
@@ -299,7 +299,7 @@ def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
 
 
 def no_such_method(role: str, name: str, methods: Mapping[str, MethodSpec]) -> AttributeError:
-    """Return the error for an unknown method of a role, with the known methods."""
+    """Return the error for an unknown method of a role, which lists the known methods."""
     hint = did_you_mean(name, methods) or "; only methods decorated with @method can be called on a view"
-    # An `obj` of our own keeps Python from adding a hint.
+    # Python would add a hint to the text if `obj` weren't set.
     return AttributeError(f"role {role!r} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}", obj=role)

@@ -1,1 +1,1 @@
-"""Protect the framework from signal handlers and finalizers: users' code may run between any two lines."""
+"""Protect the framework from signal handlers and finalizers, which may run users' code between any two lines."""

@@ -1,4 +1,4 @@
-"""Queue items for threads and tasks, without loss on interruptions (`Arrivals`).
+"""`Arrivals`: a queue for threads and tasks that loses no item if a reader is interrupted.
 
 A reader moves an item into a list of its own, and puts the list's contents back if a wait or users' code raises.
 """
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Arrivals(Generic[T]):
-    """A queue that gives each item to one of several waiting readers. All readers learn of the end.
+    """A queue that gives each item to one of several waiting readers. All readers are notified of the end.
 
     Attributes:
         come: Items that no reader has taken, in order.
@@ -39,18 +39,18 @@ class Arrivals(Generic[T]):
         self.wake()
 
     def end(self) -> None:
-        """Mark the end: no further items will come."""
+        """Mark the end of the queue: no further items will come."""
         self.is_over = True
         self.wake()
 
     def wake(self) -> None:
-        """Wake all waiting readers: an item was added or put back, or the queue has ended."""
+        """Wake all waiting readers, because an item was added or put back, or the queue has ended."""
         with contextlib.suppress(IndexError):
             while True:
                 self._waiting.popleft()()
 
     def take(self, into: deque[T]) -> bool:
-        """Append the next item to `into`; return False if no item has come."""
+        """Move the next item from the queue to `into`; return False if the queue is empty."""
         try:
             into.append(self.come.popleft())
         except IndexError:
@@ -58,7 +58,10 @@ class Arrivals(Generic[T]):
         return True
 
     def wait(self, at_most_s: float = SLICE_S) -> None:
-        """Wait for an item or the end, at most `at_most_s` seconds: a signal may have come just before the wait."""
+        """Wait for an item or the end of the queue, at most `at_most_s` seconds.
+
+        The time is short, because a signal just before the wait is handled only at the end of the wait.
+        """
         lock = _thread.allocate_lock()
         lock.acquire()
         self._waiting.append(lock.release)
@@ -84,5 +87,5 @@ class Arrivals(Generic[T]):
 
 
 def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    with contextlib.suppress(RuntimeError):  # If the loop is closed, no task waits any more.
         loop.call_soon_threadsafe(event.set)

@@ -1,4 +1,4 @@
-"""Wait interruptibly, and run long operations on other threads than the main one.
+"""Run long operations outside the main thread, so that signal handlers can interrupt the main thread's wait.
 
 The main thread hands over connecting, spawning, closing and other work that must continue when the wait is interrupted.
 A signal handler that raises ends the wait at once, while the work ends on its own thread.
@@ -24,20 +24,20 @@ from typing import Any, Generic, TypeVar
 from colocate._signals.guard import interruptible, on_main
 
 T = TypeVar("T")
-# A signal just before the wait for a lock is handled only at the end of the wait, so waits are sliced.
+# Waits are sliced, because a signal just before the wait for a lock is handled only at the end of the wait.
 SLICE_S = 1.0
 
 
 @interruptible
 def wait_for(lock: _thread.LockType, seconds: float) -> None:
-    """Wait for a raw lock, used for waking only by this thread."""
+    """Wait until another thread releases a raw lock to wake this thread, at most `seconds`."""
     lock.acquire(timeout=seconds)
 
 
 class Flag:
     """An event to wait for, like `threading.Event`, but safe against interrupted waits.
 
-    The attribute has the state; each waiter has a raw lock of its own, for waking only.
+    `is_set` has the state; each waiter has a raw lock of its own, which only wakes the waiter.
     """
 
     __slots__ = ("_waiting", "is_set")
@@ -51,7 +51,7 @@ class Flag:
         try:
             while self._waiting:
                 self._waiting.pop().release()
-        except IndexError:  # another thread has woken the last waiter
+        except IndexError:  # Another thread has just woken the last waiter.
             pass
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -62,10 +62,10 @@ class Flag:
         wake = _thread.allocate_lock()
         wake.acquire()
         self._waiting.append(wake)
-        while not self.is_set:  # check again: the flag may have been set before this waiter was registered
+        while not self.is_set:  # Check again, because `set` may have missed this waiter.
             remaining = SLICE_S if deadline is None else deadline - time.monotonic()
             if remaining <= 0:
-                with contextlib.suppress(ValueError):  # set just now
+                with contextlib.suppress(ValueError):  # `set` may have removed the lock just now.
                     self._waiting.remove(wake)
                 break
             wait_for(wake, min(remaining, SLICE_S))
@@ -73,12 +73,12 @@ class Flag:
 
 
 class _Job(Generic[T]):
-    """Work handed over by the main thread, until the end."""
+    """Work that the main thread has handed to another thread, and the result or exception."""
 
     __slots__ = ("_context", "_frame", "done", "error", "value", "work")
 
     def __init__(self, work: Callable[[], T], frame: FrameType | None) -> None:
-        self.work: Callable[[], T] | None = work  # None once begun or withdrawn
+        self.work: Callable[[], T] | None = work  # None once the work has begun or was withdrawn.
         self._frame = frame
         self._context = copy_context()
         self.done = Flag()
@@ -86,24 +86,24 @@ class _Job(Generic[T]):
         self.error: BaseException | None = None
 
     def run(self, work: Callable[[], T]) -> None:
-        """Do the work. On a courier's thread."""
         _here.frame = self._frame
         try:
             self.value = self._context.run(work)
         except BaseException as error:
             trace = error.__traceback__
-            self.error = error.with_traceback(None if trace is None else trace.tb_next)  # without this frame
+            # Remove this method's frame from the traceback.
+            self.error = error.with_traceback(None if trace is None else trace.tb_next)
             del trace
-        # No object of the user's is held any more when the waiting thread goes on.
+        # Release users' objects before the waiting thread continues.
         _here.frame = self._frame = None
         del work, self._context
 
 
 class _Couriers:
-    """The threads that work for the main thread.
+    """The threads ("couriers") that run jobs for the main thread.
 
-    Jobs never wait for each other, as they may take long: an idle thread takes a job, or a new one. A few idle threads
-    stay. Others end, unless they have started processes, which the kernel may tie to the thread.
+    Jobs never wait for each other, because they may take long: each gets an idle thread, or a new one. A few idle
+    threads stay. Others end, unless they have started processes, which the kernel may tie to the thread.
     """
 
     def __init__(self) -> None:
@@ -111,10 +111,10 @@ class _Couriers:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._idle = 0
-        self._unfinished: dict[_Job[Any], None] = {}  # from handing over to the end
+        self._unfinished: dict[_Job[Any], None] = {}  # Jobs that haven't ended, in the order of handing over.
 
     def put(self, job: _Job[Any]) -> bool:
-        """Hand a job over; return False if no thread can start, or the interpreter is ending."""
+        """Hand a job to a courier; return False if no thread can start, or the interpreter is ending."""
         if sys.is_finalizing():
             return False
         with self._lock:
@@ -130,20 +130,18 @@ class _Couriers:
         return True
 
     def take(self, job: _Job[T]) -> Callable[[], T] | None:
-        """Take the work out of a job, to begin or to withdraw; None if that was done before."""
+        """Remove and return a job's work, to run or to drop; None if the work was removed before."""
         with self._lock:
             work, job.work = job.work, None
         return work
 
     def withdraw(self, job: _Job[Any]) -> bool:
-        """Withdraw a job; return False if the job has begun."""
         if self.take(job) is None:
             return False
         self._unfinished.pop(job, None)
         return True
 
     def settle(self, timeout: float) -> bool:
-        """Wait until all present jobs are done, at most `timeout` seconds; return whether all are done."""
         until = time.monotonic() + timeout
         return all(job.done.wait(until - time.monotonic()) for job in list(self._unfinished))
 
@@ -171,7 +169,7 @@ def _has_started_processes() -> bool:
         return True
 
 
-_WAIT = 2  # idle couriers that stay; if every job ended its thread, every job would start one
+_WAIT = 2  # Up to two idle couriers stay, so that most jobs needn't start a thread.
 COURIER = "colocate-courier-"
 _here = threading.local()
 _couriers = _Couriers()
@@ -186,7 +184,7 @@ os.register_at_fork(after_in_child=_forget_fork)
 
 
 def frames() -> Iterator[FrameType]:
-    """Yield the caller's frames, innermost first; on a courier, also those of the waiting main thread."""
+    """Yield the caller's frames, innermost first. On a courier, the waiting main thread's frames follow."""
     frame: FrameType | None = sys._getframe(1)
     other: FrameType | None = getattr(_here, "frame", None)
     while frame is not None:
@@ -197,7 +195,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def who_waits() -> threading.Thread:
-    """Return this thread; on a courier the waiting main thread."""
+    """Return the thread that waits for the current work: on a courier the main thread, otherwise this thread."""
     return threading.current_thread() if getattr(_here, "frame", None) is None else threading.main_thread()
 
 
@@ -207,14 +205,14 @@ def run_deferred(
     waits_s: float | None = 0.0,
     in_any_case: bool = False,
 ) -> T:
-    """Run some work on another thread if this is the main one, and wait.
+    """Run some work and wait for the end. If this is the main thread, a courier runs the work.
 
     Args:
         work: Work that takes long, or must not be interrupted.
         interrupted: Called on a third thread if the wait is interrupted, to end the work soon, or to undo it. Work
             that has begun always runs to its end.
-        waits_s: Seconds to wait for the end of both after an interruption; None for no limit. A second interruption
-            ends that wait, too.
+        waits_s: Seconds to wait for `work` and `interrupted` after an interruption; None for no limit. A second
+            interruption ends that wait, too.
         in_any_case: Whether to do the work also if the interruption comes before the start.
 
     Raises:
@@ -240,14 +238,16 @@ def run_deferred(
     try:
         raise error
     finally:
-        del error  # breaks the cycle of traceback and frame
+        del error  # This breaks the reference cycle of traceback and frame.
 
 
 def defer(work: Callable[[], object]) -> Flag | None:
-    """Run some work on another thread if this is the main one, without waiting. Exceptions are reported.
+    """Hand the main thread's work to a courier without waiting, or run other threads' work directly.
+
+    Exceptions are reported, not raised.
 
     Returns:
-        A flag that is set at the end; None if the work was done here.
+        A flag that is set when the work has ended; None if this thread has run the work.
     """
 
     def reported() -> None:
@@ -265,5 +265,5 @@ def defer(work: Callable[[], object]) -> Flag | None:
 
 
 def settle(timeout: float) -> bool:
-    """Wait for work without a waiting thread, as at the interpreter's exit; return whether all has ended."""
+    """Wait until couriers have finished all work, at most `timeout` seconds; return whether all has ended."""
     return _couriers.settle(timeout)

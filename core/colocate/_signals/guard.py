@@ -1,4 +1,4 @@
-"""Defer signal handlers while the framework's own code runs, in drivers as in workers.
+"""Defer signal handlers while the framework's own code runs on the main thread.
 
 Python runs handlers on the main thread, between any two bytecodes. Inside the framework's code a handler would find
 locks taken, and an exception from a handler would leave a change half done. So while a runtime is connected each
@@ -24,7 +24,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TESTING = os.path.join(_CORE, "testing", "")  # test suites are users of colocate
+_TESTING = os.path.join(_CORE, "testing", "")  # The test suites there count as users' code.
 AT_LATEST_S = 10.0
 _AGAIN_S = 0.001
 _interruptible: set[CodeType] = set()
@@ -46,25 +46,25 @@ def on_main() -> bool:
 
 
 def work_on_main() -> None:
-    """Treat the main thread like any other, in a worker process, which has another guard."""
+    """Treat the main thread like any other thread. For worker processes, where another module guards signals."""
     global _main
     _main = None
 
 
 def interruptible(function: F) -> F:
-    """Decorate a function in which handlers may run, and raise, at any point: a wait, or the packing of arguments."""
+    """Mark a function, such as a wait, in which signal handlers may run and raise at any point (a decorator)."""
     _interruptible.add(function.__code__)
     return function
 
 
 def calls_users_code(function: F) -> F:
-    """Decorate a function that calls users' code, in which handlers may run, and raise: no change is half done then."""
+    """Mark a function that calls users' code (a decorator). Signal handlers may run and raise in users' code."""
     _calls_users_code.add(function.__code__)
     return function
 
 
 def start() -> None:
-    """Guard all handlers of this process from now on, until `stop`. Does nothing on threads other than the main one."""
+    """Guard all signal handlers of this process until `stop`. Does nothing on threads other than the main thread."""
     global _set, _get, _is_on, _has_thread
     if _is_on or not on_main():
         return
@@ -73,7 +73,7 @@ def start() -> None:
         _thread.start_new_thread(_send_again, ())
         _has_thread = True
     _is_on = True
-    if signal.signal is not _signal:  # a host's own replacement of `signal.signal` is called as before
+    if signal.signal is not _signal:  # A host program's replacement is still called.
         _set, _get = signal.signal, signal.getsignal
         signal.signal, signal.getsignal = _signal, _getsignal
     for number in signal.valid_signals():
@@ -83,14 +83,14 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Restore the original handlers, and deliver late signals, unless a runtime is connected."""
+    """Restore the original handlers, and deliver deferred signals, unless a runtime is connected."""
     global _is_on
     if connected or not _is_on:
         return
     _is_on = False
     if signal.signal is _signal:
         signal.signal, signal.getsignal = _set, _get
-    if not on_main():  # only the main thread may set handlers; guarded ones pass all signals on now
+    if not on_main():  # Only the main thread can restore handlers. Guarded handlers now defer no signal.
         return
     for number in signal.valid_signals():
         handler = _get(number)
@@ -102,7 +102,7 @@ def stop() -> None:
 
 
 class _Guarded:
-    """A guarded handler, registered in place of the user's."""
+    """The signal handler that replaces a user's handler, and calls or defers that handler."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -120,7 +120,7 @@ class _Guarded:
 
 
 def _may_run(frame: FrameType | None) -> bool:
-    """Return whether a handler may run in a frame, decided by the framework's frames, from the innermost outwards."""
+    """Return whether a signal handler may run now, given the innermost frame of the interrupted code."""
     is_called = is_ours = False
     while frame is not None:
         code = frame.f_code
@@ -137,19 +137,19 @@ def _may_run(frame: FrameType | None) -> bool:
 
 
 def _send_again() -> None:
-    """Send deferred signals again, on a thread of colocate: a real signal interrupts a wait of the main thread."""
+    """Send deferred signals to the main thread again, so that a wait there is interrupted. Runs on another thread."""
     while True:
         _wake.acquire()
         time.sleep(_AGAIN_S)
         for number in list(_late):
             if callable(_get(number)):
                 signal.pthread_kill(_main or 0, number)
-            else:  # the handler is gone, and the signal might end the process
+            else:  # The handler was removed, so the signal might end the process.
                 _late.pop(number, None)
 
 
 def _is_guardable(handler: Any) -> bool:
-    # asyncio's handler does nothing: the event loop reads each signal from a descriptor.
+    # asyncio's handler needs no guard: the handler does nothing, and the event loop reads signals from a descriptor.
     is_asyncio = str(getattr(handler, "__module__", "")).startswith("asyncio.")
     return callable(handler) and not isinstance(handler, _Guarded) and not is_asyncio
 

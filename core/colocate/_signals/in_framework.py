@@ -1,4 +1,4 @@
-"""Detect whether the framework is at work on this thread, which then must neither wait nor begin other work.
+"""Detect whether the framework's code is running on this thread. The thread must then not wait for calls.
 
 The garbage collector runs users' `__del__` between any two lines, also of colocate: on a thread of the framework, or
 while this thread holds a group's lock. A wait for a call would then block the call itself, and a new call would
@@ -19,7 +19,7 @@ DISPATCHER = "colocate-dispatcher-"
 
 
 class _Here(threading.local):
-    """Counts the sections that this thread is in; the framework's own threads are always in one."""
+    """A count, for each thread, of the sections that the thread is in. Framework threads are always in a section."""
 
     def __init__(self) -> None:
         name = threading.current_thread().name
@@ -30,7 +30,7 @@ _here = _Here()
 
 
 class Section:
-    """A reentrant lock that marks its thread as being in the framework.
+    """A reentrant lock. The thread that holds the lock counts as running the framework's code.
 
     Attributes:
         lock: The bare lock, for the framework's own threads, which are always marked.
@@ -42,7 +42,7 @@ class Section:
         self.lock = threading.RLock()
 
     def __enter__(self) -> None:
-        _here.sections += 1  # first, and undone last: a `__del__` may run in between
+        _here.sections += 1  # Count before the lock is taken, because a `__del__` may run in between.
         self.lock.acquire()
 
     def __exit__(
@@ -53,12 +53,12 @@ class Section:
 
 
 def in_framework() -> bool:
-    """Return whether this thread is the framework's, or in a section."""
+    """Return whether this thread belongs to the framework, or is in a `Section`."""
     return bool(_here.sections)
 
 
 def begin_users() -> int:
-    """Mark the start of users' code, or of work for a waiting user's thread; return the argument of `end_users`."""
+    """Mark the start of work for a user on this thread; return the argument for `end_users`."""
     sections, _here.own = _here.own, 0
     _here.sections -= sections
     return sections
@@ -71,7 +71,7 @@ def end_users(own: int) -> None:
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """Run a block on this thread for a waiting thread of the user, with that thread's rights."""
+    """Run a block on behalf of a waiting user's thread, so that operations that wait are allowed there."""
     sections = begin_users()
     try:
         yield
@@ -80,7 +80,7 @@ def waited_for() -> Iterator[None]:
 
 
 def refuse_to_wait(what: str) -> None:
-    """Refuse an operation that waits, if the framework is at work on this thread.
+    """Refuse an operation that waits, if the framework's own code is running on this thread.
 
     Args:
         what: The operation, for the error.

@@ -1,1 +1,1 @@
-"""Wrap the machine and Python for the framework: files, processes, threads, clocks, lines of code."""
+"""Helpers for files, processes, threads, clocks and lines of code."""

@@ -1,4 +1,4 @@
-"""Look up abstract Unix sockets, by which processes of a machine find each other: list names, and identify peers."""
+"""List abstract Unix sockets, by which processes of a machine find each other, and identify the users of peers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 import struct
 from pathlib import Path
 
-_CREDENTIALS = struct.Struct("3i")  # pid, user and group of a process
+_CREDENTIALS = struct.Struct("3i")  # The struct has the pid, user and group of a process.
 
 
 def listening(name: str) -> list[re.Match[str]]:
-    """Return the matches of abstract sockets that a process of any user listens on.
+    """Return the matches of a regular expression with the abstract sockets on which a process listens.
 
     Args:
         name: A regular expression for the socket's name.
@@ -21,6 +21,6 @@ def listening(name: str) -> list[re.Match[str]]:
 
 
 def user_of(sock: socket.socket) -> int:
-    """Return the user of a socket's peer, as the kernel reports."""
+    """Return the user id of a socket's peer, as reported by the kernel."""
     user: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return user

@@ -28,8 +28,8 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
             return results[key][0]
         except KeyError:
             result = find(kind)
-            # The entry disappears before another object can get this id. No Python code runs then, so no signal handler
-            # can come between: the callback is `results.pop(key, reference)` in C.
+            # The callback `results.pop` removes the entry before another object can get this id.
+            # The callback is C code, so that no signal handler can run in between.
             results[key] = result, weakref.ref(kind, functools.partial(results.pop, key))
             return result
 
@@ -37,6 +37,6 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
 
 
 def forget() -> None:
-    """Clear all caches: a type was registered."""
+    """Clear all caches, because a newly registered type may change results."""
     for cache in _caches:
         cache.clear()

@@ -7,7 +7,7 @@ import time
 
 
 class Deadline:
-    """A time limit, passed down so that consecutive waits share the same end.
+    """A time limit that is passed to several consecutive waits, so that all end by the same time.
 
     Attributes:
         at: The time of the end, by `time.monotonic()`; `math.inf` for no deadline.
@@ -28,11 +28,11 @@ class Deadline:
         return self.at != math.inf and time.monotonic() >= self.at
 
     def at_most(self, seconds: float) -> float:
-        """Return the smaller of `seconds` and the seconds left: the timeout of one polling step."""
+        """Return the smaller of `seconds` and the seconds left, as the timeout of one polling step."""
         return seconds if (seconds_left := self.left) is None else min(seconds_left, seconds)
 
     def before(self, seconds: float) -> Deadline:
-        """Return a deadline that is earlier by some seconds."""
+        """Return a deadline that is earlier by the given seconds."""
         earlier = Deadline()
         earlier.at = self.at - seconds
         return earlier

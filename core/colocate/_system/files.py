@@ -1,4 +1,4 @@
-"""Write files and folders that are complete or absent, and files that grow by whole pieces."""
+"""Write files and folders atomically, and files that grow by complete pieces."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
-_OLD, _PART = ".old-", ".part-"  # prefixes of replaced and of unfinished folders
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux constants
-_MOST_JSON = 2**26  # bytes of a file
+_OLD, _PART = ".old-", ".part-"  # Replaced and unfinished folders have these prefixes.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux defines these constants for `renameat2`.
+_MOST_JSON = 2**26  # A JSON file may have at most this many bytes.
 _numbers = itertools.count(1)
 _naming = threading.Lock()
 
 
 @contextlib.contextmanager
 def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = None) -> Iterator[Path]:
-    """Yield a folder to write into, which gets the final name if the block ends well, and is removed otherwise.
+    """Yield a temporary folder that gets the final name if the block succeeds, and is removed otherwise.
 
-    Several threads, processes or signal handlers may write folders of one name at once: the last one to end well stays.
-    An existing folder is replaced atomically. Some file systems (NFS) can't do that: readers look in both `places`
-    there.
+    Several threads, processes or signal handlers may write folders of one name at once; the last one to succeed stays.
+    An existing folder is replaced atomically. Some file systems (NFS) can't do that, so that readers there must look in
+    both `places`.
 
     Args:
         final: The final name. An existing folder is replaced as a whole.
@@ -44,16 +44,16 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
     part.mkdir()
     try:
         yield part
-        for path in [*part.rglob("*"), part]:  # flush to disk before the name marks the folder as complete
+        for path in [*part.rglob("*"), part]:  # Flush to disk before the final name marks the folder as complete.
             _sync(path)
         _name(part, final, naming)
     finally:
-        _discard(part)  # an unfinished or a replaced folder
+        _discard(part)  # The folder is unfinished, or was replaced.
     _sync(final.parent)
 
 
 def places(final: Path) -> tuple[Path, Path]:
-    """Return the two paths where a complete folder may be: the name, and a path beside during a replacement.
+    """Return the two possible paths of a complete folder: the final path, and the path used during a replacement.
 
     A killed replacement leaves the folder on the second path. A reader may race with a replacement, and must look
     twice.
@@ -62,7 +62,7 @@ def places(final: Path) -> tuple[Path, Path]:
 
 
 def complete_folders(parent: Path) -> dict[str, Path]:
-    """Return the complete folders in a folder by name, with their paths: one of `places` each."""
+    """Return the complete folders in a parent folder, as a mapping from name to path (one of `places`)."""
     if not parent.is_dir():
         return {}
     with nobody_renames(parent / _OLD):
@@ -72,7 +72,7 @@ def complete_folders(parent: Path) -> dict[str, Path]:
 
 
 def remove_folder(final: Path) -> None:
-    """Remove a complete folder. A killed removal leaves no partial folder under the name."""
+    """Remove a complete folder. A killed process leaves no partial folder under this name."""
     doomed = final.rename(_part(final))
     _remove(doomed)
 
@@ -86,7 +86,7 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
         is_alone: Whether no process of another machine writes here. Unfinished folders of other machines are then
             removed, too.
     """
-    import psutil  # imported late: a failed import from disk fails only this call
+    import psutil  # Imported late, so that a failed import from disk fails only this call.
 
     replaced = re.compile(f"{re.escape(_OLD)}(?P<name>{name})")
     written = re.compile(rf"{re.escape(_PART)}{name}-(?P<pid>\d+)-\d+x?(?:@(?P<host>.*))?")
@@ -102,25 +102,25 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
 
 @contextlib.contextmanager
 def nobody_renames(final: Path) -> Iterator[None]:
-    """Hold the lock for renames in this path's parent: no thread or process of this machine renames meanwhile.
+    """Lock the parent folder, so that no other thread or process of this machine renames folders there.
 
     The lock doesn't reach across machines, or file systems without locks.
     """
     with _naming, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a file system without locks, or no parent
+        with contextlib.suppress(OSError):  # The file system may lack locks, or the parent folder may not exist.
             descriptor = os.open(final.parent, os.O_RDONLY)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Explicit: a forked child may keep the descriptor open
+            # Unlock explicitly, because a forked child may keep the descriptor open.
             stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         yield
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically, so that readers never see a part of the text."""
     part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # a user's text may have lone surrogates
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # A user's text may have lone surrogates.
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def json_of(path: Path) -> Any:
 
 
 def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None) -> None:
-    """Exchange the two folders, or rename the first one if there is no second."""
+    """Rename the unfinished folder to the final name; exchange the folders if another folder has this name."""
     with nobody_renames(final), naming or nullcontext():
         _settle(final)
         _, old = places(final)
@@ -177,7 +177,7 @@ def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None
 
 
 def _exchange(path: Path, other: Path) -> bool:
-    """Exchange two names atomically. Return False on any failure, such as no support by the system."""
+    """Exchange the names of two folders atomically; return False on any failure, such as a lack of system support."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
@@ -186,18 +186,18 @@ def _exchange(path: Path, other: Path) -> bool:
 
 
 def _discard(part: Path) -> None:
-    """Remove an unfinished folder. After an interruption another thread may still be renaming it, or about to."""
+    """Remove an unfinished folder. A rename comes first, so that another thread can't still publish the folder."""
     with _naming:
         if not os.path.lexists(part):
             return
-        name, _, host = part.name.rpartition("@")  # the folder's own name may have an @, too
+        name, _, host = part.name.rpartition("@")  # The folder's own name may contain an @, too.
         doomed = part.with_name(f"{name}x@{host}")
         part.rename(doomed)
     _remove(doomed)
 
 
 def _settle(final: Path) -> None:
-    """Repair a replacement that was cut short between two renames: the old folder gets the name again."""
+    """Repair a replacement that was interrupted between two renames: restore the old folder if there is no new one."""
     _, old = places(final)
     if os.path.lexists(old):
         if os.path.lexists(final):
@@ -226,19 +226,19 @@ def _sync(path: Path) -> None:
 
 
 class GrowingFile:
-    """A file that grows by whole pieces: on a full disk, a piece is taken back."""
+    """A file that grows by complete pieces. If a piece can't be written completely, the beginning is removed again."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path = path
         self._file = FileIO(path, "w" if anew else "a")
 
     def add(self, text: str) -> None:
-        """Append a text, visible to readers at once.
+        """Append a text, which readers can see at once.
 
         Raises:
             OSError: The disk is full, for example; `filename` is the path.
         """
-        end = self._file.seek(0, 2) if self._file.seekable() else None  # a pipe can't be truncated
+        end = self._file.seek(0, 2) if self._file.seekable() else None  # A pipe can't be truncated.
         remaining = memoryview(text.encode())
         try:
             while remaining:

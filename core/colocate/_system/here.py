@@ -1,4 +1,4 @@
-"""Identify a thread and task (`Here`), so that blocks opened by one don't affect others."""
+"""Identify the current thread and task (`Here`), so that a block opened in one task doesn't affect other tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _task() -> asyncio.Task[Any] | None:
-    # Without asyncio there are no tasks, nor while another thread is importing asyncio.
+    # There is no task if asyncio isn't imported, or is just being imported by another thread.
     module = imported("asyncio")
     loop = None if module is None else module._get_running_loop()
     return None if loop is None or module is None else module.current_task(loop)
@@ -22,7 +22,7 @@ def _task() -> asyncio.Task[Any] | None:
 
 @attrs.frozen(eq=False)
 class Here:
-    """The thread and task that created the object. A context variable wouldn't do: a task inherits its creator's."""
+    """The thread and task that created this object. A context variable isn't enough, because new tasks inherit it."""
 
     thread: int = attrs.field(factory=threading.get_ident, init=False)
     _task: asyncio.Task[Any] | None = attrs.field(factory=_task, init=False)
@@ -33,5 +33,5 @@ class Here:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is in the same thread, in any task."""
+        """Whether the caller runs on the thread that created this object, in any task."""
         return self.thread == threading.get_ident()

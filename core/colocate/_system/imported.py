@@ -1,4 +1,4 @@
-"""Lookup of imported modules."""
+"""Look up modules that are already imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def imported(name: str) -> Any:
-    """Return a module, or None if not imported yet.
+    """Return a module by name; None if the module isn't imported yet.
 
     A module that another thread is still importing doesn't count: the module is incomplete, and no values of its types
     exist.

@@ -1,4 +1,4 @@
-"""Report installed distributions by their metadata, and name install commands for messages.
+"""Report installed distributions by their metadata, and build install commands for messages.
 
 Commands never name colocate on the public index, where the name is another project's. A missing extra is described by
 its requirements, which hold for a wheel and for a checkout.
@@ -17,16 +17,16 @@ from typing import Any
 def name_and_version(found: Distribution) -> tuple[str, str] | None:
     """Return name and version of a distribution; None if METADATA is missing."""
     try:
-        text = found.read_text("METADATA")  # a whole README may follow the fields
+        text = found.read_text("METADATA")  # A long README may follow the fields.
         metadata: Any = found.metadata if text is None else message_from_string(text.partition("\n\n")[0])
-    except FileNotFoundError:  # raised by importlib_metadata only
+    except FileNotFoundError:  # Only the package `importlib_metadata` raises this error.
         return None
     return (metadata["Name"], metadata["Version"]) if "Name" in metadata and "Version" in metadata else None
 
 
 def without_metadata(found: Distribution) -> str:
     """Return an error text for a distribution without METADATA, with advice."""
-    place: Any = getattr(found, "_path", "a distribution")  # no public attribute has the folder
+    place: Any = getattr(found, "_path", "a distribution")  # No public attribute has the distribution's folder.
     return f"{place}, which has no METADATA: install it again, or delete this folder"
 
 
@@ -66,7 +66,7 @@ def version_line(distribution: str, version: str | None) -> str:
 
 @functools.cache
 def _from_checkout() -> bool:
-    """Return whether colocate was installed from a folder, or isn't installed but on the path."""
+    """Return whether colocate was installed from a folder, or is on the path without being installed."""
     try:
         origin = distribution("colocate").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -75,10 +75,9 @@ def _from_checkout() -> bool:
 
 
 def _extra(name: str) -> list[str]:
-    """Return the requirements of an extra of colocate, with those of nested extras, which the build includes."""
     pattern = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
     try:
         needed = [line.partition(";") for line in distribution("colocate").requires or ()]
-    except PackageNotFoundError:  # colocate is on the path, but not installed
+    except PackageNotFoundError:  # Colocate is on the path, but not installed.
         return []
     return [requirement.strip() for requirement, _, marker in needed if pattern.search(marker)]

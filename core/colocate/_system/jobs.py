@@ -28,17 +28,17 @@ from colocate._system.limits import THREAD_ENDS_WITHIN_S
 from colocate._system.threads import Thread
 
 _SWEEP = 1000
-_LOOKS_EVERY_S = 3600.0  # seconds; timers' delays may exceed the limit of a wait
+_LOOKS_EVERY_S = 3600.0  # One wait lasts at most this many seconds, because the system limits waits.
 
 
 @attrs.define(eq=False)
 class Timer:
-    """A delayed job; `cancel` prevents the run."""
+    """A delayed job that can be cancelled."""
 
     job: Callable[[], object] | None
 
     def cancel(self) -> None:
-        """Cancel the job; harmless after the run."""
+        """Cancel the job. Has no effect if the job has already run."""
         self.job = None
 
 
@@ -50,14 +50,15 @@ class JobThread:
 
     def __init__(self, name: str, on_fault: Callable[[BaseException], None]) -> None:
         self._on_fault = on_fault
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # None wakes the thread
-        self._coming: deque[tuple[float, int, Timer]] = deque()  # timers that the thread hasn't taken yet
-        self._timers: list[tuple[float, int, Timer]] = []  # used by the thread only
+        # A None in the queue only wakes the thread.
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._coming: deque[tuple[float, int, Timer]] = deque()  # New timers wait here for the thread.
+        self._timers: list[tuple[float, int, Timer]] = []  # Only the thread uses this heap.
         self._order = itertools.count()
-        self._looks_at = math.inf  # time at which the thread will look at timers, unless woken
+        self._looks_at = math.inf  # The thread checks timers at this time, unless woken earlier.
         self._swept = _SWEEP
         self._closing = self._ended = False
-        # Adds a job, like `soon`, by a function in C; only between start and end of the thread
+        # `note` adds a job as `soon` does, but runs no Python code. The thread must be running.
         self.note = self._jobs.put
         self._thread = Thread(target=self._main, name=name)
         self._unstarted = [self._thread]
@@ -73,16 +74,16 @@ class JobThread:
             RuntimeError: No thread can be started at present.
         """
         if self._unstarted:
-            with suppress(IndexError):  # another thread has just started it
+            with suppress(IndexError):  # Another thread may have just started this thread.
                 thread = self._unstarted.pop()
                 try:
                     thread.start()
                 except BaseException:
-                    self._unstarted.append(thread)  # the next job tries again
+                    self._unstarted.append(thread)  # The next job tries to start the thread again.
                     raise
 
     def soon(self, job: Callable[[], object]) -> None:
-        """Queue a job to run after all earlier ones; run directly if the thread has ended.
+        """Queue a job to run after all earlier jobs; run the job directly if the thread has ended.
 
         Raises:
             RuntimeError: There is no thread yet, and none can be started: the job won't run.
@@ -93,17 +94,18 @@ class JobThread:
             self._run_what_is_left()
 
     def after(self, delay_s: float, job: Callable[[], object]) -> Timer:
-        """Run a job after a delay in seconds, or never if the thread ends before. Raises RuntimeError like `soon`."""
+        """Run a job after some seconds, or never if the thread ends earlier. Raises RuntimeError as `soon` does."""
         self.start()
         timer = Timer(job)
         due = time.monotonic() + delay_s
         self._coming.append((due, next(self._order), timer))
-        if due < self._looks_at or len(self._coming) > _SWEEP:  # checked after the append: see `_due`
+        # This check follows the append, because `_due` relies on that order.
+        if due < self._looks_at or len(self._coming) > _SWEEP:
             self._jobs.put(None)
         return timer
 
     def run(self, job: Callable[[], object]) -> None:
-        """Run a job on the thread, wait, and raise the job's exception."""
+        """Run a job on the thread, wait for the end of the job, and raise the job's exception, if any."""
         outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def answered() -> None:
@@ -129,7 +131,7 @@ class JobThread:
         self._jobs.put(partial(last.put, None))
         try:
             self._unstarted.pop()
-        except IndexError:  # the thread has begun or is being started, or was closed before a start
+        except IndexError:  # The thread was started, or was closed before a start.
             if self._ended:
                 self._run_what_is_left()
             if self.is_current or (self._ended and not self._thread.is_alive()):
@@ -149,11 +151,11 @@ class JobThread:
     def _main(self) -> None:
         while (job := self._next()) is not None:
             self._run(job)
-            del job  # releases references
+            del job  # A waiting thread mustn't keep the objects of the job alive.
         self._finish()
 
     def _finish(self) -> None:
-        self._ended = True  # set before the last look: a later `soon` runs its job directly
+        self._ended = True  # Set before the last check of the queue, so that a later `soon` runs the job directly.
         self._coming.clear()
         self._timers.clear()
         self._run_what_is_left()
@@ -170,11 +172,10 @@ class JobThread:
         except BaseException as error:
             try:
                 self._on_fault(error)
-            except BaseException:  # no other way to report
+            except BaseException:  # The owner's handler has failed, too.
                 report_exception()
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait for the next job; return None to end the thread."""
         while True:
             try:
                 job = self._jobs.get_nowait()
@@ -192,15 +193,14 @@ class JobThread:
                     return job
 
     def _due(self) -> Callable[[], object] | None:
-        """Return the job of a due timer, or None."""
         while True:
-            if len(self._timers) > self._swept:  # cancelled timers are removed before their time
+            if len(self._timers) > self._swept:  # Remove cancelled timers, which may have piled up.
                 self._timers = [entry for entry in self._timers if entry[2].job is not None]
                 heapq.heapify(self._timers)
                 self._swept = max(_SWEEP, 2 * len(self._timers))
             while self._timers and self._timers[0][2].job is None:
                 heapq.heappop(self._timers)
-            # The order matters: `after` appends a timer before reading `_looks_at`.
+            # The order matters, because `after` appends a timer to `_coming` before reading `_looks_at`.
             self._looks_at = self._timers[0][0] if self._timers else math.inf
             if not self._coming:
                 break
@@ -212,13 +212,13 @@ class JobThread:
         if self._looks_at > time.monotonic():
             return None
         timer = heapq.heappop(self._timers)[2]
-        return timer.job  # None if cancelled just now: the caller looks again
+        return timer.job  # The job is None if the timer was just cancelled; the caller then looks again.
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception, also if a user's `__str__` raises."""
+    """Return the message of an exception, even if a user's `__str__` raises."""
     try:
-        return str.__str__(str(error))  # a user's `__str__` may return a subclass of str
+        return str.__str__(str(error))  # A user's `__str__` may return a subclass of str.
     except BaseException as fault:
         return f"<its __str__ raised {type(fault).__name__}>"
 
@@ -232,10 +232,10 @@ OUR_FAULT = "That is a fault of colocate's own: please report it, with the trace
 
 
 def report_exception() -> None:
-    """Report the current exception like one that ends a thread."""
+    """Report the current exception by `threading.excepthook`, like an exception that ends a thread."""
     kind, value, trace = sys.exc_info()
     if kind is not None:
-        with suppress(BaseException):  # the hook and the stream may be a user's, and this thread must go on
+        with suppress(BaseException):  # The hook may be a user's and raise, but this thread must continue.
             threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
 
 
@@ -247,14 +247,14 @@ def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_
     """Apply a function to each item on several threads; return the results in order.
 
     All threads have finished when the first error is raised. The caller's thread takes part, and does all the work if
-    no thread can start: without memory `threading.Thread.start` and thread pools would wait for ever.
+    no thread can start. Without memory `threading.Thread.start` and thread pools would wait for ever.
 
     Args:
         do: The function; should release the GIL.
         items: The items.
         most: The maximum number of threads; never more than processors.
     """
-    from concurrent.futures import Future, wait  # slow import, rarely used
+    from concurrent.futures import Future, wait  # The import is slow, and rarely needed.
 
     futures: list[Future[_R]] = [Future() for _ in items]
     pending = deque(zip(futures, items, strict=True))
@@ -263,14 +263,14 @@ def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_
         while pending:
             try:
                 future, item = pending.popleft()
-            except IndexError:  # another thread has taken the last item
+            except IndexError:  # Another thread has removed the last item.
                 return
             try:
                 future.set_result(do(item))
-            except BaseException as error:  # raised by the caller
+            except BaseException as error:  # The calling thread raises this error at the end.
                 future.set_exception(error)
 
-    with contextlib.suppress(RuntimeError, MemoryError):  # no thread can start
+    with contextlib.suppress(RuntimeError, MemoryError):  # If no thread can start, this thread does all the work.
         for _ in range(min(most, len(os.sched_getaffinity(0)), len(items)) - 1):
             _thread.start_new_thread(work, ())
     work()

@@ -1,4 +1,4 @@
-"""Call functions of the C library: `malloc` settings, advice on pages, and death with the parent process."""
+"""Call functions of the C library to tune `malloc`, advise the kernel on pages, and end with the parent process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import signal
 import sys
 
 LARGE_PAGE_BYTES = 2 << 20
-MADV_COLLAPSE = 25  # Linux 6.1
+MADV_COLLAPSE = 25  # Linux has this advice since version 6.1.
 
-_LARGEST_LEFT_FOR_LATER = 1  # `M_MXFAST` of malloc.h
+_LARGEST_LEFT_FOR_LATER = 1  # This is `M_MXFAST` of malloc.h.
 
 
 @functools.cache
@@ -20,14 +20,14 @@ def libc() -> ctypes.CDLL:
 
 
 def trim() -> None:
-    """Return unused memory of `malloc` to the system, if the C library can."""
+    """Return unused memory of `malloc` to the system, if the C library supports that."""
     function = getattr(libc(), "malloc_trim", None)
     if function is not None:
         function(ctypes.c_size_t(0))
 
 
 def merge_at_once() -> None:
-    """Make `malloc` merge small freed pieces with free neighbours at once, in this process.
+    """Configure this process's `malloc` to merge small freed pieces with free neighbours at once.
 
     By default glibc postpones the merging until an allocation finds no room, then merges all pieces. In an arena with
     few free bytes this happens again and again after some thousand operations of torch, for a twentieth of their time.
@@ -39,7 +39,7 @@ def merge_at_once() -> None:
 
 
 def advise_large(start: int, end: int, advice: int) -> None:
-    """Give the kernel advice (`madvise(2)`) on the whole large pages in an area, if there are any."""
+    """Pass advice to the kernel (`madvise(2)`) for all complete large pages in a memory range."""
     start, end = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES, end - end % LARGE_PAGE_BYTES
     if start < end:
         libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
@@ -49,8 +49,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this process when the parent's launching thread ends."""
+    """Ask the kernel to kill this process when the launching thread of the parent process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent ended before the call
+    if os.getppid() != parent:  # The parent had ended before the kernel was asked.
         os._exit(0)

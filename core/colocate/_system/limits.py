@@ -1,103 +1,113 @@
-"""Timeouts of the framework, in seconds, each with its reason.
+"""Define the framework's timeouts, in seconds, each with a reason.
 
-None is a deadline of a call; those are users' own. Polling intervals are beside their loops.
+Deadlines of calls aren't here, because users set these. Polling intervals are defined next to their loops.
 """
 
 from __future__ import annotations
 
 # -- calls and residents
 
-CAUSE_WITHIN_S = 5.0  # for the cause of an interrupted weight sync to be reported, before its consequences are
-ALIVE_WITHIN_S = 1.0  # for a rank's receiving thread to acknowledge a hold, whatever its lane runs
-STACKS_WITHIN_S = 0.5  # for ranks to report their stacks
-SILENT_AFTER_S = 0.1  # then a silent rank is inspected from outside; an answer may still come
-# For a rank to say whether a call has begun; a rank that holds the GIL or is stopped has begun something.
+# A rank whose weight sync was interrupted waits this long for the cause before reporting an error.
+CAUSE_WITHIN_S = 5.0
+ALIVE_WITHIN_S = 1.0  # A rank's receiving thread has this long to acknowledge a hold, even while the lane is busy.
+STACKS_WITHIN_S = 0.5  # Ranks have this long to report their stacks.
+SILENT_AFTER_S = 0.1  # A rank that hasn't reported a stack after this time is inspected from outside, too.
+# A rank has this long to answer whether a call has begun; without an answer, the call counts as begun.
 WITHDRAWN_WITHIN_S = 1.0
-LEDGERS_WITHIN_S = 10.0  # for workers to report memory use: a walk over all objects of roles, beside running calls
-SLOW_S = 60.0  # a longer call or constructor is reported, once
-STARTING_S = 4.0  # a longer start of a group is reported, at the next look
-CONNECTING_S = 8.0  # the same for a connection or a reservation: a private cluster takes that long
-SLOW_EVERY_S = 5.0  # interval of looking for slow calls
-TOLD_TOGETHER_S = 0.05  # from the end of a call to the observers' event, to batch events
-RELEASED_AFTER_S = 0.1  # a dropped resident's release waits this long for a message to join
-# A collective continues this long after a peer has left: sent data may still arrive.
+# Workers have this long to report memory use, because the report visits all objects of the roles.
+LEDGERS_WITHIN_S = 10.0
+SLOW_S = 60.0  # A call or constructor that takes longer is reported once.
+STARTING_S = 4.0  # A group's start that takes longer is reported at the next check for slow calls.
+CONNECTING_S = 8.0  # A slower connection or reservation is reported; a private cluster takes about this long to start.
+SLOW_EVERY_S = 5.0  # The check for slow calls runs at this interval.
+# Observers are notified this long after a call's end, so that several events are handled together.
+TOLD_TOGETHER_S = 0.05
+RELEASED_AFTER_S = 0.1  # The release of a dropped resident waits this long to travel with another message.
+# A collective continues this long after a peer has left, because sent data may still arrive.
 COLLECTIVE_PATIENCE_S = 0.1
-# A collective step that a detached driver leaves behind ends by itself; else its process groups are aborted.
+# A collective step of a detached driver has this long to end before the process groups are aborted.
 STEP_ENDS_WITHIN_S = 3.0
-# Collective work in progress ends before memory sleeps that the work may write; other ranks may be about to join.
+# Collective work has this long to finish before memory sleeps, because the work may write that memory.
 WORKS_DONE_WITHIN_S = 30.0
 
-DEBUGGED_S = 86400.0  # timeout of process groups while a rank is stopped in a debugger (`debug=True`)
-GROUPS_CONNECT_WITHIN_S = 60.0  # for the ranks of a process group to connect, once all are about to
-# For roles to get new process groups after a failure: connections, and perhaps new models.
-RENEWED_WITHIN_S = 60.0
-# Interval of checking whether a late rank waits in a collective for a rank that is back.
+DEBUGGED_S = 86400.0  # With `debug=True` process groups have this timeout, because a rank may stop in a debugger.
+GROUPS_CONNECT_WITHIN_S = 60.0  # The ranks of a process group have this long to connect to each other.
+RENEWED_WITHIN_S = 60.0  # After a failure, roles have this long to set up new process groups, and perhaps new models.
+# This is the interval of the check for collectives that can't end because other ranks have stopped.
 LOOKS_AT_GROUPS_EVERY_S = 0.02
 
 # -- the end of workers, groups, pools, runtimes
 
-GROUPS_CLOSE_WITHIN_S = 1.0  # for an ending worker to close process groups, in torch's threads
-LEAST_GRACE_S = 0.5  # minimum for idle workers to end, also after others have used up the grace
-IDLE_S = 0.5  # for an idle lane to end, however short the grace: the message is on the way
-AFTER_END_S = 5.0  # for a worker to exit after the lane's end; a role's thread or exit handler may block
-AFTER_FORCE_S = 0.25  # the same if other workers had to be killed: the grace is over for all
-AFTER_KILL_S = 10.0  # for a killed worker to disappear. The kernel may be busy
-GIVEN_UP_WITHIN_S = 15.0  # for an interrupted start to end: its workers are killed, see AFTER_KILL_S
-LOOKS_FOR_S = 0.5  # to read received messages after a deadline that passed while this process was stopped
-RESTART_ENDS_WITHIN_S = 5.0  # for a restart in progress to end when the group is closed
-THREAD_ENDS_WITHIN_S = 5.0  # for a thread of the framework to end; a user's code may block one
-PRINTED_WITHIN_S = 1.0  # for a reader to take the printed output of workers
-TOLD_WITHIN_S = (
-    5.0  # for observers to handle the last calls of a run; as long as THREAD_ENDS_WITHIN_S, as a user's code may block
-)
-SETTLES_AT_EXIT_S = 5.0  # for background work to end at interpreter exit: a checkpoint, say
-AUDIT_SETTLES_S = 2.0  # for things about to end to disappear before an audit reports leaks
+GROUPS_CLOSE_WITHIN_S = 1.0  # An ending worker waits this long for torch's threads to close process groups.
+LEAST_GRACE_S = 0.5  # Idle workers have this long to end, even if other workers have used up the grace period.
+# An idle lane has this long to end, however short the grace period, because the close message is on the way.
+IDLE_S = 0.5
+AFTER_END_S = 5.0  # After the lane's end a worker has this long to exit; a role's thread or exit handler may block.
+# Workers have this long to exit if other workers had to be killed, because the grace period is over.
+AFTER_FORCE_S = 0.25
+AFTER_KILL_S = 10.0  # A killed worker has this long to disappear, because the kernel may be busy.
+# An interrupted start has this long to end, because the workers must be killed (`AFTER_KILL_S`).
+GIVEN_UP_WITHIN_S = 15.0
+LOOKS_FOR_S = 0.5  # If this process was stopped past a deadline, received messages are read for this long first.
+RESTART_ENDS_WITHIN_S = 5.0  # A restart in progress has this long to end when the group is closed.
+THREAD_ENDS_WITHIN_S = 5.0  # A thread of the framework has this long to end, because users' code may block the thread.
+PRINTED_WITHIN_S = 1.0  # The reader of the driver's output has this long to receive the remaining lines of workers.
+# Observers have this long to handle the last calls of a run, because users' code may block an observer.
+TOLD_WITHIN_S = 5.0
+SETTLES_AT_EXIT_S = 5.0  # Background work, such as a checkpoint, has this long to finish at interpreter exit.
+AUDIT_SETTLES_S = 2.0  # An audit waits this long for ending objects to disappear before leaks are reported.
 
 # -- children of roles
 
-CHILD_CODE_WITHIN_S = 0.2  # for the exit code after a child's end; grandchildren may have to end first
-CHILD_SUSPECTED_S = 0.3  # a row with a broken connection waits this long for news of the role's child
-# For the consequences of a child's end to arrive before the end is reported; longer than the above
+# After a child's end the exit code is awaited this long, because grandchildren may have to end first.
+CHILD_CODE_WITHIN_S = 0.2
+CHILD_SUSPECTED_S = 0.3  # A row with a broken connection waits this long for a report that the role's child has ended.
+# After a sign of a child's end, such as a broken connection, the report of the end is awaited this long.
 CHILD_TOLD_WITHIN_S = 1.0
-CHILD_STACK_WITHIN_S = 2.0  # for a hung child to print stacks
-CHILD_ENDS_WITHIN_S = 15.0  # for a killed child and all descendants to disappear
-TOLD_AGAIN_AFTER_S = 5.0  # then a call that ignores a child's end is warned again
+CHILD_STACK_WITHIN_S = 2.0  # A hung child has this long to print stacks.
+CHILD_ENDS_WITHIN_S = 15.0  # A killed child and all descendants have this long to disappear.
+TOLD_AGAIN_AFTER_S = 5.0  # A call that continues after a child's end gets `ChildDied` again after this time.
 
 # -- restarts
 
-BACKOFF_S = 0.5  # before the second attempt; doubles each time
-LONGEST_BACKOFF_S = 30.0  # before any attempt
-REGROWN_WITHIN_S = 600.0  # default for a restart to get slots for lost ones: typical times of machines in clouds
-REPLACED_EVERY_S = 2.0  # per attempt to replace lost slots: closing the pool waits for an attempt
-AVOIDED_AFTER_DEATHS = 2  # of workers on a node: a restart then prefers a spare on another node
-SPARED_EVERY_S = 0.5  # per attempt to get spares: a restart may wait for an attempt
-LOOKS_FOR_SLOTS_EVERY_S = 0.5  # interval of looking for slots in place of lost ones, if the cluster lacks machines
+BACKOFF_S = 0.5  # A restart's second attempt waits this long; each later attempt waits at least twice as long.
+LONGEST_BACKOFF_S = 30.0  # No attempt of a restart waits longer than this.
+# By default a restart waits this long for replacement slots, because clouds start machines slowly.
+REGROWN_WITHIN_S = 600.0
+# One attempt to replace lost slots takes at most this long, because closing the pool waits for the attempt.
+REPLACED_EVERY_S = 2.0
+# After this number of worker deaths on a node, a restart prefers a spare slot on another node.
+AVOIDED_AFTER_DEATHS = 2
+# One attempt to get spare slots takes at most this long, because a restart may wait for the attempt.
+SPARED_EVERY_S = 0.5
+LOOKS_FOR_SLOTS_EVERY_S = 0.5  # If the cluster lacks machines, a search for replacement slots runs at this interval.
 
 # -- connections
 
-HANDSHAKE_S = 10.0  # a silent stranger is dropped
-PEER_CONNECTS_WITHIN_S = 10.0  # for another worker to accept a connection
+HANDSHAKE_S = 10.0  # A connection that hasn't authenticated after this time is dropped.
+PEER_CONNECTS_WITHIN_S = 10.0  # Another worker has this long to accept a connection.
 
 # -- the template
 
-FORKS_WITHIN_S = 30.0  # for a template to answer; may be importing torch meanwhile
-TEMPLATE_IDLE_S = 60.0  # an unused template ends after this time
+# A template process has this long to answer, because an import of torch may be in progress there.
+FORKS_WITHIN_S = 30.0
+TEMPLATE_IDLE_S = 60.0  # An unused template process ends after this time.
 
 # -- keepers
 
-KEEPER_CONNECTS_WITHIN_S = 10.0  # for a keeper to accept a connection
-LAST_WORDS_S = 0.3  # the cluster's message about a lost keeper takes another way
-LISTED_WITHIN_S = 2.0  # for keepers to list workers
-LOOKED_AT_WITHIN_S = 2.0  # for a worker to be inspected from outside; the requester gives up at the same time
-# After a worker's end the lane may still deliver data; a forked child may keep the lane open.
+KEEPER_CONNECTS_WITHIN_S = 10.0  # A keeper has this long to accept a connection.
+LAST_WORDS_S = 0.3  # After the loss of a keeper, the cluster's message about the cause is awaited this long.
+LISTED_WITHIN_S = 2.0  # Keepers have this long to list their workers.
+# A keeper has this long to inspect a worker from outside, and the requester waits equally long.
+LOOKED_AT_WITHIN_S = 2.0
+# After a worker's end the lane is read for this long, because a forked child may keep the lane open.
 LANE_ENDS_WITHIN_S = 0.2
-# For a keeper to kill a worker; generous, because a slot is lost with its keeper.
+# A keeper has this long to confirm that a worker was killed; a slower keeper counts as stuck.
 KEEPER_KILLS_WITHIN_S = 4.0
-# A driver that reserves a slot dials the keeper at once; after this time the driver must be dead
-DIALLED_WITHIN_S = 60.0
-# The other keepers of a pool outlive the lead by this, so that no driver is granted a pool about to end.
+DIALLED_WITHIN_S = 60.0  # A keeper ends if no driver has connected after this time, because the driver must be dead.
+# The other keepers of a pool outlive the lead keeper by this, so that no driver is granted an ending pool.
 LEAD_SLACK_S = 5.0
-ADOPTED_WITHIN_S = 10.0  # for a keeper to answer a driver that adopts the pool
-# For the cluster to release the name of an ended detached pool, or to publish a new one.
+ADOPTED_WITHIN_S = 10.0  # A keeper has this long to answer a driver that adopts the pool.
+# The cluster has this long to release the name of an ended detached pool, or to publish a new pool.
 NAME_SETTLES_WITHIN_S = 5.0
-LEFT_WITHIN_S = 2.0  # for a keeper to acknowledge that this driver has detached
+LEFT_WITHIN_S = 2.0  # A keeper has this long to confirm that the driver has detached.

@@ -1,4 +1,4 @@
-"""Find the lines of users' code for messages, and tell users' code from the framework's."""
+"""Find the lines of users' code for messages, and distinguish users' code from the framework's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from colocate.errors import ConfigError
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(os.path.dirname(_CORE), name, "") for name in ("colocate", "colocate_run", "colocate_report"))
-_TESTING = os.path.join(_CORE, "testing", "")  # test suites are users of colocate
-_libraries: dict[str, tuple[str, ...]] = {}  # files and folders of libraries built on colocate, by name
+_TESTING = os.path.join(_CORE, "testing", "")  # Test suites count as users of colocate.
+_libraries: dict[str, tuple[str, ...]] = {}  # Each library has the paths of its files and folders.
 
 
 def library(name: str) -> None:
@@ -52,10 +52,10 @@ def caller() -> tuple[str, int]:
 
 
 def place(depth: int) -> tuple[CodeType | str, int]:
-    """Return code and line of the user's code that called into colocate, from `depth` frames above the caller."""
+    """Return the code object and line of the user's call into colocate; the search starts `depth` frames up."""
     try:
         frame = sys._getframe(depth + 1)
-    except ValueError:  # the caller isn't Python code
+    except ValueError:  # The stack is too short, because the caller isn't Python code.
         frame = sys._getframe(1)
     code = frame.f_code
     if not _is_passed_by(code.co_filename):
@@ -67,7 +67,7 @@ def place(depth: int) -> tuple[CodeType | str, int]:
 
 
 def shown(code: CodeType) -> str:
-    """Return the file of a code object, by a name that users know."""
+    """Return the file name of a code object; for a cell of IPython, the cell's name."""
     return cell(code.co_filename) or code.co_filename
 
 
@@ -80,7 +80,7 @@ def cell(file: str) -> str | None:
 
 
 def with_cells(trace: str) -> str:
-    """Return a worker's traceback with IPython's names of cells, and their source, which workers lack."""
+    """Return a worker's traceback with IPython's cell names, and with the cells' source lines, which workers lack."""
     return _FRAME.sub(_of_cell, trace) if "IPython" in sys.modules else trace
 
 
@@ -98,7 +98,7 @@ def _of_cell(frame: re.Match[str]) -> str:
 
 
 def at(line: tuple[str, int]) -> str:
-    """Format a line for messages. An option of the command line has number 0, and its text as the file."""
+    """Format a file and line number for messages. Number 0 marks a command-line option, whose text is the file."""
     where, number = line
     return f"{where}:{number}" if number else where
 
@@ -107,13 +107,13 @@ _made_for: ContextVar[tuple[str, int] | None] = ContextVar("made_for", default=N
 
 
 def origin() -> tuple[str, int]:
-    """Return the line to record as the origin of new objects."""
+    """Return the file and line to record as the origin of new objects."""
     return _made_for.get() or caller()
 
 
 @contextlib.contextmanager
 def made_for(line: tuple[str, int] | None) -> Iterator[None]:
-    """Set the origin of all objects made in a block on this thread, to a line of a config, say."""
+    """Set the origin of all objects that this thread makes in a block, for example to a line of a config."""
     token = _made_for.set(line)
     try:
         yield
@@ -123,7 +123,6 @@ def made_for(line: tuple[str, int] | None) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_passed_by(file: str) -> bool:
-    """Return whether a file's code is skipped: colocate's, a library's, or contextlib's."""
     return "contextlib" in file or is_own_code(file) or any(map(file.startswith, _libraries.values()))
 
 

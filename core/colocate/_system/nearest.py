@@ -1,4 +1,4 @@
-"""Suggest names for misspelt ones."""
+"""Suggest valid names for misspelt names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a question with the nearest name, for the end of a sentence; empty if none is near."""
+    """Return a "did you mean" question with the nearest name, for the end of a message; empty if no name is near."""
     near = nearest(name, names)
     return f"; did you mean {near!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Check numbers that users give: durations, amounts, sizes and ports; also names and variables.
+"""Check values that users pass: durations, amounts, sizes, ports, names and variables.
 
 Functions named `..._problem` return an error text, or None for a valid value. Every checked duration is finite and
 small enough for any system call. `FOREVER_S` stands for no limit.
@@ -16,9 +16,9 @@ from typing import Any, SupportsIndex
 
 from colocate.errors import ConfigError
 
-FOREVER_S = 1e9  # 31 years; locks are limited to 292, and epoll to less without a renewed call
-_MOST = 1_000_000  # the default upper limit of an amount; a larger number is surely a mistake
-_LONGEST_NAME = 100  # bytes; file names add a process, a host or a rank, within 255
+FOREVER_S = 1e9  # This is 31 years; locks can't wait longer than 292 years.
+_MOST = 1_000_000  # An amount above this default limit is surely a mistake.
+_LONGEST_NAME = 100  # A name has at most this many bytes, because file names add a host or a rank, within 255.
 
 
 def duration_problem(value: Any, *, positive: bool = False) -> str | None:
@@ -30,7 +30,7 @@ def duration_problem(value: Any, *, positive: bool = False) -> str | None:
 
 
 def seconds(value: Any, what: str, *, positive: bool = False) -> float:
-    """Return a duration in seconds, at most `FOREVER_S`.
+    """Check a duration in seconds, and return the number, at most `FOREVER_S`.
 
     Raises:
         ConfigError: The value is no valid duration.
@@ -40,16 +40,16 @@ def seconds(value: Any, what: str, *, positive: bool = False) -> float:
         raise ConfigError(f"{what} {problem}")
     if value >= FOREVER_S:
         return FOREVER_S
-    return value if type(value) in (int, float) else float(value)  # unchanged, for errors that quote the number
+    return value if type(value) in (int, float) else float(value)  # Errors quote the number as the user wrote it.
 
 
 def limit(value: Any, what: str, *, positive: bool = False) -> float | None:
-    """Return a duration in seconds, or None for None."""
+    """Check a duration as `seconds` does, but return None for None."""
     return None if value is None else seconds(value, what, positive=positive)
 
 
 def amount_problem(value: Any, *, whole: bool = False, least: int = 0, most: int = _MOST) -> str | None:
-    """Return an error text for an invalid amount (of CPUs or slots, say), or None."""
+    """Return an error text for an invalid amount (of CPUs or slots, for example), or None."""
     fits = isinstance(value, numbers.Integral) if whole else _is_number(value)
     if not fits or isinstance(value, bool) or value != value or not least <= value <= most:
         kind = "a whole number" if whole else "a number"
@@ -76,7 +76,7 @@ def ports_problem(value: object) -> str | None:
 
 
 def port_range(value: str | None, what: str) -> tuple[int, int] | None:
-    """Return the first and last port of a range; None if no range is given."""
+    """Return the first and last port of a range such as "20000-20100"; None for None."""
     if (problem := ports_problem(value)) is not None:
         raise ConfigError(f"{what} {problem}")
     if value is None:
@@ -159,19 +159,19 @@ def shown(value: Any) -> str:
     """Return the repr of a value, shortened for errors."""
     try:
         text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except ValueError:  # Python refuses to print integers with thousands of digits.
         return "a number of thousands of digits"
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_MOST_BYTES = 1 << 60  # an exbibyte: more doesn't fit into one machine
+_MOST_BYTES = 1 << 60  # No machine has more memory than an exbibyte.
 _LEAST_WITHOUT_UNIT = 1024
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(value: str | SupportsIndex, what: str) -> int:
-    """Parse a number of bytes: "20GiB", "512MB", or a whole number, also of NumPy's types.
+    """Parse a number of bytes, such as "20GiB", "512MB" or a whole number (also of a NumPy type).
 
     Raises:
         ConfigError: The value is no valid size.
@@ -183,7 +183,7 @@ def parse_bytes(value: str | SupportsIndex, what: str) -> int:
             unit = match[2]
             size = float(match[1]) * _UNITS[unit.upper()]
     elif not isinstance(value, bool):
-        with contextlib.suppress(TypeError):  # not a whole number
+        with contextlib.suppress(TypeError):  # A value that isn't a whole number is refused below.
             size = operator.index(value)
     if not 0 <= size <= _MOST_BYTES:
         raise ConfigError(f"{what}={shown(value)} is no size; write it like '20GiB', '512MB' or a number of bytes")
@@ -204,7 +204,7 @@ def size_problem(value: Any) -> str | None:
 
 
 def size_text(count: float) -> str:
-    """Format a number of bytes for people."""
+    """Format a number of bytes with a unit, for messages."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(count) >= 1024 and len(units) > 1:
         count /= 1024

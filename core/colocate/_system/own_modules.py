@@ -1,4 +1,4 @@
-"""Read colocate's modules into memory before the first import: files may change or disappear while a process runs.
+"""Read colocate's modules into memory before the first import, because files may change while a process runs.
 
 A feature is imported on first use, perhaps days after the start. By then `pip install -U` or `git pull` may have
 replaced its files, and the process may lack a free descriptor to open one. Reading all files takes ten milliseconds;
@@ -27,11 +27,11 @@ from types import ModuleType
 from typing import Any
 
 _FOR_TESTS = "testing"
-# Modules of the standard library that features need, and no worker has imported yet.
+# Features need these modules of the standard library, which a worker's start doesn't import.
 _OF_PYTHON = ("decimal", "fractions")
 _packages: set[str] = set()
 _loaders: dict[str, _Loader] = {}
-# Like Python's own finders: a package named colocate_… may have compiled modules.
+# As in Python's own finders, because a package named colocate_… may have compiled modules.
 _KINDS = (
     (ExtensionFileLoader, EXTENSION_SUFFIXES),
     (SourceFileLoader, SOURCE_SUFFIXES),
@@ -58,7 +58,7 @@ def _keep_package(package: str, root: str) -> None:
             stem, suffix = os.path.splitext(file)
             name = ".".join(parent if stem == "__init__" else [*parent, stem])
             if suffix == ".py" and name not in sys.modules:
-                with contextlib.suppress(OSError):  # the module is then imported from disk, as usual
+                with contextlib.suppress(OSError):  # A module that can't be read is imported from disk later, as usual.
                     _loaders[name] = _Loader(name, os.path.join(folder, file))
         sys.path_importer_cache[folder] = _Finder(folder, *_KINDS)
 
@@ -74,7 +74,7 @@ class _Loader(SourceFileLoader):
         with contextlib.suppress(OSError):
             self._data[compiled] = super().get_data(compiled)
         times = b"".join(int(self._stats[key]).to_bytes(8, "little")[:4] for key in ("mtime", "size"))
-        if self._data.get(compiled, b"")[4:16] != b"\0\0\0\0" + times:  # missing, or compiled from another source
+        if self._data.get(compiled, b"")[4:16] != b"\0\0\0\0" + times:  # The compiled module is missing or outdated.
             self._data[path] = super().get_data(path)
 
     def path_stats(self, path: Any) -> Any:
@@ -87,7 +87,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(FileFinder):
-    """Finds the modules of one folder, first in memory."""
+    """Finds the modules of one folder, in memory first and then on disk."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         loader = _loaders.get(fullname)

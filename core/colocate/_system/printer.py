@@ -1,4 +1,4 @@
-"""Print the output of workers on the driver's `sys.stderr`, on a separate thread: a slow reader delays nothing."""
+"""Print workers' output on the driver's `sys.stderr`, on a separate thread, so that a slow reader delays nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._system.limits import CONNECTING_S, PRINTED_WITHIN_S
 from colocate._system.threads import Thread
 
-_BUFFER_CHARS = 1 << 20  # characters that wait for a slow reader; further lines are dropped
-_CHUNK = 4096  # bytes that a ready pipe accepts without blocking (PIPE_BUF)
+_BUFFER_CHARS = 1 << 20  # At most this many characters wait for a slow reader; further lines are dropped.
+_CHUNK = 4096  # A ready pipe accepts this many bytes without blocking (PIPE_BUF).
 _LOOK_MS = 50
 
 
 class Printer:
-    """Prints lines in order. Lines that a reader doesn't take in time are dropped, and a note has their number.
+    """Prints lines in order. If the reader is too slow, lines are dropped, and a printed note counts the dropped lines.
 
     All messages of the framework to user code pass through here: to `sys.stderr`, which may be any object, and to
     handlers of logs.
@@ -30,10 +30,10 @@ class Printer:
     def __init__(self, name: str) -> None:
         self._jobs = JobThread(name, lambda error: report_exception())
         self.note = self._jobs.note
-        self._lock = threading.Lock()  # protects the queue; nothing is printed under this lock
-        self._lines: deque[str | int] = deque()  # a number stands for that many dropped lines
-        self._waiting = 0  # characters
-        self._dropping = False  # until half of the buffer is free again
+        self._lock = threading.Lock()  # The lock protects the queue. No line is printed under this lock.
+        self._lines: deque[str | int] = deque()  # A number in the queue stands for that many dropped lines.
+        self._waiting = 0  # The queued lines have this many characters.
+        self._dropping = False  # Lines are dropped until half of the buffer is free again.
         self._dropped = 0
         self._why = ""
         self._given_up = False
@@ -63,7 +63,7 @@ class Printer:
     def close(self) -> None:
         """Print the remaining lines within `PRINTED_WITHIN_S` seconds; drop the rest and all later lines."""
         self._jobs.close(PRINTED_WITHIN_S)
-        self._given_up = True  # checked by the thread now and then, except inside a user's own stream
+        self._given_up = True  # The thread checks this flag regularly, unless a user's own stream blocks.
 
     # -- on the thread
 
@@ -71,19 +71,18 @@ class Printer:
         while not self._given_up and (lines := self._take()):
             try:
                 _write("".join(f"{self._text(line)}\n" for line in lines), lambda: self._given_up)
-            except (OSError, ValueError):  # the driver's output is closed: no reader
+            except (OSError, ValueError):  # The driver's output is closed, so that nobody can read the lines.
                 pass
-            except BaseException as error:  # a user's stream may raise anything
+            except BaseException as error:  # A user's stream may raise any exception.
                 with self._lock:
                     self._dropped += sum(line if isinstance(line, int) else 1 for line in lines)
                     self._why = f"sys.stderr raised {error_text(error)}"
 
     def _take(self) -> list[str | int]:
-        """Return enough lines for a chunk."""
         lines: list[str | int] = []
         size = 0
         with self._lock:
-            if self._dropping and not self._lines:  # no further line may come to report the dropped ones
+            if self._dropping and not self._lines:  # Report dropped lines now, because no further line may come.
                 self._dropping = False
                 if self._dropped:
                     self._lines.append(self._dropped)
@@ -112,11 +111,11 @@ def told_when_slow(what: str) -> Iterator[None]:
         wait = CONNECTING_S
         while not end_event.wait(wait):
             wait = time.monotonic() - began
-            with contextlib.suppress(Exception):  # a closed stream, or an error of a user's stream
+            with contextlib.suppress(Exception):  # The stream may be closed, or a user's stream may raise.
                 _write(f"[colocate] {what}: {wait:.0f} s\n", end_event.is_set)
 
     thread = Thread(target=tell, name="colocate-start")
-    with contextlib.suppress(RuntimeError):  # no thread can start: no message
+    with contextlib.suppress(RuntimeError):  # If no thread can start, no message is printed.
         thread.start()
     try:
         yield
@@ -127,14 +126,14 @@ def told_when_slow(what: str) -> Iterator[None]:
 
 
 def _write(text: str, given_up: Callable[[], bool]) -> None:
-    """Write to `sys.stderr`; to the process's own by descriptor, and only while the descriptor accepts data.
+    """Write to `sys.stderr`. The process's own stderr is written by descriptor, and only while writable.
 
     A thread that blocks inside the stream would keep the stream's lock, and crash the interpreter at exit.
     """
     stream = sys.stderr
     process_stderr = sys.__stderr__
     if process_stderr is None or stream is not process_stderr:
-        if stream is not None:  # None in a process without a terminal
+        if stream is not None:  # In a process without a terminal the stream is None.
             stream.write(text)
             stream.flush()
         return

@@ -1,4 +1,4 @@
-"""Wait for readable descriptors, of any number."""
+"""Wait for readable descriptors, including descriptors above the limit of `select`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import select
 
 
 def readable(descriptor: int, within_s: float) -> bool:
-    """Wait until a descriptor is readable or closed, at most `within_s` seconds; return whether it is.
+    """Wait up to `within_s` seconds until a descriptor is readable or closed; return False if the time is over.
 
-    By `poll`: `select` is limited to descriptors below 1024, and a driver with many open files has higher ones.
+    This uses `poll`, because `select` is limited to descriptors below 1024.
     """
     news = select.poll()
     news.register(descriptor, select.POLLIN)

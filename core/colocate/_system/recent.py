@@ -12,7 +12,7 @@ Interval: TypeAlias = tuple[float, float]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals into disjoint ones, in order."""
+    """Merge overlapping intervals; return disjoint intervals in order."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -23,12 +23,12 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the total length of intervals, overlaps counted once."""
+    """Return the total length of intervals; overlaps count once."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def without(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of intervals outside of `others`, which must be merged."""
+    """Return the parts of `some` intervals outside of `others`, which must be disjoint and in order."""
     result: list[Interval] = []
     for start, end in some:
         place = max(0, bisect_right(others, (start, start)) - 1)
@@ -50,7 +50,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class RecentSpans(Generic[Key]):
-    """Spans of the last seconds, by key. Safe on any thread."""
+    """A record of the time spans of the last seconds, by key. Safe on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

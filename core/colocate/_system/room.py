@@ -1,4 +1,4 @@
-"""Measure memory: free, used and limited; count kills for lack of memory; and hold sleeping memory in a file."""
+"""Measure free memory, count kills for lack of memory, and store sleeping (offloaded) memory in a file."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _COUNTS = Path("/proc/vmstat")
 
 
 def free_memory() -> int:
-    """Return the bytes that this process can still get from the machine, or within its control group's limit."""
-    import psutil  # imported late, for a fast start of workers
+    """Return the bytes that this process can still allocate, limited by the machine and by control groups."""
+    import psutil  # Imported late, so that workers start fast.
 
     free = int(psutil.virtual_memory().available)
     return min([free, *(remaining for group in _control_groups() if (remaining := group.left()) is not None)])
 
 
 def private_bytes(pid: int | None = None) -> int:
-    """Return the bytes of a process that aren't mapped from files or shared; 0 for an ended process."""
-    # Not by psutil: each worker asks once at its start, and the import takes as long as the rest of the start.
+    """Return the bytes of a process that are neither shared nor mapped from files; 0 for an ended process."""
+    # This avoids psutil, because each worker calls this at the start, and the import would double the start-up time.
     try:
         with open(f"/proc/{pid or 'self'}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())
-    except OSError:  # the process has ended
+    except OSError:  # The process has ended.
         return 0
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
@@ -52,7 +52,7 @@ class _ControlGroup:
     unified: bool
 
     def left(self) -> int | None:
-        """Return the bytes below the limit; None without a limit."""
+        """Return the free bytes below the group's memory limit; None without a limit."""
         limit, used, of_all = (
             ("memory.max", "memory.current", "")
             if self.unified
@@ -61,10 +61,10 @@ class _ControlGroup:
         try:
             most, now = (self.folder / limit).read_text().strip(), int((self.folder / used).read_text())
             numbers = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
-            # The page cache is freed on demand.
+            # Cached files count as free, because the kernel frees the page cache on demand.
             files = sum(int(numbers.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
             return None if most == "max" else max(0, int(most) - now + files)
-        except (OSError, ValueError):  # the outermost group has no such files
+        except (OSError, ValueError):  # The outermost group has no such files.
             return None
 
     @property
@@ -79,7 +79,7 @@ def _control_groups() -> list[_ControlGroup]:
         lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
     except OSError:
         return []
-    # With both versions mounted, v1 may control memory. The line of v2 has no controllers.
+    # If both cgroup versions are mounted, v1 may control memory. The line of v2 names no controllers.
     for controller, root in (("memory", _CGROUPS / "memory"), ("", _CGROUPS)):
         for _, controllers, path in lines:
             if controller in controllers.split(","):
@@ -105,22 +105,21 @@ class OomKills:
 
     @classmethod
     def now(cls) -> OomKills:
-        """Read the counter of this process's control group, or else of the machine.
+        """Read the OOM counter of this process's control group, or else of the machine.
 
-        In a container the group's path may be the outside one, which has no folder inside; then an enclosing group
-        counts.
+        In a container the group's path may be the host's, which doesn't exist inside. Then an enclosing group counts.
         """
         groups = [(group.events, "its control group") for group in _control_groups()]
         for path, subject in [*groups, (_COUNTS, "this machine")]:
             try:
                 counts = dict(line.split() for line in path.read_text().splitlines())
                 return cls(int(counts["oom_kill"]), subject, path)
-            except (OSError, ValueError, KeyError):  # an old kernel
+            except (OSError, ValueError, KeyError):  # An old kernel lacks the counter.
                 continue
         return cls(0, "nobody", _COUNTS)
 
     def since(self) -> str | None:
-        """Describe the kills since this count, as a hint at a worker's death; None for no kills."""
+        """Describe the OOM kills since this count, as a hint at the cause of a worker's death; None for no kills."""
         more = (now := self.now()).number - self.number
         if more <= 0 or now.path != self.path:
             return None
@@ -140,7 +139,7 @@ _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
 class SpillFile:
-    """An unnamed temporary file for sleeping memory.
+    """An unnamed temporary file for sleeping (offloaded) memory.
 
     Attributes:
         directory: The folder of the file.
@@ -157,12 +156,12 @@ class SpillFile:
 
     @classmethod
     def somewhere(cls, wanted: str | None) -> SpillFile:
-        """Create a file in the given folder, or in the first usual one that works.
+        """Create a spill file in the wanted folder, or else in the first usual folder that works.
 
         Raises:
             ValueError: No folder works.
         """
-        # Not `tempfile.gettempdir()`: its test file stays behind if the process is killed.
+        # `tempfile.gettempdir()` isn't used, because a killed process would leave a test file behind.
         named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
         usual = dict.fromkeys([*named, "/tmp", "/var/tmp", os.getcwd()])
         reasons = []
@@ -193,7 +192,7 @@ class SpillFile:
             if error.errno == errno.EFBIG:
                 why += ", as the limit of this process has it (ulimit -f)"
             why += f": {size_text(more)} are to sleep in {self.directory} (spill_dir)"
-            with suppress(OSError):  # the folder was removed; the open file doesn't need a name
+            with suppress(OSError):  # The folder may have been removed while the file is open.
                 disk = os.statvfs(self.directory)
                 why += f", on whose disk {size_text(disk.f_bavail * disk.f_frsize)} are free"
             raise OSError(error.errno, why) from error
@@ -206,9 +205,9 @@ class SpillFile:
         self._move(os.preadv, view, start)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], view: Any, start: int) -> None:
-        # Not by an array of the tensor: afterwards torch couldn't free the tensor's memory.
+        # With an array made from the tensor, torch couldn't free the tensor's memory afterwards.
         memory = memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr()))
-        while memory:  # the kernel moves at most 2 GiB per call
+        while memory:  # The kernel moves at most 2 GiB per call.
             if not (done := move(self._descriptor, [memory], start)):
                 raise OSError(errno.EIO, f"the file in {self.directory} (spill_dir) has lost what slept there")
             memory, start = memory[done:], start + done

@@ -1,4 +1,4 @@
-"""Format tracebacks for users: with users' frames, and runs of the framework's frames as a count."""
+"""Format tracebacks for users, with a count in place of each run of the framework's frames."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from colocate._system.jobs import error_text
 from colocate._system.lines import is_own_code, with_cells
 from colocate.errors import ColocateError, RoleError, RoleStartError
 
-_executors: set[str] = set()  # folders of the code of used executors
-_BETWEEN = (  # code through which users call the framework, or the framework calls users' code
-    "<frozen ",  # the interpreter's own code
+_executors: set[str] = set()  # These are the code folders of the executors in use.
+_BETWEEN = (  # Frames of this code may be between users' frames and the framework's.
+    "<frozen ",  # This prefix marks the interpreter's own code.
     *(f"{os.sep}{name}" for name in ("contextlib.py", "functools.py", "threading.py", f"bin{os.sep}colocate")),
     *(f"{os.sep}{name}{os.sep}" for name in ("typer", "cloudpickle")),
 )
@@ -33,7 +33,7 @@ _CARRIED: Any = object()
 
 
 def fold_frames_of(packages: Iterable[str]) -> None:
-    """Count frames of these packages or modules as the framework's: the packages of a used executor."""
+    """Treat frames of an executor's packages or modules as the framework's own frames."""
     for name in packages:
         spec = importlib.util.find_spec(name)
         if spec is not None:
@@ -42,10 +42,10 @@ def fold_frames_of(packages: Iterable[str]) -> None:
 
 
 def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
-    """Format an exception with all causes like Python, but with runs of framework frames as a count.
+    """Format an exception and all causes as Python does, but with a count in place of each run of framework frames.
 
-    An exception with framework frames only is formatted in full, because the fault is the framework's; except errors
-    that report a role's exception, and groups that contain a user's error.
+    An exception with framework frames only is formatted in full, because the fault is then the framework's. This
+    doesn't apply to errors that report a role's exception, and to groups that contain a user's error.
 
     Args:
         error: The exception.
@@ -57,14 +57,14 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
         formatted = traceback.TracebackException(type(error), error, trace)
         _fold(formatted, error, whole)
         return "".join(formatted.format())
-    except Exception as fault:  # an error in the exception's class, or an endless chain of parts
+    except Exception as fault:  # The exception's class may be faulty, or the chain of parts endless.
         frames = "".join(folded(traceback.extract_tb(trace), whole).format())
         head = f"Traceback (most recent call last):\n{frames}" if frames else ""
         return f"{head}{error_text(error)}\n(what belongs to it can't be told: {error_text(fault)})\n"
 
 
 def fold_uncaught() -> None:
-    """Format uncaught errors of a script or an IPython cell by `told`, unless other code has set a hook."""
+    """Install hooks that format uncaught errors of scripts and IPython cells by `told`, unless another hook is set."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _tell_uncaught
     running = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -84,10 +84,10 @@ def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 def _tell_of_cell(
     shell: Any, kind: type[BaseException], error: Any, trace: TracebackType, tb_offset: int | None = None
 ) -> None:
-    text = with_cells(told(error, trace.tb_next))  # without IPython's own frame
+    text = with_cells(told(error, trace.tb_next))  # The first frame is IPython's own.
     if _FOLDED.search(text):
-        with contextlib.suppress(AttributeError):  # an exception class with slots
-            error._render_traceback_ = text.rstrip().splitlines  # read by IPython
+        with contextlib.suppress(AttributeError):  # An exception class with slots refuses the attribute.
+            error._render_traceback_ = text.rstrip().splitlines  # IPython reads this attribute.
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 
@@ -95,19 +95,19 @@ _FOLDED = re.compile(r"^  \.\.\. \d+ frames? of colocate$", re.MULTILINE)
 
 
 def frames_of_users(error: BaseException) -> str:
-    """Return the frames of an exception, the framework's as counts; empty if all frames are the framework's."""
+    """Return the text of an exception's frames, with framework frames as counts; empty if there are no other frames."""
     frames = traceback.extract_tb(error.__traceback__)
     shown = folded(frames, whole=True)
     return "".join(shown.format()) if shown is not frames else ""
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Return the exception for raising again; without its frames so far if all are the framework's."""
+    """Remove an exception's traceback if all frames are the framework's; return the exception."""
     return error if frames_of_users(error) else error.with_traceback(None)
 
 
 def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
-    """Replace runs of framework frames in a stack by counts; with `in_full`, keep a pure framework stack."""
+    """Replace each run of framework frames in a stack by a count. `in_full` keeps a stack of framework frames only."""
     ours = [is_own_code(summary.filename) or summary.filename.startswith(tuple(_executors)) for summary in frames]
     between = [any(part in summary.filename for part in _BETWEEN) for summary in frames]
     users = [not (a or b) for a, b in zip(ours, between, strict=True)]
@@ -124,11 +124,10 @@ def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) ->
 
 
 def _fold(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
-    """Fold the stacks of an exception, all causes, and the members of a group."""
     todo = [(found, error)]
-    while todo:  # a loop: a chain of causes may exceed the recursion limit
+    while todo:  # A loop, because a chain of causes may exceed the recursion limit.
         found, error = todo.pop()
-        if _of_a_role(error):  # the message has cause and place
+        if _of_a_role(error):  # The message of a role's error already names the cause and the place.
             found.__cause__ = found.__context__ = None
         found.stack = folded(found.stack, whole, in_full=not _tells(error))
         parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
@@ -143,7 +142,7 @@ def _of_a_role(error: BaseException) -> bool:
 
 
 def _tells(error: BaseException) -> bool:
-    """Return whether an error names the culprit by other means than a stack."""
+    """Return whether an error points to users' code by other means than the error's own stack."""
     if isinstance(error, BaseExceptionGroup):
         return any(_tells(part) or frames_of_users(part) for part in error.exceptions)
     return _of_a_role(error)
@@ -165,14 +164,14 @@ class _Folded(traceback.StackSummary):
 
 
 class NotRebuilt(ColocateError):
-    """Raised if received data can't be rebuilt: `what` names the data, `why` is the error of a user's class."""
+    """Raised if received data can't be rebuilt. `what` names the data, and `why` is the error of a user's class."""
 
     what: str = ""
     why: BaseException
 
 
 class rebuilding:
-    """A block that unpacks data; an error becomes `NotRebuilt`. Errors of colocate pass unchanged."""
+    """A context manager for unpacking data that turns errors into `NotRebuilt`. Errors of colocate pass unchanged."""
 
     def __init__(self, what: str | Callable[[], str]) -> None:
         self._what = what
@@ -192,13 +191,13 @@ class rebuilding:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Return whether a signal handler on the main thread has raised an error, which isn't the fault of the data."""
+    """Return whether an error was raised by a signal handler on the main thread, and not by the unpacked data."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers: set[CodeType | None] = set()
     for number in signal.valid_signals():
-        if callable(handler := signal.getsignal(number)):  # otherwise the default, or none
-            handler = getattr(handler, "func", handler)  # of a partial
+        if callable(handler := signal.getsignal(number)):  # The default action and an ignored signal aren't callable.
+            handler = getattr(handler, "func", handler)  # A `functools.partial` has the handler as `func`.
             code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
-            handlers.add(code)  # of a function, of a method, or of an object's `__call__`
+            handlers.add(code)  # The code belongs to a function, a method or an object's `__call__`.
     return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))

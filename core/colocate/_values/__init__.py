@@ -1,1 +1,1 @@
-"""Split, join, reduce and walk values by rows."""
+"""Split, join and reduce values by rows, and walk the leaves of values."""

@@ -27,9 +27,9 @@ _HAVE_ROWS = (
 
 
 class Deferred:
-    """A leaf with rows that aren't on the driver: a reference to a resident.
+    """Base class of references to residents: leaves with rows that are on workers, not on the driver.
 
-    Dispatches ask its methods for placeholders.
+    A dispatch gets placeholders for the leaf from the methods of a subclass.
     """
 
     __slots__ = ()
@@ -42,14 +42,14 @@ def is_deferred(kind: type) -> bool:
 
 @attrs.frozen
 class Beside:
-    """Plain rows scattered along with a resident, the parameter `owner`; only workers know the resident's rows."""
+    """A check by the workers that a plain parameter `name` has as many rows as a resident (parameter `owner`)."""
 
     name: str
     rows: int
     owner: str
 
     def check(self, rows: int) -> None:
-        """Compare the number of rows with the resident's.
+        """Compare the resident's number of rows with the plain parameter's number.
 
         Raises:
             DispatchError: The numbers differ.
@@ -59,7 +59,7 @@ class Beside:
 
 @attrs.frozen(eq=False)
 class Cut:
-    """A plain value for all ranks, each of which takes the rows that belong to a part of a resident (`by`)."""
+    """A plain value sent to all ranks. Each rank takes the rows that match a part of a resident (`by`)."""
 
     value: Any
     by: Any
@@ -67,7 +67,7 @@ class Cut:
 
 
 def check_sets(what: str, rows: int, of: int, parameter: str | None = None) -> None:
-    """Raise a `DispatchError` unless the rows form whole sets of `of` rows."""
+    """Raise a `DispatchError` unless the number of rows is a multiple of `of`."""
     if rows % of:
         raise DispatchError(
             f"{what} has {plural(rows, 'row')}, which is no multiple of {of}: Scatter(rows_of={of}) keeps every {of} "
@@ -87,7 +87,7 @@ def same_rows(first: str, rows: int, other: str, others: int) -> None:
 
 
 def rows(value: Any, path: str) -> int:
-    """Return the number of rows of a value, which all leaves must share.
+    """Return the number of rows of a value, in which all leaves must have equally many rows.
 
     Raises:
         DispatchError: Leaves differ, or have no rows; `path` is the value's name in the message.
@@ -100,7 +100,7 @@ def rows(value: Any, path: str) -> int:
 
 
 def count_rows(value: Any, path: str) -> int | None:
-    """Count rows like `rows`, but return None if the driver knows no leaf with rows: only None and `Deferred`."""
+    """Count rows like `rows`, but return None if all leaves of the value are None or `Deferred`."""
     total: int | None = None
     for leaf in leaves(value):
         cls = type(leaf)
@@ -143,7 +143,7 @@ def _length(leaf: Any, path: str) -> int:
 
 
 def each_row(value: Any, path: str) -> list[Any]:
-    """Return the rows one by one: items of a list, slices of a tensor with one axis less.
+    """Return the individual rows of a value: the items of a list, or the slices of a tensor, with one axis less.
 
     The row of a type in `register_batch` is a batch of one row. Other sequences, such as `range`, count as lists.
     """
@@ -154,7 +154,7 @@ def each_row(value: Any, path: str) -> list[Any]:
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:
-    """Return the rows from `start` to before `stop`, clipped to the existing rows."""
+    """Return the rows of a value from `start` to before `stop`, clipped to the existing rows."""
     total = count_rows(value, "value") or 0
     start = min(max(start, 0), total)
     stop = min(max(stop, start), total)
@@ -163,32 +163,32 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
 
 
 def cut(leaf: Any, start: int, stop: int, memo: Memo) -> Any:
-    """Return some rows of a leaf; the memo keeps jagged offsets shared among leaves."""
+    """Return the rows of a leaf from `start` to before `stop`. The memo keeps jagged offsets shared among leaves."""
     kind = _kind(leaf, "value")
     return leaf if (start, stop) == (0, kind.length(leaf)) else kind.slice(leaf, start, stop, memo)
 
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
-    """Return the rows at these indices, in the given order."""
+    """Return the rows of a value at these indices, in the given order."""
     memo = Memo()
     return take_apart(value, 1, lambda leaf: [take(leaf, rows, memo)])[0]
 
 
 def take(leaf: Any, rows: Sequence[int], memo: Memo) -> Any:
-    """Return the rows of a leaf at these indices; the memo keeps jagged offsets shared among leaves."""
+    """Return the rows of a leaf at these indices. The memo keeps jagged offsets shared among leaves."""
     return _kind(leaf, "value").take(leaf, rows, memo)
 
 
 def pad(value: Any, to: int) -> Any:
-    """Repeat the last row until there are `to` rows; the given value, of at least one row, stays unchanged."""
+    """Return a value padded to `to` rows with copies of the last row. The value needs at least one row."""
     total = rows(value, "value")
     return value if total == to else take_apart(value, 1, leaf_splitter([total], to))[0]
 
 
 def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[Any], Sequence[Any]]:
-    """Return a function that splits leaves, for `take_apart`; with `each`, all parts are padded to that many rows.
+    """Return a function that splits a leaf into parts of these sizes; with `each`, parts are padded to `each` rows.
 
-    Padding repeats the leaf's last row.
+    Padding repeats the leaf's last row. The function is for `take_apart`.
     """
     memo = Memo()
     total = sum(sizes)
@@ -199,7 +199,7 @@ def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[An
         if each is None or each * len(sizes) == total:
             return parts
         last = leaf if total == 1 else kind.slice(leaf, total - 1, total, memo)
-        nothing_real: list[Any] = []  # one part for all ranks with padding only
+        nothing_real: list[Any] = []  # All ranks with padding only share one part.
         padded: list[Any] = []
         for part, size in zip(parts, sizes, strict=True):
             if size == each:
@@ -215,7 +215,7 @@ def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[An
 
 
 def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, memo: Memo | None = None) -> Any:
-    """Join parts, one after the other; `label` returns the name of part i for errors."""
+    """Join the rows of parts in order. `label` returns the name of part i for errors."""
     if len(parts) == 1:
         return parts[0]
     if memo is None:
@@ -241,7 +241,7 @@ def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, mem
             )
         _length(part, path)
     if structure_of(type(first)) is not None:
-        parts = on_one_device(parts)  # like the tensors of other kinds
+        parts = on_one_device(parts)  # Tensors of other kinds are moved to one device, too.
     try:
         return kind.concat(parts, memo)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Send values between driver and worker: by value in the wire format, or by reference within one process."""
+"""Convert values to message bodies and back, by value in the wire format or by reference within one process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from colocate.errors import SerializationError
 
 @attrs.frozen
 class Codec:
-    """A pair of functions: from a value to a message's body, and back (the second takes the receiver's device)."""
+    """A pair of functions that convert a value to a message's body and back. `unpack` takes the receiver's device."""
 
     name: str
     pack: Callable[[Any], Any]
     unpack: Callable[[Any, str | None], Any]
 
     def pack_named(self, value: Any, name: str, what: str) -> Any:
-        """Pack a value.
+        """Pack a value into a message's body.
 
         Raises:
             SerializationError: Packing failed; the message names the value, and the path to the culprit inside.
@@ -38,7 +38,7 @@ class Codec:
             raise explain(value, name, what, error) from error
 
     def pack_arguments(self, arguments: dict[str, Any], what: str) -> Any:
-        """Pack a call's arguments; None without arguments.
+        """Pack a call's arguments into a message's body; return None without arguments.
 
         Raises:
             SerializationError: Packing failed; the message names the argument, and the path to the culprit inside.
@@ -68,7 +68,7 @@ def explain(value: Any, name: str, what: str, error: Exception) -> Serialization
 
 
 def _handed_over(value: Any, device: str | None) -> Any:
-    # Workers get arguments detached from autograd on every executor: no graph may reach from role to driver.
+    # Workers get arguments detached from autograd, because no graph may connect a role and the driver.
     if device is None:
         return value
     if type(value) is dict:
@@ -77,16 +77,16 @@ def _handed_over(value: Any, device: str | None) -> Any:
 
 
 def _holds_nothing(value: Any) -> bool:
-    return is_plain(value) or issubclass(type(value), Plain)  # `Plain` stands for a resident
+    return is_plain(value) or issubclass(type(value), Plain)  # A `Plain` object represents a resident.
 
 
 def _pack_copy(value: Any) -> Any:
-    # In one process, the buffers of a packed value are the sender's memory, which the sender may overwrite next.
+    # Buffers are copied, because within one process the sender may overwrite the memory afterwards.
     return owned(wire.pack(value))
 
 
 def _unpack_copy(body: Any, device: str | None) -> Any:
-    return wire.unpack(body.copy(), device)  # ranks share no memory
+    return wire.unpack(body.copy(), device)  # Copied, so that ranks share no memory.
 
 
 BY_VALUE = Codec("value", wire.pack, wire.unpack)

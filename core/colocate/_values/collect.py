@@ -21,7 +21,7 @@ from colocate._values.mesh import Ranks
 from colocate.errors import ConfigError, DispatchError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # Python 3.13's TypeVar has a default
+    from typing_extensions import TypeVar  # The TypeVar of `typing` has no default before Python 3.13.
 
     J_co = TypeVar("J_co", covariant=True, default=Any)
 else:
@@ -29,13 +29,13 @@ else:
 
     J_co = TypeVar("J_co", covariant=True)
 
-_AXES = frozenset({"dp", "tp", "pp", "cp", "sp", "ep"})  # the usual axes
+_AXES = frozenset({"dp", "tp", "pp", "cp", "sp", "ep"})  # A method may name a usual axis that no mesh has.
 _OPERATIONS = ("mean", "sum", "max", "min")
 _NUMBERS = frozenset({int, float, bool, complex})
 
 
 class Collect(abc.ABC, Generic[J_co]):
-    """Joins the results of ranks into one value. Subclasses need `join` only.
+    """A rule that joins the ranks' results into one value. Subclasses only need to define `join`.
 
     A subclass of `Collect[float]` declares the result type of calls; a plain `Collect` doesn't.
     """
@@ -60,7 +60,7 @@ class Collect(abc.ABC, Generic[J_co]):
 
 @attrs.frozen
 class Gather(Collect[list[Any]]):
-    """Collects a list with the result of each rank, whatever the mesh."""
+    """Collects the results of all ranks in a list."""
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> list[Any]:
         """Return the results as a list."""
@@ -69,9 +69,9 @@ class Gather(Collect[list[Any]]):
 
 @attrs.frozen
 class Concat(Collect):
-    """Joins the rows of results, with one copy of each part along the axis.
+    """Joins the rows of the ranks' results, one part for each position on the axis.
 
-    A part comes from the first rank along the other axes, and from the last pipeline stage.
+    A part is the result of the first rank at that position, of the last pipeline stage.
     """
 
     row_aligned: ClassVar[bool] = True
@@ -83,7 +83,7 @@ class Concat(Collect):
         check_place("Concat", self.axis, self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """Return one rank per part."""
+        """Return one rank for each position on the axis."""
         return ranks.leaders(self.axis, self.mesh)
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
@@ -114,7 +114,7 @@ class Concat(Collect):
                     )
                 if real != padded:
                     parts[place], totals[place] = slice_rows(parts[place], 0, real), real
-        # Empty results often have other shapes than the rest, and contribute nothing.
+        # Leave out empty results, which often have other shapes.
         filled_places = [place for place, total in enumerate(totals) if total] or range(len(parts))
         places = None
         if ranks.partition is not None:
@@ -140,13 +140,13 @@ class First(Collect):
         check_place("First", "dp", self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """Return that rank."""
-        if ranks.targets is not None and len(ranks.targets) == 1:  # a call to one rank: the mesh doesn't matter
+        """Return the first rank of the last pipeline stage, in a sequence."""
+        if ranks.targets is not None and len(ranks.targets) == 1:  # In a call to one rank, the mesh doesn't matter.
             return ranks.targets
         return ranks.leaders("", self.mesh)
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-        """Return that rank's result."""
+        """Return the result of the first rank of the last pipeline stage."""
         return results[0] if len(results) == 1 else ranks.pick(results, self.sources(ranks))[0]
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class First(Collect):
 
 @attrs.frozen
 class Reduce(Collect):
-    """Reduces numbers, tensors and arrays of the ranks, leaf by leaf in dicts, lists and tuples.
+    """Reduces the ranks' numbers, tensors and arrays to one value, leaf by leaf in dicts, lists and tuples.
 
     Each place along the axis counts once. Ranks without rows don't count. The sum of integers has 64 bits, as in torch
     and NumPy.
@@ -181,7 +181,7 @@ class Reduce(Collect):
         check_place("Reduce", self.axis, self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """Return one rank per place along the axis, without ranks that had no rows."""
+        """Return one rank for each position on the axis, without ranks that had no rows."""
         leaders = ranks.leaders(self.axis, self.mesh)
         if ranks.rows is None:
             return leaders
@@ -193,7 +193,7 @@ class Reduce(Collect):
         )
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
-        """Reduce the results of all ranks that count."""
+        """Reduce the results of the ranks from `sources` to one value."""
         sources = self.sources(ranks)
         if not sources:
             raise DispatchError(f"{self!r}: no rank worked on any rows, so there is nothing to reduce")
@@ -208,7 +208,7 @@ class Reduce(Collect):
 
 
 def check(dispatch: Any, collect: Any, where: str) -> None:
-    """Raise a `DispatchError` unless a dispatch and a collect fit together, at class declaration."""
+    """Raise a `DispatchError` unless a method's dispatch and collect fit together."""
     for name, value, base in (("dispatch", dispatch, Dispatch), ("collect", collect, Collect)):
         if not isinstance(value, base):
             called = f"{value.__name__}(...)" if isinstance(value, type) else f"a {base.__name__}"
@@ -222,7 +222,7 @@ def check(dispatch: Any, collect: Any, where: str) -> None:
 
 
 def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str) -> None:
-    """Raise a `DispatchError` for a mesh or an unusual axis that a method names and the role lacks."""
+    """Raise a `DispatchError` if a method names a mesh or an unusual axis that the role doesn't have."""
     for value in (dispatch, collect):
         mesh, axis = getattr(value, "mesh", None), getattr(value, "axis", None)
         if mesh is not None and mesh not in ranks.meshes:
@@ -245,7 +245,7 @@ def reduce_values(
     ranks: Sequence[int],
     keys: tuple[Any, ...] = (),
 ) -> Any:
-    """Reduce values of equal structure; `weights` are for a mean, None for equal weights.
+    """Reduce values of equal structure to one value. `weights` are for a mean; None means equal weights.
 
     The result type doesn't depend on the number of values: a mean of integers is a float.
     """
@@ -301,20 +301,20 @@ def _family(value: Any) -> Any:
 def _number(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
     numpy = imported("numpy")
     kinds = {getattr(getattr(value, "dtype", None), "kind", "") for value in values}
-    # A product in the NumPy number's own type may overflow.
+    # Convert to arrays, because a product in a NumPy number's own type may overflow.
     if numpy is not None and operation in ("mean", "sum") and not kinds.isdisjoint("biufc"):
         return _array(list(map(numpy.asarray, values)), operation, weights)[()]
     if operation == "mean":
         return sum(map(operator.mul, values, weights)) / sum(weights)
     if operation == "sum":
         return sum(values)
-    # The result of Python's own max and min depends on the position of a NaN.
+    # Handle NaNs first, because the results of Python's max and min depend on a NaN's position.
     strange = [value for value in values if value != value]
     return strange[0] if strange else max(values) if operation == "max" else min(values)
 
 
 def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
-    """Reduce arrays; the sum of integers has the largest type of their kind, like NumPy's sum."""
+    """Reduce arrays to one array. The sum of integers has 64 bits, like NumPy's sum."""
     import numpy as np
 
     if operation in ("max", "min"):
@@ -325,16 +325,16 @@ def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any
             values = [value.astype(np.uint64 if dtype.kind == "u" else np.int64) for value in values]
         return functools.reduce(np.add, values)
     inexact = dtype if dtype.kind in "fc" else np.result_type(dtype, np.float64)
-    wide = np.result_type(inexact, np.float32)  # half precision loses too much
+    wide = np.result_type(inexact, np.float32)  # Half precision would lose digits.
     parts = [value.astype(wide) for value in values]
     if operation == "mean":
         total = sum(weights)
         parts = [part * (weight / total) for part, weight in zip(parts, weights, strict=True)]
-    return np.asanyarray(functools.reduce(np.add, parts)).astype(inexact)  # keeps masked arrays masked
+    return np.asanyarray(functools.reduce(np.add, parts)).astype(inexact)  # `asanyarray` keeps masks.
 
 
 def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
-    """Reduce tensors; the sum of integers is int64, like torch's sum."""
+    """Reduce tensors to one tensor. The sum of integers is an int64, like torch's sum."""
     import torch
 
     values = [value.detach().to(values[0].device) for value in values]
@@ -344,14 +344,14 @@ def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> An
     if operation == "sum":
         wide = dtype
         if dtype.is_floating_point:
-            wide = torch.promote_types(dtype, torch.float32)  # half precision loses too much
+            wide = torch.promote_types(dtype, torch.float32)  # Half precision would lose digits.
         elif not dtype.is_complex and not values[0].is_quantized and dtype is not torch.uint64:
             dtype = wide = torch.int64
         return functools.reduce(torch.add, [value.to(wide) for value in values]).to(dtype)
     inexact = dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
     if len(values) == 1:
         return values[0].to(inexact)
-    total, wide = sum(weights), torch.promote_types(inexact, torch.float32)  # half precision loses too much
+    total, wide = sum(weights), torch.promote_types(inexact, torch.float32)  # Half precision would lose digits.
     mean = values[0].to(wide) * (weights[0] / total)
     for value, weight in zip(values[1:], weights[1:], strict=True):
         mean.add_(value.to(wide), alpha=weight / total)

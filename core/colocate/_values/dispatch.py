@@ -1,4 +1,4 @@
-"""Dispatch the arguments of a call to the ranks; `Scatter` assigns rows."""
+"""Dispatch the arguments of a call to ranks: to all ranks, to one rank, item by item, or split by rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Arguments = Mapping[str, Any]
 
 
 class Parts(list[Arguments]):
-    """One mapping per rank, with each rank's numbers of real and of padded rows, and the row indices, if known."""
+    """The arguments of each rank, with the numbers of real and padded rows and the row indices, if known."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Parts(list[Arguments]):
 
 
 class Dispatch(abc.ABC):
-    """Maps a call's arguments to ranks. Subclasses need `split` only."""
+    """A rule that maps a call's arguments to ranks. Subclasses only need to define `split`."""
 
     accepts_deferred: ClassVar[bool] = False
     """Whether `split` handles `Deferred` leaves; each subclass must declare so, or gets plain values."""
@@ -76,14 +76,14 @@ class Dispatch(abc.ABC):
         """
 
     def declare(self, parameters: Sequence[str], method: str) -> None:  # noqa: B027 - nothing to check by default
-        """Check this dispatch against the method's parameters, at class declaration.
+        """Check this dispatch against the method's parameters when the role's class is declared.
 
         Raises:
             DispatchError: A named parameter doesn't exist.
         """
 
     def targets(self, ranks: Ranks) -> Sequence[int] | None:
-        """Return the ranks to call; None for all."""
+        """Return the ranks to call; None for all ranks."""
         return None
 
 
@@ -95,7 +95,7 @@ class Broadcast(Dispatch):
     selectable: ClassVar[bool] = True
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """Return one mapping for all ranks."""
+        """Return the same mapping, with all arguments, for every rank."""
         return [whole(arguments)] * ranks.world_size
 
 
@@ -113,11 +113,11 @@ class OnRank(Dispatch):
             raise ConfigError(f"OnRank({self.rank!r}): a rank is a whole number from 0 up")
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """Return one mapping for all ranks; `targets` chooses one rank."""
+        """Return the same mapping for every rank; `targets` chooses the rank that is called."""
         return [whole(arguments)] * ranks.world_size
 
     def targets(self, ranks: Ranks) -> Sequence[int] | None:
-        """Return the one rank: the call's, or else the declared one."""
+        """Return the rank to call, which is the rank that the call names, or else the declared rank."""
         if ranks.targets is None:
             return [self.rank]
         if len(ranks.targets) != 1:
@@ -129,7 +129,7 @@ class OnRank(Dispatch):
 
 
 class _Named(Dispatch):
-    """A dispatch with named parameters of the method."""
+    """Base class of dispatches that name some of the method's parameters."""
 
     parameters: tuple[str, ...]
 
@@ -147,7 +147,10 @@ class _Named(Dispatch):
 
 @attrs.frozen(init=False)
 class PerRank(_Named):
-    """Gives item i of the named parameters, which are lists, to rank i (of the ranks that the call names, if any)."""
+    """Gives item i of each named parameter, which must be a list, to rank i.
+
+    If the call names ranks, item i goes to the i-th named rank.
+    """
 
     accepts_deferred: ClassVar[bool] = True
     selectable: ClassVar[bool] = True
@@ -159,7 +162,7 @@ class PerRank(_Named):
         self.__attrs_init__(parameters)  # pyright: ignore[reportAttributeAccessIssue]
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """Return item i of each list for rank i, and all other arguments whole."""
+        """Return item i of each list for rank i, and all other arguments unchanged."""
         targets = range(ranks.world_size) if ranks.targets is None else ranks.targets
         lists: dict[str, Sequence[Any]] = {}
         for name in self.parameters:
@@ -181,7 +184,7 @@ class PerRank(_Named):
 
 @attrs.frozen(init=False)
 class Scatter(_Named):
-    """Splits the rows of the named parameters along an axis of the mesh, and repeats them along the other axes.
+    """Splits the rows of the named parameters along one mesh axis. Ranks along the other axes get equal rows.
 
     Splits are contiguous and, if necessary, uneven; with `balance` they have nearly equal costs, and `Concat` restores
     the order of rows.
@@ -194,9 +197,9 @@ class Scatter(_Named):
         empty: With fewer rows than ranks and no padding: "error", or "run" the method on no rows.
         mesh: The mesh, if the role has several.
         rows_of: The number of rows that stay together, such as the samples of one prompt.
-        balance: A parameter with the cost of each row, such as its tokens: integers, one per row, or a mask `[rows,
-            tokens]`. It is scattered as well, and the driver needs its value. None as an argument means equal
-            costs.
+        balance: A parameter with the cost of each row, such as the number of tokens: integers, one per row, or a mask
+            `[rows, tokens]`. The parameter is scattered, too, and the driver needs the value. None as an argument
+            means equal costs.
     """
 
     accepts_deferred: ClassVar[bool] = True
@@ -222,7 +225,8 @@ class Scatter(_Named):
         if balance is not None and balance not in parameters:
             parameters = *parameters, balance
         _check_names(type(self), parameters)
-        if not isinstance(pad, bool) and pad != "masked":  # 1 and 0 would be padded, and not recognised as padding
+        # Refuse the number 1, which would pad rows without being recognised as True later.
+        if not isinstance(pad, bool) and pad != "masked":
             raise ConfigError(f"Scatter(pad={pad!r}): use False, True or 'masked'")
         if empty not in ("error", "run"):
             raise ConfigError(f"Scatter(empty={empty!r}): use 'error' or 'run'")
@@ -243,7 +247,7 @@ class Scatter(_Named):
         )
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
-        """Return the parts of the named parameters, and all other arguments whole."""
+        """Return each rank's part of the named parameters, and all other arguments unchanged."""
         if type(arguments.get(self.parameters[0])) is list and (plain := self._of_plain(arguments, ranks)) is not None:
             return plain
         mesh = ranks.mesh(self.mesh)
@@ -254,7 +258,7 @@ class Scatter(_Named):
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         by, partition = self._partition(scattered, count)
         common = whole({name: value for name, value in arguments.items() if name not in scattered})
-        base = {name: common.get(name) for name in arguments}  # keeps the order of the call's arguments
+        base = {name: common.get(name) for name in arguments}  # Keeps the order of the arguments.
         if partition is None:
             parts, sizes, padded_size = self._spread(scattered, count)
         else:
@@ -275,7 +279,7 @@ class Scatter(_Named):
         )
 
     def _of_plain(self, arguments: Arguments, ranks: Ranks) -> Parts | None:
-        """Return the result of `split` for plain values, with lists split over all ranks; None for other arguments."""
+        """Return the result of `split` for plain values if lists are split over all ranks; None in other cases."""
         count, total = ranks.world_size, len(arguments[self.parameters[0]])
         if self.axis != "dp" or self.rows_of > 1 or self.pad or self.mesh or self.balance or total < count:
             return None
@@ -289,10 +293,9 @@ class Scatter(_Named):
         return Parts([{**arguments, **{name: items[cut] for name, items in lists.items()}} for cut in cuts], sizes)
 
     def _partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
-        """Return the parameter that determines the partition, and each place's row indices if rows were chosen.
+        """Return the parameter that determines how rows are split, and the parts' row indices if chosen by cost.
 
-        The parameter is the one with the costs, fetched if it is a resident; or else the first resident, as for
-        contiguous rows.
+        This is the parameter with the costs (fetched if it is a resident), or else the first resident.
         """
         of = self.rows_of
         if self.balance is not None and values.get(self.balance) is not None:
@@ -312,18 +315,18 @@ class Scatter(_Named):
         return "", None
 
     def _spread(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
-        """Split rows over the places of the axis, in sets of `rows_of`.
+        """Split the values by rows over the positions on the axis, in sets of `rows_of` rows.
 
-        Values on the driver are split evenly. With residents, the partition of the first resident applies; with
-        residents only, or with an unknown number of rows, the workers split.
+        Values on the driver are split evenly. With residents, the partition of the first resident applies. With only
+        residents, or with an unknown number of rows, the workers split.
 
         Returns:
-            The parts, or one part for all ranks if each rank finds its own in the worker; the real rows, and the
-                padded rows of each rank. Both are None if only the workers will know.
+            The parts (or one part for all ranks, if each rank takes rows in the worker); each rank's number of real
+                rows, and of padded rows. Both numbers are None if only the workers will know.
         """
         axis, mesh, of = self.axis, self.mesh, self.rows_of
         padding: Padding = "even" if self.pad else "none"
-        first, total = "", None  # the first parameter with known rows, and their number
+        first, total = "", None  # `total` is the number of rows of the parameter `first`, if known.
         deferred: list[tuple[str, Any]] = []
         for name, value in values.items():
             try:
@@ -336,13 +339,13 @@ class Scatter(_Named):
             elif row_count is not None:
                 same_rows(first, total, name, row_count)
             deferred += [(name, leaf) for leaf in leaves(value) if is_deferred(type(leaf))]
-        owned: dict[int, Any] = {}  # each rank's own part of a resident, in its worker
+        owned: dict[int, Any] = {}  # Maps a leaf's id to the part of a resident that each rank already has.
         if not self.pad:
             owned = {id(leaf): leaf.own(axis, mesh, count, of) for _, leaf in deferred}
         sizes: Sequence[int] | None = None
         padded_size: int | None = None
-        aligned: dict[int, Beside] = {}  # comparisons with residents for the workers, by the leaf's id
-        by: Any = None  # the placeholder of the resident whose partition applies
+        aligned: dict[int, Beside] = {}  # Maps a leaf's id to a check of the resident's rows by the workers.
+        by: Any = None  # The partition of this resident determines the split.
         if total is None:
             if deferred and not self.pad and None not in owned.values():
                 return take_apart(values, 1, lambda leaf: [owned[id(leaf)]]), None, None
@@ -388,7 +391,7 @@ class Scatter(_Named):
         return take_apart(values, count, parts_of), sizes, padded_size
 
     def skipped(self, first: str, total: int, count: int) -> DispatchError:
-        """Return the error for a rank without rows."""
+        """Return the error for a call in which a rank would get no rows."""
         axis, of = self.axis, self.rows_of
         if total < count * of:
             sets = f", in sets of {of}," if of > 1 else ""
@@ -402,9 +405,9 @@ class Scatter(_Named):
         return DispatchError(f"{reason}, and no rank is skipped: {hint}", parameter=first)
 
     def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
-        """Return the result of `split` for the simple and usual case; None for other arguments.
+        """Return one mapping for all ranks if all scattered arguments are residents split alike; None otherwise.
 
-        In this case all scattered arguments are residents split alike, and the rest are numbers and similar.
+        This is the usual case. The other arguments are plain values, such as numbers, or residents.
         """
         mapping: dict[str, Any] = {}
         scattered = False
@@ -431,14 +434,14 @@ class Scatter(_Named):
 
 
 def written(value: Any, *positional: str, **usual: Any) -> str:
-    """Return the repr of a declaration: options with non-default values only."""
+    """Return the repr of a declaration, without options that have default values."""
     options = [f"{name}={option!r}" for name, default in usual.items() if (option := getattr(value, name)) != default]
     return f"{type(value).__name__}({', '.join([*positional, *options])})"
 
 
 @attrs.frozen
 class Plan:
-    """A call's arguments, ready to be sent. All sequences follow the order of `targets`."""
+    """The arguments of a call, ready to be sent. All sequences follow the order of `targets`."""
 
     arguments: Sequence[Arguments]
     targets: Sequence[int]
@@ -452,7 +455,7 @@ class Plan:
 
 @calls_users_code
 def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequence[int] | None = None) -> Plan:
-    """Plan the arguments of each rank; `select` has the ranks that the call names, or None."""
+    """Compute the arguments of each rank. `select` has the ranks that the call names, or is None."""
     if select is not None:
         if not dispatch.selectable:
             raise DispatchError(
@@ -464,7 +467,7 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
     if not dispatch.accepts_deferred:
         arguments = resolve(arguments, lambda leaf: leaf.fetch())
     parts: Any = dispatch.split(arguments, ranks)
-    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # usually a list of dicts
+    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:
         got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
         raise DispatchError(f"{dispatch!r}: split gave {got} for {ranks.world_size} ranks; it has to give one for each")
     for cls in {*map(type, parts)} - {dict}:
@@ -488,22 +491,22 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
 
 
 def resolve(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Replace every `Deferred` in a value by `leaf(it)`; a value without any is returned unchanged, and quickly."""
-    # The usual arguments of many calls.
+    """Replace every `Deferred` leaf of a value by the result of `leaf`. A value without any is returned unchanged."""
+    # Plain values, the arguments of most calls, are returned without a search.
     if all(map(is_plain, value.values())) if type(value) is dict else is_plain(value):
         return value
-    if not any(map(is_deferred, kinds_inside(value))):  # also terminates for endless values
+    if not any(map(is_deferred, kinds_inside(value))):  # This check terminates even if a value contains itself.
         return value
     return map_leaves(value, leaf, is_deferred)
 
 
 def whole(value: Any) -> Any:
-    """Return a value with placeholders for residents."""
+    """Return a value with placeholders in place of residents."""
     return resolve(value, lambda leaf: leaf.whole())
 
 
 def check_place(what: str, axis: str, mesh: str | None) -> None:
-    """Check the declared axis and mesh of a dispatch or collect."""
+    """Raise an error if a dispatch or collect names an invalid axis or mesh."""
     if not isinstance(axis, str) or not axis.isidentifier():
         raise DispatchError(f"{what}(axis={axis!r}): an axis is a word, such as 'dp'")
     if mesh is not None and not isinstance(mesh, str):
@@ -520,7 +523,7 @@ def _check_names(dispatch: type[Dispatch], parameters: tuple[Any, ...]) -> None:
 
 
 def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Return the argument of a `PerRank` parameter.
+    """Check the argument of a `PerRank` parameter, and return the list.
 
     Raises:
         DispatchError: The argument is no list of `count` items.
@@ -540,7 +543,7 @@ def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def chosen_ranks(ranks: Iterable[int]) -> Sequence[int]:
-    """Return the ranks that a call names, as plain numbers.
+    """Return the ranks that a call names, as a tuple of integers.
 
     Raises:
         DispatchError: The value is no list of ranks.

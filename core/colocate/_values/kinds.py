@@ -1,7 +1,7 @@
 """Count, cut and join the rows of lists, arrays and tensors (`kind_of`).
 
 Types of other libraries are recognised by class name, so that none of these libraries is imported here: a process with
-a tensor has imported torch already. Special kinds are in `features/kinds`, such as that of TensorDicts.
+a tensor has imported torch already. Special kinds are in `features/kinds`, such as the kind for TensorDicts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from colocate.errors import DispatchError
 
 @attrs.define(eq=False)
 class Memo:
-    """A cache of results during one operation.
+    """A cache of intermediate results during one operation.
 
     Jagged tensors compute together only if they share the same offsets object, so tensors that share offsets before an
     operation must share offsets afterwards.
@@ -29,15 +29,15 @@ class Memo:
     _found: dict[Hashable, tuple[Any, Any]] = attrs.field(factory=dict)
 
     def get(self, what: str, sources: Sequence[Any], extra: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` for these source objects, computed once."""
+        """Return the result of `make` for these source objects, which is computed only once."""
         key = (what, *map(id, sources), extra)
         if key not in self._found:
-            self._found[key] = (make(), tuple(sources))  # keeps the sources alive: their ids must not be reused
+            self._found[key] = (make(), tuple(sources))  # Live sources prevent a reuse of ids.
         return self._found[key][0]
 
 
 class Kind:
-    """A kind of leaf with rows; the base class is for lists."""
+    """The row operations for one kind of value. This base class handles lists."""
 
     def length(self, value: Any) -> int | None:
         """Return the number of rows; None for a value without rows (a 0-d tensor)."""
@@ -48,7 +48,7 @@ class Kind:
         return value[start:stop]
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
-        """Join at least two parts, one after the other."""
+        """Join the rows of at least two parts, in order."""
         return list(chain.from_iterable(parts))
 
     def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
@@ -56,7 +56,7 @@ class Kind:
         return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
     def items(self, value: Any, memo: Memo) -> Sequence[Any]:
-        """Return the rows one by one: a list's items, or slices of a tensor with one axis less."""
+        """Return the individual rows: the items of a list, or the slices of a tensor, with one axis less."""
         return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
 
     def take(self, value: Any, rows: Sequence[int], memo: Memo) -> Any:
@@ -83,10 +83,12 @@ class _Array(Kind):
         import numpy as np
 
         if any(isinstance(part, np.ma.MaskedArray) for part in parts):
-            concatenate: Callable[[Sequence[Any]], Any] = np.ma.concatenate  # numpy.concatenate would drop the masks
+            # The ordinary `numpy.concatenate` would drop the masks.
+            concatenate: Callable[[Sequence[Any]], Any] = np.ma.concatenate
             return concatenate(parts)
         joined = np.concatenate(parts)
-        if type(joined) is not type(parts[0]) and {*map(type, parts)} == {type(parts[0])}:  # restores a subclass
+        # Convert the result back if all parts have the same array subclass.
+        if type(joined) is not type(parts[0]) and {*map(type, parts)} == {type(parts[0])}:
             return parts[0].__array_wrap__(joined)
         return joined
 
@@ -116,7 +118,7 @@ class _Tensor(Kind):
         if any(part.is_nested for part in parts):
             return concat_jagged(parts, memo)
         shapes = [tuple(part.shape) for part in parts]
-        if len({shape[1:] for shape in shapes}) > 1:  # torch.cat accepts an empty vector among other shapes
+        if len({shape[1:] for shape in shapes}) > 1:  # `torch.cat` would accept an empty vector among other shapes.
             more = f" and {len(shapes) - 6} more" if len(shapes) > 6 else ""
             raise ValueError(f"their shapes are {', '.join(map(str, shapes[:6]))}{more}")
         return torch.cat(list(parts))
@@ -133,7 +135,7 @@ class _Tensor(Kind):
 
 
 def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
-    """Return a jagged tensor's values without holes, the offsets, and the ragged dimension of the values."""
+    """Return the values of a jagged tensor without holes, the offsets, and the ragged dimension of the values."""
     import torch
 
     dim, offsets, lengths = value._ragged_idx, value.offsets(), value.lengths()
@@ -187,14 +189,15 @@ NAMED = {"numpy.ndarray": _Array(), "torch.Tensor": _Tensor()}
 def is_collection(kind: type) -> bool:
     """Return whether values of a type are TensorDicts or tensorclass instances."""
     tensordict = imported("tensordict")
-    if tensordict is None or not hasattr(kind, "batch_size"):  # tensordict would keep every type passed to its check
+    # `batch_size` is checked first, because tensordict's own check keeps a reference to each type.
+    if tensordict is None or not hasattr(kind, "batch_size"):
         return False
     return bool(tensordict.is_tensor_collection(kind))
 
 
 @by_type
 def kind_of(cls: type) -> Kind | None:
-    """Return how to count, cut and join values of a type; None for types without rows.
+    """Return the row operations (`Kind`) for values of a type; None for types without rows.
 
     The nearest class in the method resolution order decides.
     """

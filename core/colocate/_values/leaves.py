@@ -40,7 +40,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield all leaves except None, each with a path, in order."""
+    """Yield all leaves of a value except None, each with a path, in order."""
     if value is None:
         return
     if not is_container(value):
@@ -55,7 +55,7 @@ def map_leaves(
     leaf: Callable[[Any], Any],
     matters: Callable[[type], bool] | None = None,
 ) -> Any:
-    """Replace each leaf of nested lists, tuples and dicts by `leaf(it)`; unchanged parts are the same objects.
+    """Replace each leaf of nested lists, tuples and dicts by the result of `leaf`. Unchanged parts stay the same.
 
     With `matters`, only leaves of these types are replaced, and long lists of other types are cheap.
     """
@@ -77,7 +77,7 @@ def map_leaves(
 
 
 def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> list[Any]:
-    """Return `count` values of the same structure, with leaves from the parts that `leaf` returns."""
+    """Split a value into `count` values of the same structure, by splitting each leaf with `leaf`."""
     if value is None:
         return [None] * count
     if not is_container(value):
@@ -91,10 +91,10 @@ def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> 
 
 
 def rebuild(value: Any, items: Any) -> Any:
-    """Build a mapping or tuple of the same type and order with other items; for a tuple all items are needed.
+    """Build a mapping or tuple of the same type and order with other items. A tuple needs all items.
 
     A mapping other than a dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is built by its class from a
-    dict: further attributes may belong to the old rows.
+    dict, because further attributes may belong to the old rows.
     """
     kind = type(value)
     if kind is dict:
@@ -102,7 +102,7 @@ def rebuild(value: Any, items: Any) -> Any:
     if kind is tuple:
         return tuple(items)
     if isinstance(value, dict):
-        new = copy.copy(value)  # keeps further attributes of subclasses
+        new = copy.copy(value)  # A copy keeps further attributes of a subclass.
         for key, item in items.items():
             new[key] = item
         return new
@@ -121,7 +121,7 @@ def rebuild(value: Any, items: Any) -> Any:
 
 
 def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
-    """Compare the structure of values with the first.
+    """Compare the structure of all values with the structure of the first value.
 
     Raises:
         DispatchError: Some are None and others not, or keys or lengths differ.

@@ -48,7 +48,7 @@ def fields(kind: type) -> tuple[str, ...]:
 
 @by_type
 def is_record(kind: type) -> bool:
-    """Return whether values of a type are opened: records, and types in `register_batch`."""
+    """Return whether a type is a record or in `register_batch`, so that tensors are searched inside its values."""
     return structure_of(kind) is not None or bool(fields(kind))
 
 
@@ -61,7 +61,7 @@ def _inside(item: Any) -> list[Any]:
 
 @by_type
 def slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """Return the slots of a type, including private ones and those of bases with the same name."""
+    """Return the slot descriptors of a type and all base classes, including private slots and repeated names."""
     members = (member for base in kind.__mro__ if base is not object for member in vars(base).values())
     return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
@@ -71,25 +71,26 @@ class CopyError(Exception):
 
 
 class Records:
-    """Copies records with changed contents; no record itself is changed.
+    """Copies records with changed contents, without changing the original records.
 
-    Each record is copied once, so that two references to one record stay so; a cycle stays a cycle. Users of this class
-    aren't referred to here: such a reference cycle would keep copies alive until a garbage collection.
+    Each record is copied once, so that shared references stay shared and cycles stay cycles. This class doesn't refer
+    to objects that use it, because such a reference cycle would keep copies alive until a garbage collection.
     """
 
     def __init__(self, by_itself: Callable[[Any], Any] | None = None) -> None:
-        """Create an empty memo.
+        """Create an empty collection of copies.
 
         Args:
             by_itself: Copies a record by code of its class; None to run no such code.
         """
         self._by_itself = by_itself
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id: the record and its copy; None while no copy is needed
-        self._inside: list[int] | None = None  # ids in the outermost record; None between two records
+        # Maps an id to a record and the copy, which is None while no copy is needed.
+        self._made: dict[int, tuple[Any, Any]] = {}
+        self._inside: list[int] | None = None  # Lists the ids of nested records; None between records.
         self._leads_back = self._copies_back = False
 
     def of(self, item: Any, change: Callable[[Any], Any]) -> Any:
-        """Return a record with changed contents; the record itself if nothing changes.
+        """Return a copy of a record with changed contents, or the record itself if nothing changes.
 
         Args:
             item: The record.
@@ -101,7 +102,7 @@ class Records:
         original, result = self._made.get(id(item), (None, None))
         if result is not None:
             return result
-        if original is not None:  # a cycle
+        if original is not None:  # The record contains itself.
             self._leads_back = True
             if not self._copies_back:
                 return item
@@ -115,7 +116,7 @@ class Records:
         self._inside.append(id(item))
         self._made[id(item)] = item, None
         result = item
-        try:  # inlined: nested records must not need more stack frames
+        try:  # This code is inlined, so that nested records don't need more stack frames.
             if (structure := structure_of(type(item))) is not None:
                 leaves = structure.open(item)
                 if (new := change(leaves)) is not leaves:
@@ -131,7 +132,7 @@ class Records:
                 copied = self._copy(item)
             for name, new in changed.items():
                 try:
-                    object.__setattr__(copied, name, new)  # the class may be frozen
+                    object.__setattr__(copied, name, new)  # A plain `setattr` fails for a frozen class.
                 except AttributeError as error:
                     raise CopyError(f"{name} can't be set") from error
             result = item if copied is None else copied
@@ -143,7 +144,7 @@ class Records:
         self._inside, self._leads_back, self._copies_back = [], False, False
         try:
             result = self.of(item, change)
-            if self._leads_back and result is not item:  # once more, so that references in cycles lead to copies
+            if self._leads_back and result is not item:  # Copy again, so that references in cycles lead to copies.
                 for key in self._inside:
                     del self._made[key]
                 self._inside, self._copies_back = [], True
@@ -166,15 +167,15 @@ class Records:
             if kind.__dictoffset__:
                 vars(duplicate).update(vars(item))
             for member in slots(kind):
-                with contextlib.suppress(AttributeError):  # an empty slot
+                with contextlib.suppress(AttributeError):  # A slot may be empty.
                     member.__set__(duplicate, member.__get__(item))
-        except (AttributeError, TypeError) as error:  # a type that `object.__new__` can't create
+        except (AttributeError, TypeError) as error:  # `object.__new__` can't create objects of some types.
             raise CopyError(str(error)) from error
         return duplicate
 
 
 def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:
-    """Return a method's arguments with tensors on a device, except those of parameters in `host`.
+    """Return a method's arguments with tensors on a device, but with the tensors of parameters in `host` on the CPU.
 
     A tensor on the right device stays the same object.
     """
@@ -193,13 +194,13 @@ def on_device(value: Any, device: str) -> Any:
 
 
 def on_one_device(values: Sequence[Any]) -> Sequence[Any]:
-    """Return values with their tensors on the device of the first one."""
+    """Return values with all tensors on the device of the first value's first tensor."""
     first = next(iter(tensors(values[0])), None)
     return values if first is None else [on_device(value, str(first.device)) for value in values]
 
 
 class _Moves:
-    """Moves values to one device: each tensor once, so that shared tensors stay shared.
+    """Moves the tensors of values to one device, each tensor only once, so that shared tensors stay shared.
 
     A moved model and its optimizer, for example, have the same parameters.
     """
@@ -209,9 +210,9 @@ class _Moves:
         self._device = torch.device(device)
         self.copies = Copies(self._device)
         self._records = Records(copy.copy)
-        # By id: the original, which keeps the id in use, and the moved tensor.
+        # Maps an id to the original, which is kept so that the id isn't reused, and the moved tensor.
         self._moved: dict[int, tuple[Any, Any]] = {}
-        self._memo: dict[int, Any] = {}  # the same for `copy.deepcopy`
+        self._memo: dict[int, Any] = {}  # Passes moved tensors to `copy.deepcopy`.
 
     def value(self, value: Any) -> Any:
         return map_leaves(value, self._leaf, _may_hold_tensors)
@@ -226,7 +227,7 @@ class _Moves:
                 entry = self._moved[id(item)] = item, self._moved_leaf(item, kind)
             return entry[1]
         try:
-            # One stack frame less per nested record than `self.value`.
+            # This needs one stack frame less per nested record than `self.value`.
             return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_hold_tensors))
         except CopyError as error:
             raise DispatchError(
@@ -251,7 +252,7 @@ class _Moves:
             if all(self._is_there(value) for value in memories(item) if isinstance(value, torch.Tensor)):
                 return item
             moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
-            return moved.to(self._device)  # marks the collection's device; nothing moves
+            return moved.to(self._device)  # This sets the collection's device; the tensors are already moved.
         if isinstance(item, torch.nn.Module):
             tensors_held = [*item.parameters(), *item.buffers()]
         else:
@@ -261,18 +262,18 @@ class _Moves:
             tensors_held += [value for value in states if isinstance(value, torch.Tensor)]
         if all(map(self._is_there, tensors_held)):
             return item
-        # A copy on the device: other code may use the original where it is.
+        # Copy the model or optimizer, because other code may still use the original.
         self._memo.update({id(tensor): self._leaf(tensor) for tensor in tensors_held})
         return copy.deepcopy(item, self._memo)
 
     def _is_there(self, tensor: Any) -> bool:
-        is_placed: bool = tensor.device == self._device or tensor.is_meta  # meta tensors have no contents to move
+        is_placed: bool = tensor.device == self._device or tensor.is_meta  # Meta tensors have no contents to move.
         return is_placed
 
 
 @by_type
 def _is_whole(kind: type) -> bool:
-    """Return whether values of a type are moved as a whole: tensors, tensor collections, models and optimizers."""
+    """Return whether a type is a tensor, tensor collection, model or optimizer, which are moved as a whole."""
     torch = imported("torch")
     wholes = torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
     return is_collection(kind) or issubclass(kind, wholes)
@@ -284,7 +285,7 @@ def _may_hold_tensors(kind: type) -> bool:
 
 
 def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
-    """Return a value with tensors detached from autograd, and inference tensors made ordinary.
+    """Return a value with tensors detached from autograd, and with copies in place of inference tensors.
 
     Tensors in records are included, if the records can be copied and aren't nested too deeply. Parameters of a model or
     optimizer in the value stay parameters. The result shares memory with the value, except for clones: inference
@@ -295,12 +296,12 @@ def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) 
 
 
 def handed_over(value: Any) -> Any:
-    """Convert an argument for a method in the same process: like `ordinary`, but leaf tensors of autograd stay."""
+    """Convert an argument for a method in the same process like `ordinary`, but keep leaf tensors of autograd."""
     return _Ordinary(lambda tensor: False, keeps_leaves=True).value(value)
 
 
 def copy_of(value: Any) -> Any:
-    """Copy a value with all containers, tensors and arrays: the owner may write to the same memory next.
+    """Copy a value with all containers, tensors and arrays, because the owner may overwrite the original memory.
 
     Copied tensors are detached from autograd, with memory for their own elements only. A model's parameters stay
     parameters.
@@ -309,26 +310,28 @@ def copy_of(value: Any) -> Any:
         return [*value] if type(value) is list else value
     torch = imported("torch")
     parts = [] if torch is None else [item for item in memories(value) if isinstance(item, torch.Tensor)]
-    # `copy.deepcopy` alone would copy the whole storage of a view, and refuses tensors of an autograd graph.
+    # `copy.deepcopy` alone would copy the whole storage of a view, and would refuse tensors of an autograd graph.
     clones = {id(item): item.detach().clone() for item in parts if not is_trained(item)}
     return copy.deepcopy(value, clones)
 
 
 class _Ordinary:
-    """Converts the tensors of values for `ordinary`."""
+    """Converts the tensors of values, as described at `ordinary`."""
 
     def __init__(self, is_lent: Callable[[Any], bool], keeps_leaves: bool = False) -> None:
         self._is_lent = is_lent
-        self._keeps_leaves = keeps_leaves  # whether all leaves of autograd stay so
+        self._keeps_leaves = keeps_leaves  # True keeps all leaf tensors of autograd.
         self._value: Any = None
-        self._trained: set[int] | None = None  # ids of the parameters of models and optimizers in the value
+        # Caches the ids of all parameters of models and optimizers in the value.
+        self._trained: set[int] | None = None
         self._torch = imported("torch")
         self._records = Records()
         self._is_inside = False
 
     def value(self, value: Any) -> Any:
         self._value = value
-        return map_leaves(value, self._leaf, _may_have_memory)  # also without torch, to detect endless values
+        # The value is walked even without torch, to detect a value that contains itself.
+        return map_leaves(value, self._leaf, _may_have_memory)
 
     def _leaf(self, item: Any) -> Any:
         torch = self._torch
@@ -353,11 +356,11 @@ class _Ordinary:
             return item
         is_inside, self._is_inside = self._is_inside, True
         try:
-            # One stack frame less per nested record than `self.value`.
+            # This needs one stack frame less per nested record than `self.value`.
             return self._records.of(item, functools.partial(map_leaves, leaf=self._leaf, matters=_may_have_memory))
         except CopyError:
             return item
-        except RecursionError:  # nested too deeply: the outermost record stays unchanged
+        except RecursionError:  # The outermost record stays unchanged if nested too deeply.
             if is_inside:
                 raise
             return item
@@ -365,8 +368,7 @@ class _Ordinary:
             self._is_inside = is_inside
 
     def _is_copied(self, tensor: Any) -> bool:
-        # `is_inference()` releases the GIL, which takes long to get back among busy threads. Only inference tensors
-        # have no version.
+        # Only inference tensors lack a version. `is_inference()` alone is slow, because of releasing the GIL.
         try:
             tensor._version  # noqa: B018 - it is asked for, that is all
         except RuntimeError:
@@ -378,7 +380,7 @@ class _Ordinary:
         return tensor.requires_grad or isinstance(tensor, self._torch.nn.Parameter)
 
     def _stays(self, tensor: Any) -> bool:
-        """Return whether a tensor stays a parameter: a model or optimizer in the value has the tensor."""
+        """Return whether a tensor stays a leaf of autograd, such as a parameter of a model in the value."""
         torch = self._torch
         if self._trained is None:
             trained = self._trained = set[int]()
@@ -394,7 +396,7 @@ class _Ordinary:
 
 
 class Watch:
-    """Notices writes into the tensors and arrays of a value.
+    """Detects writes into the tensors and arrays of a value.
 
     Version counters show all writes by torch's operators, at no cost. Writes by NumPy, by `.data` or by a detached
     alias with other counters show in the contents only, which must be read in full.
@@ -414,12 +416,12 @@ class Watch:
         self._seen = self._state()
 
     def written(self) -> bool:
-        """Return whether anything was written since the last call, or since the creation."""
+        """Return whether anything was written since the last call of this method, or since the creation."""
         before, self._seen = self._seen, self._state()
         return before != self._seen
 
     def touched(self) -> bool:
-        """Return whether torch's operators have written since then. Safe on any thread; changes nothing."""
+        """Return whether torch's operators have written since the last call of `written`. Safe on any thread."""
         versions, _ = self._seen
         return versions != self._versions()
 
@@ -434,8 +436,8 @@ class Watch:
 
 
 def version(tensor: Any) -> int:
-    """Return the number of writes into a tensor by torch's operators; 0 for an inference tensor, without a counter."""
-    # `is_inference()` releases the GIL, which takes long to get back among busy threads.
+    """Return the number of writes into a tensor by torch's operators; 0 for inference tensors, which aren't counted."""
+    # `is_inference()` isn't called, because releasing the GIL is slow among busy threads.
     try:
         return tensor._version  # type: ignore[no-any-return]
     except RuntimeError:
@@ -463,7 +465,7 @@ def _add(digest: hashlib.blake2b, value: Any, looked_at: dict[int, Any]) -> None
         for item in memories(value):
             _add_memory(digest, item)
     elif is_record(kind) and id(value) not in looked_at:
-        looked_at[id(value)] = value  # records may form cycles
+        looked_at[id(value)] = value  # Records may form cycles.
         for part in _inside(value):
             _add(digest, part, looked_at)
 
@@ -476,7 +478,7 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
             for part in parts:
                 _add_memory(digest, part)
             return
-        if dense.layout is not torch.strided or dense.is_meta:  # only the version counter covers these
+        if dense.layout is not torch.strided or dense.is_meta:  # Only version counters cover these tensors.
             return
         dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(exposed(flat(dense)))
@@ -485,22 +487,21 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
 
 
 def memories(value: Any) -> list[Any]:
-    """Return the tensors and arrays in a value, including those in records, in order."""
+    """Return the tensors and arrays in a value, including the contents of records, in order."""
     result: list[Any] = []
     map_leaves(value, functools.partial(_find, result, {}), _may_have_memory)
     return result
 
 
 def _find(found: list[Any], looked_at: dict[int, Any], item: Any) -> Any:
-    # A plain function: a closure that refers to itself would be a cycle, which keeps all finds alive until a garbage
-    # collection.
+    # A closure that refers to itself would keep all results alive until a garbage collection.
     kind: type = type(item)
     if is_collection(kind):
         item.apply(functools.partial(_find, found, looked_at), filter_empty=False)
     elif has_memory(kind):
         found.append(item)
     elif id(item) not in looked_at:
-        looked_at[id(item)] = item  # records may form cycles
+        looked_at[id(item)] = item  # Records may form cycles.
         inside = _inside(item)
         for part in () if are_plain(inside) else inside:
             map_leaves(part, functools.partial(_find, found, looked_at), _may_have_memory)
@@ -519,7 +520,7 @@ def has_memory(kind: type) -> bool:
 
 
 def tensors(value: Any) -> list[Any]:
-    """Return the tensors in a value that have a storage, including the values of jagged ones."""
+    """Return the tensors in a value that have a storage, including the values of jagged tensors."""
     torch = imported("torch")
     if torch is None:
         return []
@@ -544,7 +545,7 @@ def _nbytes(item: Any) -> int:
     if (parts := sparse_parts(item)) is not None:
         return sum(map(_nbytes, parts))
     size = item.nbytes
-    return size if isinstance(size, int) else 0  # symbolic for a jagged tensor
+    return size if isinstance(size, int) else 0  # The size of a jagged tensor is symbolic.
 
 
 def tensor_bytes(value: Any) -> int:
@@ -562,7 +563,7 @@ def describe(value: Any) -> Any:
         kind: type = type(item)
         if (structure := structure_of(kind)) is not None:
             return {kind.__name__: describe(structure.open(item))}
-        if not (has_memory(kind) and hasattr(kind, "dtype")):  # attributes of other values aren't read
+        if not (has_memory(kind) and hasattr(kind, "dtype")):  # Other values' attributes aren't read.
             return kind.__name__
         has_shape = not getattr(item, "is_nested", False) or str(item.layout) == "torch.jagged"
         shape = [*getattr(item, "shape", ())] if has_shape else "[nested]"

@@ -1,6 +1,6 @@
 """Lay out ranks on meshes with named axes.
 
-All methods compute with a few sizes: nothing is stored or done per rank, so ten thousand ranks cost nothing.
+All methods compute with a few sizes. Nothing is stored or done per rank, so ten thousand ranks cost nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIPELINE_AXIS = "pp"
 
 @attrs.frozen(init=False, repr=False)
 class Mesh:
-    """Named axes over ranks, row-major: the last axis is the fastest.
+    """A grid of ranks with named axes, in row-major order, so that the last axis varies fastest.
 
     An axis that the mesh lacks has size 1.
     """
@@ -59,13 +59,13 @@ class Mesh:
         return mine == others_stride or mine[1] == others_stride[1] == 1
 
     def line(self, rank: int, axis: str) -> range:
-        """Return the ranks along an axis through this rank, in order."""
+        """Return the ranks that differ from this rank only along an axis, in order (this rank included)."""
         stride, size = self._strides.get(axis, (1, 1))
         start = rank - self.coordinate(rank, axis) * stride
         return range(start, start + size * stride, stride)
 
     def leaders(self, axis: str) -> range:
-        """Return one rank per position on an axis: the first along the other axes, of the last pipeline stage."""
+        """Return one rank for each position on an axis, which is the first rank there of the last pipeline stage."""
         stage = 0
         if axis != PIPELINE_AXIS:
             stride, size = self._strides.get(PIPELINE_AXIS, (1, 1))
@@ -75,13 +75,13 @@ class Mesh:
 
 @functools.cache
 def one_axis(world_size: int) -> dict[str, Mesh]:
-    """Return the meshes of a role that declares none, cached by number of ranks."""
+    """Return the meshes of a role that declares none, which is one mesh with the single axis `dp`."""
     return {"": Mesh({"dp": world_size})}
 
 
 @attrs.frozen
 class Ranks:
-    """The ranks of one call, for dispatch and collect.
+    """The ranks of one call, with the data that dispatch and collect use.
 
     `meshes` maps names to meshes; the unnamed mesh has the name "". Sequences with an item per rank follow `targets`.
     """
@@ -100,7 +100,7 @@ class Ranks:
     """For a collect: the row indices of each rank, if `Scatter(balance=...)` chose the rows."""
 
     def mesh(self, name: str | None = None) -> Mesh:
-        """Return the mesh with a name; without a name the unnamed or only one.
+        """Return the mesh with a name; without a name, return the unnamed or only mesh.
 
         Raises:
             DispatchError: There is no such mesh, or there are several and none was named.
@@ -117,7 +117,7 @@ class Ranks:
         raise DispatchError(f"the role has several meshes ({names}): say which one with mesh=")
 
     def pick(self, items: Sequence[Any], ranks: Sequence[int]) -> Sequence[Any]:
-        """Return the items that belong to these ranks, from a sequence with an item per target."""
+        """Return the items of these ranks, from a sequence with one item per called rank."""
         if self.targets is None:
             if isinstance(ranks, range) and ranks == range(self.world_size):
                 return items
@@ -126,7 +126,7 @@ class Ranks:
         return [items[places[rank]] for rank in ranks]
 
     def leaders(self, axis: str, mesh: str | None = None) -> Sequence[int]:
-        """Return the leaders like `Mesh.leaders`, among the called ranks only; skip positions without a called rank."""
+        """Return one called rank for each position on an axis that has any, chosen like in `Mesh.leaders`."""
         where = self.mesh(mesh)
         if self.targets is None:
             return where.leaders(axis)
@@ -139,7 +139,7 @@ class Ranks:
 
 
 def parse_meshes(spec: Mapping[str, Any] | None, slots: int) -> dict[str, Mesh]:
-    """Parse a declared mesh: None (one axis, `dp`), one mesh, or several by name."""
+    """Parse declared meshes, which may be None (one axis, `dp`), one mesh, or several meshes by name."""
     if spec is None:
         return one_axis(slots)
     if not isinstance(spec, Mapping) or not spec:

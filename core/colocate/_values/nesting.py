@@ -1,4 +1,4 @@
-"""Handle nested values: an error for endless ones, and the types of all contents."""
+"""List the types inside nested values, and report values that contain themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def no_end(what: str, argument: str | None = None) -> SerializationError:
 def kinds_inside(value: Any) -> set[type]:
     """Return the types of all objects in nested lists, tuples and dicts.
 
-    The garbage collector's references are followed, level by level, so there may be more types than those of the items.
+    This follows the garbage collector's references level by level, so there may be more types than the items have.
     """
     kinds: set[type] = set()
     visited: set[int] = set()
@@ -36,7 +36,7 @@ def kinds_inside(value: Any) -> set[type]:
         kinds |= level_kinds
         if not any(
             issubclass(kind, dict | list | tuple) for kind in level_kinds
-        ):  # fast for a list of a million numbers
+        ):  # This is fast even for a list of a million numbers.
             break
         fresh = {id(item): item for item in level if isinstance(item, dict | list | tuple)}
         level = gc.get_referents(*map(fresh.__getitem__, fresh.keys() - visited))

@@ -1,4 +1,4 @@
-"""Detect plain values, which need no search for tensors; and compute the sizes of parts."""
+"""Detect plain values, which contain no tensors, and compute the sizes of parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_plain(value: Any) -> bool:
 
 
 def are_plain(items: Sequence[Any], depth: int = 2) -> bool:
-    """Return whether all items are plain, directly or in tuples up to `depth` levels, like a row's tokens."""
+    """Return whether all items are plain values, or tuples of plain values nested up to `depth` levels."""
     kinds = set(map(type, items)) - PLAIN
     return not kinds or (
         depth > 0 and kinds == {tuple} and all(are_plain(item, depth - 1) for item in items if type(item) is tuple)
@@ -26,12 +26,15 @@ def are_plain(items: Sequence[Any], depth: int = 2) -> bool:
 
 
 def even_sizes(total: int, count: int, of: int = 1) -> list[int]:
-    """Return the sizes of `count` parts that differ by at most one set of `of` rows, larger ones first."""
+    """Return the sizes of `count` nearly equal parts, in multiples of `of` rows, larger parts first."""
     size, more = divmod(total // of, count)
     return [(size + 1) * of] * more + [size * of] * (count - more)
 
 
 def padded_sizes(total: int, count: int) -> tuple[int, list[int]]:
-    """Return the padded size of `count` equal parts, and the real rows of each: the padding is at the very end."""
+    """Return the padded size of `count` equal parts, and the number of real rows in each part.
+
+    All padding is at the end.
+    """
     size = -(-total // count)
     return size, [min(max(total - index * size, 0), size) for index in range(count)]

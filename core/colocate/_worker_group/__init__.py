@@ -1,1 +1,1 @@
-"""The workers of a group: start, watch, end, restart."""
+"""Start, watch, end and restart the workers of a group."""

@@ -1,4 +1,4 @@
-"""`OfGroup`: a feature's half for one group, in the driver. The kernel calls each of these hooks at one place."""
+"""The base class of a feature's driver-side code for one group (`OfGroup`). The core calls each hook at one place."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ NOTHING_STOPPED: Mapping[int, str] = MappingProxyType({})
 
 
 class OfGroup:
-    """The half of a feature that belongs to a group; exists from the first use until the group is closed.
+    """Base class of a feature's driver-side code for one group.
 
-    A feature's state for one worker lies in `worker.parts`, by the feature's name.
+    An object exists from the feature's first use until the group is closed. A feature's state for one worker is in
+    `worker.parts`, by the feature's name.
     """
 
     def __init__(self, worker_group: Any) -> None:
-        """Args: worker_group: The group (`WorkerGroup`)."""
+        """Create the feature's object for a group.
+
+        Args:
+            worker_group: The group (`WorkerGroup`).
+        """
 
     # -- its start
 
     def builds(self) -> Mapping[str, Any]:
-        """Return settings of roles for the workers' halves, by role. Called at each start, before roles are built."""
+        """Return the feature's settings for the workers, by role. Called at each start, before roles are built."""
         return NOTHING
 
     def gives(self) -> Any:
-        """Return settings for the workers' halves before roles are constructed, or None. Called at each start."""
+        """Return settings that workers need before roles are constructed, or None. Called at each start."""
         return None
 
     def starts(self) -> Any:
-        """Return the roles' initial state for the workers' halves, or None. Called at each start, once workers run.
+        """Return the roles' initial state for the workers, or None. Called at each start, once workers run.
 
         Raises:
             ColocateError: The group can't start from this state.
@@ -46,15 +51,15 @@ class OfGroup:
         return None
 
     def source(self) -> str | None:
-        """Return the source of the roles' state after a restart, as "its checkpoint 3"; None if unknown here."""
+        """Return a text for the source of the roles' state after a restart, such as "its checkpoint 3", or None."""
         return None
 
     def tag(self) -> str | int | float | None:
-        """Return the tag of the checkpoint that the roles were restored from; None for no checkpoint."""
+        """Return the tag of the checkpoint that the roles were restored from; None without a checkpoint."""
         return None
 
     def renewed(self) -> None:
-        """Handle a rebuild of the group: all workers are new."""
+        """Handle a restart of the group, which has replaced all workers."""
 
     def saved(self) -> Any:
         """Return this feature's part of a checkpoint, as JSON data; None for no part.
@@ -64,106 +69,107 @@ class OfGroup:
         return None
 
     def restored(self, saved: Any) -> None:
-        """Handle a restore of the group's roles from a checkpoint; `saved` is this feature's part, or None.
+        """Handle a restore of the group's roles from a checkpoint; `saved` is the feature's part of the checkpoint.
 
         Called for each feature that is loaded or has a part in the checkpoint.
         """
 
     def failed(self, error: ColocateError) -> None:
-        """Handle the end of all workers, as the group has failed or is closed: nobody waits for answers any more."""
+        """Handle the end of all workers after the group has failed or was closed."""
 
     def ending(self, grace: float) -> Sequence[BaseException]:
         """End background work in at most `grace` seconds, before the workers end; return the errors."""
         return ()
 
     def under_way(self) -> str | None:
-        """Return a label of background work that prevents a change of drivers; None for no work."""
+        """Return a label of background work that prevents a change of drivers; None without such work."""
         return None
 
     # -- its calls
 
     def view_call(self, role: RoleInfo, spec: MethodSpec) -> Any:
-        """Return the view's method for a spec that this feature runs (`MethodSpec.feature`)."""
+        """Return the object by which a view calls a method that this feature runs (`MethodSpec.feature`)."""
         raise AssertionError(spec)
 
     def is_paused(self, role: str) -> bool:
-        """Return whether calls of a role wait for a resume."""
+        """Return whether a role is paused, so that calls wait until the role is resumed."""
         return False
 
     def stood(self, since: float) -> float:
-        """Return the seconds since a time (of time.time()) that don't count for deadlines."""
+        """Return how many of the seconds after `since` (in time.time()) don't count for deadlines."""
         return 0.0
 
     def stopped(self) -> Mapping[int, str]:
-        """Return why slots stand still for an unlimited time, as text by slot."""
+        """Return, by slot, the reason why a rank is stopped for an unlimited time."""
         return NOTHING_STOPPED
 
     def sends(self, call: PendingCall) -> None:
-        """Check a call on whole workers before sending. The order's lock is held.
+        """Check a call to workers as a whole (not to one role) before sending. The caller holds the order's lock.
 
         Raises:
             ColocateError: The call is refused.
         """
 
     def drafted(self, drafts: Sequence[Any]) -> Sequence[Any]:
-        """Return the calls (`Draft`) about to be sent, with additional calls in front. The order's lock is held."""
+        """Return the calls (`Draft`) to send, with any additional calls in front. The caller holds the order's lock."""
         return drafts
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Handle a worker half's report on an ended call (`OfWorker.finished`, `halts`). The order's lock is held."""
+        """Handle the feature's report from a worker on a call that has ended. The caller holds the order's lock.
+
+        `plain` is the result of `OfWorker.finished` or `OfWorker.halts`.
+        """
 
     # -- the hold after a failed call. The order's lock is held
 
     def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
-        """Handle a rank's stop in a hold, with a report of the worker's half (`OfWorker.halts`, `back`), or None.
+        """Handle a message that a rank has stopped in a hold, the barrier after a failed call.
 
-        Called when a call of the rank has failed, if one has, and again when the rank `is_back`: it runs nothing any
-        more.
+        Called when a call of the rank has failed, if any, and again with `is_back` once the rank runs no call any more.
+        `plain` is the result of `OfWorker.halts` or `OfWorker.back`, or None.
         """
 
     def all_back(self, hold: Hold) -> bool:
-        """Start work before stopped ranks continue (`CallOrder.begin_phase`); return whether there is any.
+        """Start work to be done before stopped ranks continue (`CallOrder.begin_phase`); return whether there is any.
 
-        True also if this has failed the group.
-
-        True also where it has failed the group.
+        Also return True after failing the group.
         """
         return False
 
     # -- its workers, and what they say
 
     def greets(self, worker: Worker) -> None:
-        """Send first messages to a new worker."""
+        """Send the feature's first messages to a new worker."""
 
     def gone(self, worker: Worker) -> None:
         """Handle the exit of a worker."""
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Handle one of the feature's messages."""
+        """Handle a worker's message that belongs to this feature."""
         raise AssertionError(message)
 
     def told(self, told: Mapping[str, Any]) -> None:
-        """Handle the reports of a worker's half on roles, by role (`OfWorker.told`)."""
+        """Handle the feature's reports from a worker, by role name (`OfWorker.told`)."""
 
     # -- looks
 
     def shown(self, role: str) -> Mapping[str, Any]:
-        """Return facts on a role for the graph."""
+        """Return facts about a role, to be shown in the ownership graph."""
         return NOTHING
 
     def nodes(self, worker: Worker, role: str) -> Sequence[dict[str, Any]]:
-        """Return nodes for the graph below a role of a worker."""
+        """Return nodes to be shown in the ownership graph below a role of a worker."""
         return ()
 
     def memory(self) -> Mapping[str, Any]:
-        """Return this feature's fields of `GroupMemory`."""
+        """Return this feature's fields for the memory report of a group (`GroupMemory`)."""
         return NOTHING
 
     # -- for later drivers
 
     def kept(self) -> Any:
-        """Return plain data for later drivers; None for none."""
+        """Return plain data for a later driver of the group; None without data."""
         return None
 
     def take(self, kept: Any) -> None:
-        """Take over the data of an earlier driver's half."""
+        """Restore the data that `kept` returned in an earlier driver."""

@@ -1,4 +1,4 @@
-"""Definitions of the script for a group's workers, and answers to the workers' questions.
+"""Send the script's definitions to a group's workers, and answer the workers' questions.
 
 Each worker gets a definition once, before any message that names the definition.
 """
@@ -35,18 +35,19 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Published:
-    """Sends definitions to the workers of one group, and keeps all alive, as results may name some later."""
+    """Sends definitions to the workers of one group, and keeps all alive, because later results may refer to some."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._held: dict[int, Any] = {}
         self._received_definitions = ReceivedDefinitions()
         self._tried = Table("is given it")
-        self._sent: dict[str, Any] = {}  # the script's globals in code sent to workers, with the values at that time
+        # Records the script's globals that sent code uses, with the values at the time of the send.
+        self._sent: dict[str, Any] = {}
         self._warned: set[str] = set()
         self._calls, self._due = 0, 0.0
-        self.script = ids.this_process()  # the process with the workers' script, in the form of `ids`
-        self.given = ShippedModules(link.name)  # the modules sent to the workers
+        self.script = ids.this_process()  # Identifies the process that runs the workers' script.
+        self.given = ShippedModules(link.name)  # Records the modules sent to the workers.
 
     def follows(self, script: int, modules: Mapping[str, tuple[str, str]]) -> None:
         """Take over workers that have the script and modules of an earlier driver.
@@ -61,7 +62,7 @@ class Published:
                 worker.table.script = "has another's"
 
     def renew(self) -> None:
-        """Reset for new workers, which get the current script and modules."""
+        """Reset all records for new workers, which get the current script and modules."""
         self.given = ShippedModules(self._link.name)
         self.script = ids.this_process()
         self._sent.clear()
@@ -69,11 +70,10 @@ class Published:
     # -- to the workers
 
     def look(self, call: PendingCall, bodies: Iterable[Any]) -> None:
-        """Before a call, compare the workers' modules and globals with the driver's, and warn about changes.
+        """Compare the workers' modules and globals with the driver's before a call, and warn about changes.
 
-        Modules are compared after an import. Python doesn't report new bindings of globals: these are compared at
-        the first calls after a send, and then once a second, so that the cost of a call doesn't grow with their
-        number.
+        Modules are compared after an import. Python doesn't report new bindings of globals, so globals are compared
+        at the first calls after a send and then once a second. The cost of a call then doesn't grow with their number.
 
         Raises:
             ColocateError: The driver has imported another version of a module than the workers have from an earlier
@@ -90,9 +90,9 @@ class Published:
         changed = [name for name in other if not _are_equal(script.get(name), sent[name])]
         needs = (need for body in bodies for need in getattr(body, "needs", ()) if isinstance(need, Definition))
         if not changed or any(need.id not in self._held for need in needs):
-            return  # The definitions sent with this call may include these names again.
+            return  # The new definitions of this call may include the changed names.
         for name in changed:
-            self._sent.pop(name, None)  # Several threads may compare at once.
+            self._sent.pop(name, None)  # Another thread may have removed the name already.
         self._warned.update(changed)
         text = (
             f"the script has bound {', '.join(changed)} anew since the workers of group {self._link.name!r} were sent "
@@ -102,7 +102,7 @@ class Published:
         warnings.warn_explicit(text, RuntimeWarning, *call.line)
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
-        """Send the definitions that some workers lack for the next bodies. The order's lock is held.
+        """Send the definitions that workers lack for the next messages. The caller holds the order's lock.
 
         Raises:
             SerializationError: A definition, or a global that its code names, can't be sent.
@@ -112,7 +112,7 @@ class Published:
 
     def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
         executor, workers = self._link.services.executor, self._link.workforce.workers
-        if executor.in_process:  # nothing is sent, but pickling is checked (`strict=True`)
+        if executor.in_process:  # Nothing is sent within one process, but `strict=True` checks the pickling.
             if lacking := self._tried.lacks(needs):
                 self._tried.has_got(self._tried.bundle(lacking))
             return
@@ -133,7 +133,7 @@ class Published:
                     prepared = lacking, bundle, executor.frame(definition_message.head(), bundle.body)
                 self._note(prepared[1])
                 workers[slot].host.send(prepared[2])
-                table.has_got(prepared[1])  # not earlier: the next send makes up for a failed one
+                table.has_got(prepared[1])  # Recorded after the send, so that a failed send is repeated.
         finally:
             if prepared is not None:
                 executor.discard(prepared[2])
@@ -148,7 +148,7 @@ class Published:
     # -- from the workers
 
     def lost(self, worker: Worker, lost: from_worker.Undefined) -> None:
-        """Record a bundle that a worker couldn't rebuild: none of the definitions is there."""
+        """Record that a worker couldn't rebuild a bundle, and so lacks all of the bundle's definitions."""
         with self._link.order.lock:
             worker.table.lost(lost.ids, lost.names)
 
@@ -157,7 +157,7 @@ class Published:
         self._received_definitions.put(told.ids, told.names, body)
 
     def asked(self, worker: Worker, question: Message, tell: Callable[[Any, str | None], None]) -> None:
-        """Answer a question about definitions, on a new thread, as the answer may import modules and read files."""
+        """Answer a question about definitions on a new thread, because the answer may import modules and read files."""
 
         def answer() -> None:
             try:
@@ -169,7 +169,7 @@ class Published:
 
         try:
             Thread(target=answer, name="colocate-definitions").start()
-        except RuntimeError as error:  # no thread available: the asking call fails with this error
+        except RuntimeError as error:  # No thread is available, so the asking call fails with this error.
             tell(None, f"the driver can't answer: {error_text(error)}")
 
     def _answer(self, worker: Worker, question: Message) -> Any:
@@ -189,7 +189,6 @@ class Published:
 
 
 def _are_equal(now: Any, was: Any) -> bool:
-    """Return whether two values are plain and equal."""
     return type(now) in _PLAIN and type(now) is type(was) and (now == was or now != now)
 
 
@@ -198,7 +197,7 @@ Tell: TypeAlias = Callable[[Any, str | None], None]
 
 @attrs.define
 class _Meeting:
-    """A rendezvous: the ranks that have come, and the value that one rank has brought."""
+    """A rendezvous of ranks: the ranks that have arrived, and the value that one rank has passed."""
 
     there: list[Tell] = attrs.field(factory=list)
     slots: set[int] = attrs.field(factory=set)
@@ -207,7 +206,7 @@ class _Meeting:
 
 
 class Questions:
-    """Answers questions of the workers of one group."""
+    """Answers the questions that a group's workers ask the driver."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
@@ -230,7 +229,6 @@ class Questions:
                 self._link.published.asked(worker, question, tell)
 
     def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
-        """Answer with the address of a worker of any group."""
         group = asked.group
         found = self._link.home.connection.worker_groups.get(group)
         if found is None or not found.alive or found.number != asked.number:
@@ -247,9 +245,9 @@ class Questions:
         found.workforce.workers[asked.slot].locate(located)
 
     def _meet(self, slot: int, asked: questions.Meet, tell: Tell) -> None:
-        """Answer all members with the value that one has brought, once all have come; or with a refusal.
+        """Answer all ranks of a rendezvous with one rank's value once all have arrived. A refusal is sent at once.
 
-        After a failed call no more members come: then the hold ends the wait in the worker.
+        After a failed call no more ranks arrive. The hold then ends the wait in the worker.
         """
         with self._link.order.lock:
             meeting = self._meetings.setdefault(asked.rendezvous_key, _Meeting())
@@ -266,7 +264,7 @@ class Questions:
                 del self._meetings[asked.rendezvous_key]
 
     def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
-        """Answer which of a call's other residents have the partition of the first, once all are made."""
+        """Answer which residents of a call have the same partition as the first one, once all are computed."""
         call = self._link.order.pending.get(asked.seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
         if asked.key not in uses:
@@ -288,7 +286,7 @@ class Questions:
         pending_calls = [item.call for item in records if not item.call.done()]
         waiting = len(pending_calls)
 
-        def made(_: PendingCall) -> None:  # called one at a time, on the timers' thread
+        def made(_: PendingCall) -> None:  # The timers' thread runs these callbacks one at a time.
             nonlocal waiting
             waiting -= 1
             if not waiting:

@@ -1,4 +1,4 @@
-"""From declared roles to constructed ones: checks before a start, and the build messages for workers."""
+"""Check the declared roles of a group before a start, and compose the build message for the workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Declared:
-    """The checked roles of a group before the start; `definitions` keeps unpacked definitions alive."""
+    """The checked declaration of a group's roles. `definitions` keeps unpacked definitions alive."""
 
     infos: Mapping[str, RoleInfo]
     specs: Mapping[str, RoleSpec[Any]]
@@ -53,7 +53,7 @@ def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, A
     """Check the declared roles of a group against the group's slots.
 
     Raises:
-        ConfigError: All mistakes at once.
+        ConfigError: The declaration has mistakes; the error lists all.
         PluginError: A role's plugin is missing or broken.
     """
     if not roles:
@@ -111,7 +111,7 @@ def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | N
     """Refuse roles that can't continue with fewer slots.
 
     Raises:
-        ConfigError: All mistakes at once.
+        ConfigError: The declaration has mistakes; the error lists all.
     """
     problems = {name: fixed_problem(spec.slots, spec.mesh or mesh, least) for name, spec in specs.items()}
     mistakes = [
@@ -125,14 +125,14 @@ def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | N
 
 
 def resize(declared: Declared, slots: int) -> None:
-    """Resize all roles that live on all slots."""
+    """Set the new number of slots of all roles that aren't bound to certain slots."""
     for name, info in declared.infos.items():
         if declared.specs[name].slots is None:
             info.resize(range(slots), one_axis(slots))
 
 
 def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
-    """Return evenly spaced slots as a range: messages carry the slots, and a range is small at any length."""
+    """Return evenly spaced slots as a range, because messages contain the slots, and a range is always small."""
     first, last = slots[0], slots[-1]
     step = slots[1] - first if len(slots) > 1 else 1
     even = range(first, last + step, step)
@@ -159,12 +159,12 @@ def ship(
 
 @functools.cache
 def _distribution(package: str) -> tuple[str | None, str | None]:
-    """Return name and version of the distribution behind an import package; each is None if metadata doesn't tell."""
+    """Return the name and version of the distribution that provides an import package; None for an unknown one."""
     if (version := version_of(package)) is not None:
         return package, version
     try:
         names = importlib.metadata.packages_distributions().get(package) or [""]
-    except FileNotFoundError:  # A distribution has lost its metadata; importlib_metadata raises this.
+    except FileNotFoundError:  # importlib.metadata raises this if a distribution has no metadata.
         return None, None
     return (names[0], version_of(names[0])) if names[0] else (None, None)
 
@@ -178,7 +178,7 @@ def builds(
     in_process: bool,
     parts: Mapping[str, Mapping[str, Any]],
 ) -> Any:
-    """Return the body of the build message: all roles, for all workers.
+    """Return the body of the build message, which describes all roles and goes to all workers.
 
     Raises:
         SerializationError: A class or a constructor argument can't be sent.
@@ -194,7 +194,7 @@ def builds(
             try:
                 arguments = codec.pack((spec.args, dict(spec.kwargs)))
             except Exception:
-                codec.pack_arguments(named_arguments, label)  # raises an error that names the argument
+                codec.pack_arguments(named_arguments, label)  # This raises an error that names the argument.
                 raise
             if getattr(arguments, "has_trained", False):
                 refuse_apart(named_arguments, (*arguments.needs, *wire.pack(info.cls).needs), label)
@@ -208,7 +208,7 @@ def builds(
     try:
         body = codec.pack(role_builds)
     except Exception:
-        # The error of this call names the class.
+        # This call raises an error that names the class.
         codec.pack_arguments({build.shipped.name: build.shipped for build in role_builds}, "a role's class")
         raise
     inner = (
@@ -222,7 +222,7 @@ def builds(
 
 
 def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> None:
-    """Warn of names in the roles' modules that were set later: workers import the modules, and lack these values."""
+    """Warn of names in the roles' modules that the driver has rebound, because workers lack the new values."""
     names = rebound(info.cls for info in declared.infos.values())
     if names:
         text = (
@@ -234,7 +234,7 @@ def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> No
 
 
 def start_error(group: str, errors: Mapping[int, ColocateError]) -> RoleStartError:
-    """Return the error for failed constructors by rank, without errors that only follow from another rank's."""
+    """Return the error of a failed start. Errors that only follow from another rank's error are left out."""
     causes = {rank: error for rank, error in sorted(errors.items()) if not error._follows}
     shown_errors = causes or dict(sorted(errors.items()))
     rank, first = next(iter(shown_errors.items()))

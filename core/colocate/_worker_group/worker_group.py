@@ -45,19 +45,27 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Attachment:
-    """The terms of this driver's hold on a pool that was detached once."""
+    """The terms under which this driver uses a pool that was detached before.
 
-    name: str  # the pool's name in the cluster
-    own: bool  # whether the pool ends with this driver
-    ttl: float  # seconds that the pool lives without a driver
-    groups: set[str]  # names of the groups that belong to the pool; others end with this driver
-    # Updates the record for later drivers: the pool's groups and their state.
+    Attributes:
+        name: The pool's name in the cluster.
+        own: Whether the pool ends with this driver.
+        ttl: Seconds that the pool exists without a driver.
+        groups: Names of the groups that belong to the pool; other groups end with this driver.
+        changed: Updates the record of the pool's groups and their state for later drivers.
+        lock: Keeps updates of the record in order.
+    """
+
+    name: str
+    own: bool
+    ttl: float
+    groups: set[str]
     changed: Callable[[], None]
-    lock: threading.Lock = attrs.field(factory=threading.Lock)  # keeps updates of the record in order
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
 
 
 class Restarts:
-    """The restarts of a failed group: all ranks are rebuilt together in the pool, a bounded number of times.
+    """The restarts of a failed group, in which all ranks are rebuilt together, up to a limited number of times.
 
     Pending calls and residents belonged to the failed generation: each use raises `GroupRestarted`. New calls are
     refused with the same error until somebody has called `group.wait_ready()`: the roles then have the state of the
@@ -65,18 +73,19 @@ class Restarts:
     """
 
     def __init__(self, group: WorkerGroup, limit: int) -> None:
-        self.limit = limit  # restarts without a checkpoint in between; 0: the first failure is final
+        # The number of restarts allowed between two checkpoints; with 0, the first failure is final.
+        self.limit = limit
         self._group = group
         self._used = 0
-        self._missing: ColocateError | None = None  # why lost slots have no replacements yet
+        self._missing: ColocateError | None = None  # Holds the reason why lost slots aren't replaced yet.
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     # -- what users see
 
     def check(self) -> None:
-        """Raise if the group has been restarted and no user has acknowledged that."""
-        overcome = self._group.life.overcome  # read once: another thread may acknowledge now
+        """Raise if the group has been restarted and no user has acknowledged the restart."""
+        overcome = self._group.life.overcome  # Read once, because another thread may acknowledge the restart now.
         if overcome is not None:
             raise overcome.with_traceback(None)
 
@@ -99,7 +108,7 @@ class Restarts:
                 why = "" if self._missing is None else f", and waits for slots in place of lost ones: {self._missing}"
                 raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}{why}")
             with group.order.lock:
-                if not group.life.is_settled:  # another failure just now
+                if not group.life.is_settled:  # The group has just failed again.
                     continue
                 group.refuse_closed()
                 if (failure := group.life.told()) is not None:
@@ -109,15 +118,15 @@ class Restarts:
                 return group.tag()
 
     def progressed(self) -> None:
-        """Reset the number of restarts: there is a new checkpoint."""
+        """Reset the number of restarts, because there is a new checkpoint."""
         self._used = 0
 
     # -- when the group fails
 
     def begin(self, cause: ColocateError) -> ColocateError:
-        """Handle the group's failure; return the error for users. The order's lock is held.
+        """Handle the group's failure; return the error for users. The caller holds the order's lock.
 
-        The restart itself begins with `go`, once users have the error.
+        The restart itself begins with `go`, after users have received the error.
         """
         if self._used >= self.limit:
             return cause
@@ -146,24 +155,24 @@ class Restarts:
         thread = Thread(target=self._main, args=(cause,), name=name)
         try:
             thread.start()
-        except RuntimeError as error:  # no thread available
+        except RuntimeError as error:  # No thread is available for the restart.
             self._group.fail_for_good(cause, error)
         else:
             self._thread = thread
 
     def stop(self) -> None:
-        """Stop further attempts: the group is closing."""
+        """Prevent further restart attempts, because the group is closing."""
         self._stopping.set()
 
     def join(self) -> None:
-        """Wait for the end of a rebuild, after the workers have been ended."""
+        """Wait until the restart's thread has ended; the workers must have been ended before."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(RESTART_ENDS_WITHIN_S)
 
     # -- on the restart's thread
 
     def waits_for(self, missing: ColocateError, timeout: float) -> None:
-        """Record why lost slots have no replacements yet; log a reason of a new kind."""
+        """Record why lost slots aren't replaced yet, and log a reason of a new kind."""
         before, self._missing = self._missing, missing
         if before is not None and isinstance(before, ClusterError) == isinstance(missing, ClusterError):
             return
@@ -171,11 +180,11 @@ class Restarts:
         self._log(f"group {self._group.name!r} waits for slots in place of lost ones{within}: {message_of(missing)}")
 
     def found(self) -> None:
-        """Record that no slots are missing."""
+        """Record that all lost slots have been replaced."""
         self._missing = None
 
     def stopped_within(self, seconds: float) -> bool:
-        """Wait for some seconds, or until the group closes; return True for a close."""
+        """Wait for some seconds, or until the group closes; return whether the group is closing."""
         return self._stopping.wait(seconds)
 
     def _main(self, cause: ColocateError) -> None:
@@ -189,7 +198,7 @@ class Restarts:
                     group.fail_for_good(cause, fault)
                     return
                 self._log(f"group {group.name!r} could not be restarted, and is tried again: {message_of(fault)}")
-        except BaseException as error:  # a bug here: no other thread would rebuild the group
+        except BaseException as error:  # A bug here fails the group, because nothing else would rebuild the group.
             report_exception()
             group.fail_for_good(cause, error)
 
@@ -206,10 +215,10 @@ class Restarts:
         found_source = group.roles_source()
         try:
             group.rebuild()
-        except ClosedError as error:  # closed just now: either thread ends the workers
+        except ClosedError as error:  # The group was just closed, and both threads may end the workers.
             group.workforce.kill()
             return error
-        except BaseException as error:  # (un)pickling roles runs users' code, which may raise SystemExit, say
+        except BaseException as error:  # Pickling roles runs user code, which may even raise SystemExit.
             group.workforce.kill()
             if isinstance(error, RoleStartError) and (words := self._blame(error.errors.values())):
                 error.add_note(words)
@@ -225,12 +234,12 @@ class Restarts:
 
 
 class WorkerGroup(Owned):
-    """The workers of a group, with the order of calls, the residents, and start and end.
+    """The driver's record of a group: the workers, the order of calls, the residents, and the start and end.
 
     Attributes:
         services: The settings and threads of the runtime.
         size: The number of slots.
-        base: The numbers of calls, holds and residents are above this: earlier drivers have used those up to it.
+        base: The largest number that earlier drivers have used for calls, holds and residents.
         grace: Seconds that ranks have to stop after a failed call.
         generation: How often the group has been restarted.
     """
@@ -255,39 +264,38 @@ class WorkerGroup(Owned):
         self.base = base
         self.generation = generation
         self.home = home
-        self.whole = indices  # the slots of the pool that were given to the group
-        self.indices = indices  # the slots that the group has now
-        self.declared = declared  # the declared roles
-        self.roles: Mapping[str, RoleInfo] = declared.infos  # the roles by name
-        self.seed = services.seed  # seed of the roles' generators
-        self.start_timeout: float | None = None  # seconds for a start
-        self.number = services.new_key()  # unique, also among groups of the same name
-        self._origins: dict[str, Origin] = {}  # by method
+        self.whole = indices  # The group was created with these slots of the pool.
+        self.indices = indices  # The group has these slots now, which may be fewer after a restart.
+        self.declared = declared
+        self.roles: Mapping[str, RoleInfo] = declared.infos
+        self.seed = services.seed  # The roles' random generators are derived from this seed.
+        self.start_timeout: float | None = None  # A start may take this many seconds.
+        self.number = services.new_key()  # The number is unique even among groups of the same name.
+        self._origins: dict[str, Origin] = {}  # Caches the origins of residents, by method.
         self.order = CallOrder(self)
-        self.background = declared.background  # roles with a lane of their own
+        self.background = declared.background  # These roles have a lane of their own.
         self.published = Published(self)
         self.restarts = Restarts(self, restarts)
-        self._parts: dict[str, OfGroup] = {}  # halves of features in use, by feature name
-        self.drafting: list[OfGroup] = []  # features that insert calls before others
-        self.frees_first = False  # whether a call may need memory that was freed before
+        self._parts: dict[str, OfGroup] = {}  # Holds the features in use, by name.
+        self.drafting: list[OfGroup] = []  # Lists the features that insert calls before other calls.
+        self.frees_first = False  # True if memory must be freed in workers before a call that may need memory.
         for options in (services, home, declared, *declared.specs.values()):
             for feature in features.of_options(options):
                 self.part(feature)
         self._begin(places)
         self.residents = Residents(self, self.order)
         self.unasked = Unasked(self)
-        self._tell_state(State.STARTING)  # Told before `join`: after that, other events may come first.
+        self._tell_state(State.STARTING)  # Reported before `join`, because other events may come first afterwards.
         self.join()
 
     def _begin(self, places: Sequence[Place]) -> None:
-        """Create the state of a new generation of workers."""
         self.questions = Questions(self)
         self.workforce = Workforce(self, places)
 
     # -- for calls and parts
 
     def check(self, notes_restarts: bool = True) -> None:
-        """Raise if the group can't be called: closed, failed, or restarted without an acknowledgement."""
+        """Raise if the group is closed or has failed, or if a restart hasn't been acknowledged."""
         if self.life.is_plain and not self.forked:
             return
         if self.life.failure is not None and self.alive and (failure := self.life.told()) is not None:
@@ -298,26 +306,26 @@ class WorkerGroup(Owned):
 
     @property
     def failure(self) -> ColocateError | None:
-        """The reason why the group can't be called, after a failure."""
+        """The error of a failed group, which is the reason why the group can't be called."""
         return self.life.failure
 
     def refuse_closed(self) -> None:
-        """Raise if the group is closed, in any other state."""
+        """Raise if the group is closed; accept any other state."""
         super().check()
 
     def is_paused(self, role: str) -> bool:
         return any(part.is_paused(role) for part in self.parts.values())
 
     def stood(self, since: float) -> float:
-        """Return the seconds since a time that don't count for deadlines, from features."""
+        """Return how many of the seconds after `since` don't count for deadlines, summed over all features."""
         return sum(part.stood(since) for part in self.parts.values())
 
     def stopped(self) -> Mapping[int, str]:
-        """Return why slots stand still for an unlimited time, from features."""
+        """Return, by slot, the reason why a feature has stopped a rank for an unlimited time."""
         return {slot: why for part in self.parts.values() for slot, why in part.stopped().items()}
 
     def source(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Source:
-        """Return the source of a kept call's resident for workers. Takes no lock, as the main thread calls this.
+        """Return the address of a call's kept result for workers. Takes no lock, because the main thread calls this.
 
         All residents of a method share one origin, which is packed once; calls with `ranks` have origins of their
         own.
@@ -345,7 +353,7 @@ class WorkerGroup(Owned):
         executor.discard(frame)
 
     def part(self, name: str) -> OfGroup:
-        """Return this group's half of a feature, created at the first request.
+        """Return a feature's driver-side object for this group, created at the first request.
 
         Raises:
             CapabilityError: The feature isn't installed.
@@ -353,25 +361,26 @@ class WorkerGroup(Owned):
         half = self._parts.get(name)
         if half is None:
             new_half = features.of_group(name)(self)
-            half = self._parts.setdefault(name, new_half)  # one of two threads' halves counts
+            # If two threads create an object at the same time, both use only one of the objects.
+            half = self._parts.setdefault(name, new_half)
             if half is new_half and type(new_half).drafted is not OfGroup.drafted:
                 self.drafting.append(new_half)
         return half
 
     @property
     def parts(self) -> Mapping[str, OfGroup]:
-        """The halves of features in use, by feature name."""
+        """The driver-side objects of the features in use, by feature name."""
         return self._parts.copy()
 
     def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
-        """Report a rank's stop in a hold to features."""
+        """Notify all features that a rank has stopped in a hold, the barrier after a failed call."""
         for name in told:
             self.part(name)
         for name, part in self.parts.items():
             part.halted(hold, slot, told.get(name), is_back)
 
     def report_unfinished(self, back: Mapping[int, from_worker.Held]) -> None:
-        """Warn of calls of an earlier driver that only some ranks have finished; `back` has reports by slot."""
+        """Warn of an earlier driver's calls that only some ranks have finished; `back` has the reports by slot."""
         calls = {(number, label) for held in back.values() for number, label in held.unfinished}
         for number, label in sorted(calls):
             role = self.roles.get(label.partition(".")[0])
@@ -379,7 +388,7 @@ class WorkerGroup(Owned):
             lacking = [
                 slot for slot in slots if any(number == other_number for other_number, _ in back[slot].unfinished)
             ]
-            # Ranks to which the call wasn't sent don't know the call, and have perhaps begun later calls.
+            # A rank that never received this call may have begun later calls.
             if any(back[slot].begun >= number for slot in slots if slot not in lacking):
                 ranks = ", ".join(str(slot if role is None else role.slots.index(slot)) for slot in lacking)
                 text = (
@@ -393,7 +402,7 @@ class WorkerGroup(Owned):
             self.part(name).ended(call, slot, plain)
 
     def all_back(self, hold: Any) -> bool:
-        """Ask features for work on ranks that are all back in a hold; return whether there is any."""
+        """Start the features' work once all ranks have stopped in a hold; return whether there is any work."""
         return any(part.all_back(hold) for part in self.parts.values())
 
     def teller(self) -> Callable[[int, Message], None]:
@@ -402,7 +411,7 @@ class WorkerGroup(Owned):
         return lambda slot, message: workers[slot].send(message)
 
     def look(self, slot: int, then: Callable[[str | None], None]) -> None:
-        """Look at a rank from outside the process, and call `then` with a description."""
+        """Inspect a rank's process from outside, and call `then` with a description."""
         self.workforce.workers[slot].host.look(then)
 
     def node(self, slot: int) -> str:
@@ -413,7 +422,7 @@ class WorkerGroup(Owned):
         return [worker.slot for worker in self.workforce.workers if worker.exit is None]
 
     def has_left(self, slot: int) -> bool:
-        """Return whether a slot's worker runs no more role code: the lane, the connection or the process has ended."""
+        """Return whether a worker runs no more role code, because lane, connection or process has ended."""
         worker = self.workforce.workers[slot]
         connection = worker.host.lane
         return worker.lane_ended or worker.exit is not None or (connection is not None and connection.finished)
@@ -427,7 +436,7 @@ class WorkerGroup(Owned):
         return value
 
     def borrowers(self, closing: Owned) -> list[str]:
-        """Return unfinished uses of the group's residents by groups outside of `closing`."""
+        """Return descriptions of unfinished uses of the group's residents by groups outside of `closing`."""
         return self.residents.borrowers(closing)
 
     # -- what its workers say
@@ -463,7 +472,7 @@ class WorkerGroup(Owned):
                 self.part(feature).heard(worker, message, body)
 
     def greet(self, worker: Worker) -> None:
-        """Send first messages of features to a new worker."""
+        """Send the features' first messages to a new worker."""
         for part in self.parts.values():
             part.greets(worker)
 
@@ -481,11 +490,12 @@ class WorkerGroup(Owned):
         with self.order.lock:
             if self.life.ready():
                 self._tell_state(State.READY)
-                for worker in ways(self.workforce.workers, 0)[1]:  # these workers will forward large arguments
+                # Request the addresses of the workers that will forward large arguments to other workers.
+                for worker in ways(self.workforce.workers, 0)[1]:
                     worker.locate(lambda *_: None)
 
     def fail(self, error: ColocateError) -> None:
-        """Fail the group, until a restart or for good: pending calls end with this error, all workers are killed."""
+        """Fail all pending calls with an error and kill all workers. A restart may follow."""
         with self.order.lock:
             if self.life.state is not State.READY:
                 return
@@ -533,7 +543,7 @@ class WorkerGroup(Owned):
         self.home.changed()
 
     def builds(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return features' settings of roles, by role and feature."""
+        """Return the features' settings for roles, by role and feature."""
         found: dict[str, dict[str, Any]] = {}
         for feature, part in self.parts.items():
             for role, plain in part.builds().items():
@@ -541,11 +551,11 @@ class WorkerGroup(Owned):
         return found
 
     def told(self, says: Callable[[OfGroup], Any]) -> dict[str, Any]:
-        """Return features' messages to their halves in the workers, by feature name."""
+        """Return the result of `says` for each feature, which is sent to the workers, by feature name."""
         return {name: plain for name, part in self.parts.items() if (plain := says(part)) is not None}
 
     def begin_again(self) -> bool:
-        """Mark the group as being rebuilt; return False if closed."""
+        """Set the group's state to restarting; return False if the group is closed."""
         with self.order.lock:
             if not self.life.restart():
                 return False
@@ -553,7 +563,7 @@ class WorkerGroup(Owned):
             return True
 
     def rebuild(self) -> None:
-        """Start the next generation; the last one's workers are gone.
+        """Start the next generation of workers, after all workers of the last generation have exited.
 
         Raises:
             ColocateError: The start has failed.
@@ -575,17 +585,17 @@ class WorkerGroup(Owned):
         self._start()
 
     def roles_source(self) -> str | None:
-        """Return the source of the roles' state after a restart; None for roles as constructed."""
+        """Return a text for the source of the roles' state after a restart; None for newly constructed roles."""
         return next((source for part in self.parts.values() if (source := part.source()) is not None), None)
 
     def tag(self) -> str | int | float | None:
-        """Return the tag of the roles' checkpoint; None for roles as constructed."""
+        """Return the tag of the checkpoint that the roles were restored from; None for newly constructed roles."""
         return next((tag for part in self.parts.values() if (tag := part.tag()) is not None), None)
 
     # -- its end
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """Begin no more calls in the workers, and cancel the running ones."""
+        """Stop the workers from starting calls, and cancel the running calls."""
         if self.life.state is State.READY:
             self.send(self.live(), to_worker.Stop())
         self.workforce.wind_down(grace, deadline)
@@ -601,7 +611,8 @@ class WorkerGroup(Owned):
         if not self.take_closing(by, force):
             return
         try:
-            with self.order.lock:  # a concurrent rebuild has created new workers, or will create none
+            # After this block, a concurrent restart either has created new workers or won't create any.
+            with self.order.lock:
                 self._tell_state(State.CLOSING)
             self.restarts.stop()
             self.residents.break_borrows()
@@ -620,7 +631,7 @@ class WorkerGroup(Owned):
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
 
     def _let_go(self, by: str) -> None:
-        """Close this driver's use of a group that lives on in a borrowed pool."""
+        """Close this driver's use of a group that continues to run in a borrowed pool."""
         if not self.take_closing(by):
             return
         self.residents.break_borrows()
@@ -630,7 +641,7 @@ class WorkerGroup(Owned):
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", failed)
 
     def leave(self) -> None:
-        """Forget a group that isn't this driver's any more; nothing in the workers is ended."""
+        """Stop using a group that no longer belongs to this driver; the workers continue to run."""
         self._fail_what_is_left()
         self.restarts.stop()
         self.home.connection.forget(self)

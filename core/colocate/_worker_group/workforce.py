@@ -1,4 +1,4 @@
-"""The workers of one generation of a group: started together, watched, and ended in a bounded time."""
+"""Start, watch and end the workers of one generation of a group."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.IntEnum):
-    """Stage of a worker. Stages only increase, and may be skipped."""
+    """The stage that a worker has reached. Stages only increase, and may be skipped."""
 
-    STARTING = 0  # no message has come yet
-    RUNNING = 1  # the worker has said hello
-    BUILT = 2  # the roles are constructed, or one has failed
-    LEAVING = 3  # the worker runs no more role code, and exits by itself
-    GONE = 4  # the process has ended, or was never started
+    STARTING = 0  # The driver hasn't received a message yet.
+    RUNNING = 1  # The driver has received the worker's first message.
+    BUILT = 2  # All roles are constructed, or a constructor has failed.
+    LEAVING = 3  # The worker runs no more role code, and exits by itself.
+    GONE = 4  # The process has exited, or was never started.
 
 
 class Stages:
-    """The stages of the workers on some slots. Waiting threads are woken once per stage, by the last worker."""
+    """Records the stages of a group's workers. The last worker to leave a stage wakes the waiting threads."""
 
     def __init__(self, slots: int) -> None:
         self._news = threading.Condition()
         self._of = [Stage.STARTING] * slots
-        self.numbers = [slots] + [0] * (len(Stage) - 1)  # number of workers in each stage
+        self.numbers = [slots] + [0] * (len(Stage) - 1)  # Counts the workers in each stage.
 
     def reach(self, slot: int, stage: Stage) -> None:
-        """Record a worker's stage, unless a later one is recorded."""
+        """Record a worker's stage, unless a later stage is already recorded."""
         with self._news:
             before = self._of[slot]
             if stage > before:
@@ -64,29 +64,29 @@ class Stages:
         return not any(self.numbers[:stage])
 
     def short_of(self, stage: Stage) -> set[int]:
-        """Return the slots of workers before a stage."""
+        """Return the slots of workers that haven't reached a stage."""
         with self._news:
             return {slot for slot, reached in enumerate(self._of) if reached < stage}
 
     def wake(self) -> None:
-        """Wake waiting threads for another check of their conditions."""
+        """Wake the waiting threads, each of which checks the condition again."""
         with self._news:
             self._news.notify_all()
 
     def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait until a condition holds; return whether it does."""
+        """Wait until a condition holds or the deadline is over; return whether the condition holds."""
         with self._news:
             return self._news.wait_for(ready, deadline.left)
 
 
 class _NotLaunched(Host):
-    """Placeholder before the launch: discards all messages."""
+    """A placeholder for a worker's process before the launch, which discards all messages."""
 
     def send(self, frame: Any) -> None:
-        """Send nothing."""
+        """Discard the message, because no process is running yet."""
 
     def kill(self) -> None:
-        """End nothing."""
+        """Do nothing, because no process is running yet."""
 
 
 NOT_LAUNCHED = _NotLaunched()
@@ -94,21 +94,28 @@ NOT_LAUNCHED = _NotLaunched()
 
 @attrs.define(eq=False)
 class Worker:
-    """One worker of a group in the driver: the worker's facts and exit.
+    """The driver's record of one worker process of a group.
 
     The methods of `HostEvents` run on the receiving thread.
+
+    Attributes:
+        boot: The launch settings.
+        hello: Facts from the worker's first message: pid, Python, colocate.
+        exit: The exit; None while the worker runs.
+        table: The definitions that the worker has.
+        parts: The state of features, by feature name.
     """
 
     workforce: Workforce
     slot: int
-    boot: Boot  # the launch settings
+    boot: Boot
     host: Host = NOT_LAUNCHED
-    hello: Mapping[str, Any] | None = None  # facts of the first message: pid, Python, colocate
-    exit: Exit | None = None  # the exit; None while running
+    hello: Mapping[str, Any] | None = None
+    exit: Exit | None = None
     lane_ended: bool = False
-    table: Table = attrs.field(factory=lambda: Table("is given it"))  # definitions that the worker has
+    table: Table = attrs.field(factory=lambda: Table("is given it"))
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
-    parts: dict[str, Any] = attrs.field(factory=dict)  # state of features, by feature name
+    parts: dict[str, Any] = attrs.field(factory=dict)
     _tail: Tail = attrs.field(factory=Tail)
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
     _where: Question[int, str | None] | None = None
@@ -155,7 +162,7 @@ class Worker:
                 assert request is not None
                 if message.trouble:
                     with workforce.order.lock:
-                        self._where = None  # The next question may succeed.
+                        self._where = None  # A later request for the address may succeed.
                     self._questions.refused(request.token, ClusterError(message.trouble))
                 else:
                     self._questions.answered(request.token, self.slot, message.address)
@@ -168,7 +175,7 @@ class Worker:
                 workforce.link.heard(self, message, body)
 
     def logged(self, line: str) -> None:
-        """Print a line of the worker's output, with the role and rank that printed it, if known."""
+        """Print a line of the worker's output, with the printing role and rank if known."""
         label, text = split_label(line)
         self._tail.append(text)
         services = self.workforce.link.services
@@ -190,12 +197,15 @@ class Worker:
 
     @property
     def address(self) -> str | None:
-        """The address for other workers, if known."""
+        """The address by which other workers reach this worker, if known."""
         request = self._where
         return None if request is None else request.answers.get(self.slot)
 
     def locate(self, then: Callable[[str | None, str], None]) -> None:
-        """Ask for the worker's address for other workers; call `then` with the address, or None and the reason."""
+        """Request the address by which other workers reach this worker.
+
+        Then call `then` with the address, or with None and the reason.
+        """
         with self.workforce.order.lock:
             request = self._where
             if request is None:
@@ -218,11 +228,11 @@ class Workforce:
         self.link = link
         self.order = link.order
         self.stages = Stages(len(places))
-        self._lock = threading.Lock()  # the innermost lock
+        self._lock = threading.Lock()  # No other lock is taken while this lock is held.
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
         self._granted, self.overdue = 0.0, NEVER
-        self._asked = False  # whether the ranks were asked for their stacks
+        self._asked = False  # Becomes True with the first request for stack traces.
         self._stacks: Stacks | None = None
         self._timers: list[Timer] = []
         self._building_since: float | None = None
@@ -262,7 +272,7 @@ class Workforce:
         """Start the workers and construct the roles.
 
         Raises:
-            RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
+            RoleStartError: A worker didn't start, or a role wasn't constructed; all workers are ended.
         """
         group, declared = self.link, self.link.declared
         deadline, executor = Deadline(group.start_timeout), group.services.executor
@@ -293,7 +303,8 @@ class Workforce:
                 failed.__cause__ = why
                 raise start_error(group.name, {worker.slot: failed}) from why
             group.greet(worker)
-            if group.closed_by is not None:  # Another thread has closed the group, and no longer waits for this one.
+            # Another thread may have closed the group, and no longer waits for this worker.
+            if group.closed_by is not None:
                 worker.host.kill()
                 group.check()
 
@@ -304,7 +315,7 @@ class Workforce:
                 self.built(worker.slot, worker_error(self.link, worker.slot, worker.pid, unlike))
 
     def _construct(self, body: Any, deadline: Deadline) -> None:
-        """Construct the roles in all workers, and wait for the end."""
+        """Construct the roles in all workers, and wait until all are constructed or one has failed."""
         group = self.link
         build = to_worker.Build(
             group.generation,
@@ -321,7 +332,7 @@ class Workforce:
                 break
             began, deadline = time.time(), Deadline(stood)
         if self._build_failed:
-            # A hold tells the other ranks, which have as much time as after any failed call.
+            # A hold notifies the other ranks, which get the same time to stop as after any failed call.
             if group.closed_by is None:
                 self._granted = group.grace
             self._reached(Stage.BUILT, Deadline(group.grace))
@@ -351,21 +362,21 @@ class Workforce:
         return sorted(self.stages.short_of(Stage.BUILT))
 
     def take(self, executor: Detachable, tokens: Sequence[bytes]) -> None:
-        """Take over an earlier driver's workers, with all their roles constructed."""
+        """Take over an earlier driver's workers, which have constructed all roles."""
         for worker, place, token in zip(self.workers, self._places, tokens, strict=True):
             self._built[worker.slot] = None
             worker.host = executor.take(place, worker.boot, worker, token)
             self.link.greet(worker)
 
     def wait_hello(self, grace: float) -> list[int]:
-        """Wait until all workers have said hello, or have ended; return the slots of the late ones."""
+        """Wait for the first message or the end of each worker; return the slots of late workers."""
         if not self._reached(Stage.RUNNING, Deadline(grace)):
-            # This process may have been stopped: handle the messages that have come meanwhile first.
+            # This process may have been suspended, so handle the messages that have arrived in the meantime.
             self._reached(Stage.RUNNING, Deadline(LOOKS_FOR_S))
         return sorted(self.stages.short_of(Stage.RUNNING))
 
     def built(self, slot: int, error: ColocateError | None) -> None:
-        """Record the end of a worker's constructors, or the first error."""
+        """Record that a worker's constructors have finished, or that one has failed with an error."""
         self._built.setdefault(slot, error)
         if error is not None and not self._build_failed:
             self._build_failed = True
@@ -383,7 +394,7 @@ class Workforce:
         return self.stages.wait(lambda: self.stages.all_reached(stage), deadline)
 
     def _wait_or_hurry(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait for a condition, unless the close is hurried; return whether the condition holds."""
+        """Wait until a condition holds or the close is hurried; return whether the condition holds."""
         self.stages.wait(lambda: self.link.hurried or ready(), deadline)
         return ready()
 
@@ -393,7 +404,7 @@ class Workforce:
         self.look()
 
     def look(self) -> None:
-        """Handle exits that were ignored in an earlier state."""
+        """Handle workers' exits that were ignored in an earlier state of the group."""
         for worker in self.workers:
             if worker.exit is not None:
                 self.exited(worker)
@@ -401,7 +412,7 @@ class Workforce:
     # -- while it runs
 
     def broken(self, worker: Worker, reason: str, log_tail: str) -> None:
-        """Handle a worker that has become unusable, and exits."""
+        """Handle a worker that has become unusable and is about to exit."""
         error = broken_error(self.link, worker.slot, worker.pid, reason, log_tail)
         if self.link.life.is_starting:
             self.built(worker.slot, error)
@@ -424,7 +435,6 @@ class Workforce:
         self.stages.reach(slot, Stage.GONE)
 
     def _lost(self, error: WorkerDied) -> None:
-        """Fail the group after the loss of a worker."""
         if self.link.life.state is State.READY:
             self.link.fail(error)
             self.link.services.tell("colocate_worker_died", error)
@@ -435,16 +445,15 @@ class Workforce:
                 worker.host.kill()
 
     def wait_gone(self) -> bool:
-        """Wait until all workers are gone, after `kill`; return whether all are."""
+        """Wait until all workers have exited after `kill`; return whether all have exited."""
         self._note_unlaunched()
         return self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
 
     def wait_lost(self) -> None:
-        """Wait until all workers are gone: a lost slot has failed the group, and the others are being killed."""
+        """Wait until all workers have exited after the loss of a slot, which ends the whole group."""
         self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
 
     def _note_unlaunched(self) -> None:
-        """Record workers that were never started as gone."""
         for worker in self.workers:
             if worker.host is NOT_LAUNCHED:
                 self.stages.reach(worker.slot, Stage.GONE)
@@ -462,7 +471,8 @@ class Workforce:
             link.send(link.live(), to_worker.Close(f"group {link.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
             hung = self.stages.short_of(Stage.LEAVING)
-            for slot in hung:  # first: others may wait for these, or for the processor that these keep busy
+            # Kill hung workers first, because other workers may wait for an answer or a busy processor.
+            for slot in hung:
                 self.workers[slot].host.kill()
             within = AFTER_FORCE_S if hung else AFTER_END_S
             self.stages.wait(lambda: not self.stages.numbers[Stage.LEAVING], Deadline(within))
@@ -478,16 +488,17 @@ class Workforce:
         return errors
 
     def _wait_for_lanes(self, grace: float) -> list[BaseException]:
-        """Wait until all lanes have ended, for at most `grace` seconds; return errors about the late ones.
+        """Wait until all lanes have ended, for at most `grace` seconds; return an error for each late worker.
 
-        The grace period is for running calls: an idle lane has a moment to end in any case.
+        The grace period is for running calls. An idle lane gets a moment to end in any case.
         """
         deadline, idle_until = Deadline(grace), Deadline(max(grace, IDLE_S))
         first = deadline.or_sooner(self.overdue)
-        early = self._asked  # The owner has asked before this close began.
+        early = self._asked  # Stacks may have been requested before this close began.
         if self._wait_or_hurry(self._idle, first.before(STACKS_WITHIN_S)):
             return []
-        self._look()  # now: a stopped rank, or one that holds the GIL, never answers, and would delay the deadline
+        # Request the stacks now, because a stopped rank never answers, and a wait would exceed the deadline.
+        self._look()
         if self._wait_or_hurry(self._idle, first):
             return []
         hung = self._hung(deadline)
@@ -495,9 +506,10 @@ class Workforce:
             self._look_again(hung, deadline.before(STACKS_WITHIN_S / 2))
         if self._wait_or_hurry(lambda: self._busy() <= hung, idle_until) and self._idle():
             return []
-        if self.link.failure is not None or self.link.hurried:  # the failure has been reported, or nobody waits
+        # The failure was reported already, or nobody waits for the errors.
+        if self.link.failure is not None or self.link.hurried:
             return []
-        if self._building_since is None and not self._built:  # no users' code runs there
+        if self._building_since is None and not self._built:  # No user code has run in the workers.
             return []
         self.stages.wait(lambda: self._stacks is not None, Deadline(2 * STACKS_WITHIN_S))
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
@@ -509,7 +521,7 @@ class Workforce:
                 f"did not end within {allowed:g} s and was ended; it was here:\n{stacks.of(w.slot)}",
             )
             for w in (self.workers[slot] for slot in sorted(self._busy()))
-            if w.hello is not None  # a worker that hasn't started was late, as the start's error has said
+            if w.hello is not None  # The start's error has reported workers that didn't start.
         ]
 
     def _busy(self) -> set[int]:
@@ -519,21 +531,21 @@ class Workforce:
         return self.stages.all_reached(Stage.LEAVING)
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """Note that the owner's grace period ends at `deadline`, whenever this group's turn comes."""
+        """Record that the owner's grace period ends at `deadline`, even if this group is closed later."""
         self._granted = max(self._granted, grace)
         self.overdue = self.overdue.or_sooner(deadline)
         wait_s = deadline.before(STACKS_WITHIN_S).left or 0.0
         self._timers.append(self.link.services.timers.after(wait_s, self._look))
 
     def _look_again(self, hung: set[int], at: Deadline) -> None:
-        """Ask again for the stacks of ranks that were idle at the first request, and haven't ended since."""
+        """Request the stacks again if ranks that were idle at the first request haven't ended since."""
         if not self._wait_or_hurry(lambda: self._busy() <= hung, at):
             with self._lock:
                 self._asked, self._stacks = False, None
             self._look()
 
     def _look(self) -> None:
-        """Ask for the stacks of all ranks that haven't ended, once."""
+        """Request the stacks of all ranks that haven't ended; do nothing if this was done before."""
         with self._lock:
             was_asked, self._asked = self._asked, True
 
@@ -545,9 +557,9 @@ class Workforce:
             self.order.stacks.ask(sorted(self._busy()), looked)
 
     def _hung(self, deadline: Deadline) -> set[int]:
-        """Return the slots that have used up the owner's grace period: still running their calls, or silent.
+        """Return the slots that still run calls, or don't answer, at the end of the owner's grace period.
 
-        Others are idle, and have more time. If no stacks have come yet, slots that owe an answer count.
+        Idle slots get more time. As long as no stacks have arrived, all slots with pending answers count.
         """
         self._wait_or_hurry(lambda: self._stacks is not None or self._idle(), deadline)
         stacks, busy = self._stacks, self._busy()

@@ -1,4 +1,4 @@
-"""The table of features: one folder for each service beyond plain calls.
+"""The table of features. Each feature is a folder with one service beyond plain calls.
 
 A feature has a half in the driver, one per group (`OfGroup`), and a half in each worker (`OfWorker`), or only one of
 them. A half is imported and created on first need: by a call, a message, an option of a role, or a checkpoint with data
@@ -18,17 +18,17 @@ from colocate.errors import CapabilityError
 
 
 class Feature(NamedTuple):
-    """The modules of a feature, and the triggers of a feature's import.
+    """The modules of a feature, and the events that import the feature.
 
     Attributes:
-        group: Its driver half, as "module:class" in its folder; "" for none.
-        worker: Its worker half, in the same form.
-        calls: The names of its calls on whole workers.
-        messages: Its message types, in the module `messages` of its folder.
-        options: The options of roles (`RoleSpec`), groups, pools and runtimes that load it.
-        follows: Modules whose import loads its worker half, whoever imports them.
-        alone: The class behind its methods (`MethodSpec.feature`) outside workers, as "module:class".
-        breakpoints: Whether it answers `breakpoint()` in role code of worker processes.
+        group: The driver half, as "module:class" in the feature's folder; "" for none.
+        worker: The worker half, in the same form.
+        calls: The names of the feature's calls on whole workers.
+        messages: The feature's message types, in the module `messages` of the feature's folder.
+        options: The options of roles (`RoleSpec`), groups, pools and runtimes that load the feature.
+        follows: Modules whose import loads the worker half, whichever code imports them.
+        alone: The class behind the feature's methods (`MethodSpec.feature`) outside workers, as "module:class".
+        breakpoints: Whether the feature answers `breakpoint()` in role code of worker processes.
     """
 
     group: str = ""
@@ -137,7 +137,11 @@ def of_worker(name: str) -> Any:
 
 
 def of_object(name: str) -> Any:
-    """Return the class behind a feature's methods for objects outside workers. Errors as above."""
+    """Return the class behind a feature's methods for role objects outside workers.
+
+    Raises:
+        CapabilityError: This build has no such feature.
+    """
     needed("standalone")
     return _half(name, needed(name).alone)
 
@@ -161,12 +165,12 @@ def of_options(options: Any) -> list[str]:
 
 
 def followers() -> list[str]:
-    """Return the features with an imported module in `follows`."""
+    """Return the features that follow a module which is imported already."""
     return [name for name, feature in FEATURES.items() if not sys.modules.keys().isdisjoint(feature.follows)]
 
 
 def needed(name: str) -> Feature:
-    """Return the row of a feature.
+    """Return a feature's row in the table.
 
     Raises:
         CapabilityError: This build has no such feature.

@@ -1,11 +1,11 @@
-"""Keepers: processes that start, watch and end the workers of one slot, on the slot's machine.
+"""Keepers: processes that start, watch and end the workers of a slot, on the slot's machine.
 
-An executor for a cluster places a `Keeper` in a process of the cluster for each reserved slot, and gives the keeper's
+An executor for a cluster creates a `Keeper` in a process of the cluster for each reserved slot, and passes the keeper's
 address to the driver's `Keepers`. Everything else happens here, in the same way on all clusters. The worker is a
-process of its own beside the cluster's processes, and its lane goes straight to the driver. Its exit code, signal and
-output are known, a kill takes milliseconds whatever the worker does, and it dies with the keeper and with the driver.
+separate process, and its lane connects directly to the driver. The worker's exit code, signal and output are known, and
+a kill takes milliseconds, whatever the worker does. The worker dies with the keeper and with the driver.
 
-Names are imported at their first use: a driver that is about to start workers needs the template before the rest.
+Names are imported at their first use, because a driver that starts workers needs the template process first.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The driver's side of a pool that may be detached: the keepers of all slots, one of them the lead."""
+"""The driver's side of pools that may be detached. One of a pool's keepers is the lead, which decides for the pool."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _AT_ONCE = 16
 
 @attrs.frozen
 class Registration:
-    """Registration of a detached pool in the cluster: how to find the pool, and the secret that gives access.
+    """The entry of a detached pool in the cluster's registry: the keepers' addresses, and the secret for access.
 
     Attributes:
         name: The pool's name in the cluster.
         lead: Address of the lead keeper.
         key: The secret of the pool's keepers.
-        facts: What the executor needs to find the slots again; plain data.
-        about: Fields that listings show when the lead doesn't answer; `since` is when the pool got its name.
+        facts: The executor's own data for finding the slots again; plain data.
+        about: Fields that listings show if the lead doesn't answer. `since` is the time of the registration.
         keepers: Addresses of the keepers of the pool's slots.
     """
 
@@ -62,21 +62,20 @@ class Registration:
     keepers: tuple[str, ...] = ()
 
     def unseen(self) -> dict[str, Any]:
-        """Return the facts for listings when the lead doesn't answer: those known at registration."""
+        """Return the facts for listings if the lead doesn't answer, as known at the time of the registration."""
         unknown = dict.fromkeys(("epoch", "driver", "owned", "ttl_s", "left_s"))
         return {"name": self.name, "answers": False, **unknown, "since": self.since, **self.about}
 
 
 @attrs.frozen
 class Adoption:
-    """Request of a driver that wants to adopt a detached pool.
+    """A driver's request to adopt a detached pool.
 
     Attributes:
         who: The driver, described for error texts.
         own: Whether the driver takes the pool from its current driver.
-        epoch: The epoch that the lead has granted; 0 when the lead itself is asked.
-        fenced: Called on the event loop's thread, with a description of the other driver, when that driver has taken
-            the pool.
+        epoch: The epoch that the lead has granted; 0 in the request to the lead itself.
+        fenced: Called on the event loop's thread if another driver takes the pool, with a description of that driver.
     """
 
     who: str
@@ -86,7 +85,7 @@ class Adoption:
 
 
 class AdoptedSlot(KeptSlot):
-    """Slot whose keeper another driver has started."""
+    """A slot of an adopted pool. Another driver has started the slot's keeper."""
 
     def __init__(
         self,
@@ -105,12 +104,13 @@ class AdoptedSlot(KeptSlot):
         self._asked = self._answers.open([None])
 
     def connect(self) -> None:
-        """Adopt the keeper, after the lead has been granted."""
+        """Adopt the keeper with the epoch that the lead has granted."""
         try:
             if not self._closed:
                 self._dial()
         except (OSError, ColocateError) as error:
-            if self._refusal is not None and self._refusal.kind == "late":  # the lead's message is on the way
+            # A later driver has the pool. The lead's message about this driver is still on the way.
+            if self._refusal is not None and self._refusal.kind == "late":
                 self._closed = True
                 self._adoption.fenced(self._refusal.words)
             self._lost = f"its keeper can't be had: {error}"
@@ -119,7 +119,7 @@ class AdoptedSlot(KeptSlot):
             self._connected.set()
 
     def adopt(self) -> None:
-        """Adopt the keeper as the lead.
+        """Adopt the keeper as the lead of a pool, and wait until the adoption is granted.
 
         Raises:
             BorrowedError: Another driver has the pool.
@@ -133,11 +133,11 @@ class AdoptedSlot(KeptSlot):
             self._connected.set()
 
     def _dial(self) -> None:
-        """Dial the keeper and wait until the adoption is granted.
+        """Connect to the keeper, and wait until the adoption is granted.
 
         Raises:
             BorrowedError: Another driver has the pool.
-            ClosedError: A later driver has the pool, or it isn't detached any more.
+            ClosedError: A later driver has the pool, or the pool isn't detached any more.
             ClusterError: The keeper didn't answer in time.
         """
         keepers, adoption = self.keepers, self._adoption
@@ -148,7 +148,7 @@ class AdoptedSlot(KeptSlot):
         except TimeoutError:
             _let_it_go_on(lane)
             raise ClusterError(f"the keeper at {self.address} doesn't answer") from None
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # This clause also handles Ctrl-C.
             _let_it_go_on(lane)
             raise
         if self._closed:
@@ -175,21 +175,21 @@ class AdoptedSlot(KeptSlot):
 
 
 def _let_it_go_on(lane: wire.SocketLane) -> None:
-    """Abandon an adoption that may still be granted.
+    """Abandon an adoption that the keeper may still grant.
 
-    Without the message, the end of an owner's connection would end the pool.
+    Without the message `GiveUp`, the end of an owner's connection would end the pool.
     """
     lane.send(GiveUp().head())
     lane.close()
 
 
 class PoolKeepers:
-    """Keepers of one pool that may be detached.
+    """The keepers of one pool that may be detached.
 
     Attributes:
         key: The keepers' secret.
         lead: The keeper that has the record.
-        slots: The keepers that have slots; the lead may be among them.
+        slots: The slots of the pool, each with its keeper. The lead may be one of these.
     """
 
     def __init__(self, key: bytes, lead: KeptSlot, slots: Sequence[KeptSlot]) -> None:
@@ -208,15 +208,15 @@ class PoolKeepers:
         """Publish the pool under the lease's name and detach every keeper from this driver.
 
         Args:
-            lease: The terms under which the keepers go on.
-            facts: What the executor needs to find the slots again; plain data.
-            register: Adds the registration to the cluster's registry; False when another pool has the name.
+            lease: The terms under which the keepers continue without a driver.
+            facts: The executor's own data for finding the slots again; plain data.
+            register: Adds the registration to the cluster's registry; returns False if another pool has the name.
             withdraw: Removes the registration again.
-            published: Returns all pools that leads report.
+            published: Returns the facts of all detached pools, as reported by the leads.
 
         Raises:
             ConfigError: Another pool has the name.
-            ClusterError: A keeper doesn't confirm; the pool is this driver's as before.
+            ClusterError: A keeper doesn't confirm the detachment. The pool still belongs to this driver.
         """
         keepers = tuple(slot.address for slot in self.slots)
         registration = Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=keepers)
@@ -231,21 +231,21 @@ class PoolKeepers:
                     f"there is a detached pool {lease.name!r} in this cluster already: {words}; names are unique "
                     f"(colocate close {lease.name} ends that one)"
                 )
-            time.sleep(_STEP_S)  # the other pool has just ended, or is just being detached
+            time.sleep(_STEP_S)  # The other pool may have just ended, or is just being detached.
         try:
             self.detach(lease)
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # This clause also handles Ctrl-C.
             if self.retain():
                 withdraw()
             raise
 
     def detach(self, lease: Lease) -> None:
-        """Detach every keeper: the workers go on after this driver has released the pool.
+        """Detach every keeper, so that the workers continue after this driver has released the pool.
 
         Raises:
-            ClusterError: A keeper doesn't confirm.
+            ClusterError: A keeper doesn't confirm the detachment.
         """
-        # The lead comes last: nobody can attach before it agrees, and an earlier failure ends with this driver.
+        # The lead comes last, because no driver can attach to the pool before the lead agrees.
         for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
             slot_lease = lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})
             lost = slot.wait_connected()
@@ -253,26 +253,26 @@ class PoolKeepers:
                 raise ClusterError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
     def renew(self, lease: Lease) -> None:
-        """Send a changed record to all keepers."""
+        """Send the lease with a changed record to all keepers."""
         for slot in self._all():
             slot.command(Renew(lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})))
 
     def retain(self) -> bool:
-        """Retain the pool for this driver until the next detach; False when another driver has it.
+        """Take the pool back for this driver until the next detach. Returns False if another driver has the pool.
 
-        The lead's answer is enough: no driver reaches the other keepers without the lead.
+        The lead's answer is enough, because no driver reaches the other keepers without the lead.
         """
         if self.lead.wait_connected() is None:
-            # A lead that is gone or stuck grants nothing to others.
+            # A lead keeper that is gone or stuck can't grant the pool to another driver.
             self.lead.confirm(Retain, within_s=ADOPTED_WITHIN_S)
-        if self.lead.fenced:  # also when the connection has ended since
+        if self.lead.fenced:  # `fenced` stays true even if the connection has ended since.
             return False
         for slot in self._all():
             slot.command(Retain(None))
         return not self.lead.fenced
 
     def give_up(self) -> None:
-        """Release all keepers; the pool goes on."""
+        """Release all keepers, while the pool continues without this driver."""
         deadline = Deadline(LEFT_WITHIN_S)
         for slot in self._all():
             slot.leave()
@@ -289,13 +289,13 @@ def adopt_pool(
     adoption: Adoption,
     slots: Sequence[tuple[str, Callable[[], None]]],
 ) -> tuple[AdoptedSlot, PoolKeepers]:
-    """Adopt a pool: the lead first, since the lead decides, then the other keepers in the background.
+    """Adopt a pool: first the lead, because the lead decides, then the other keepers in the background.
 
     Args:
         keepers: This driver's connections.
         registration: The pool's registration.
         adoption: The request of this driver.
-        slots: For each slot, in order, its keeper's address, and a callback that ends the keeper's process if stuck.
+        slots: For each slot, in order, the keeper's address, and a callback that ends a stuck keeper's process.
 
     Raises:
         BorrowedError: Another driver has the pool.
@@ -312,7 +312,7 @@ def adopt_pool(
                 slot = AdoptedSlot(keepers, address, registration.key, adoption, end)
                 keepers.add(slot)
             adopted_slots.append(slot)
-    except BaseException:  # the pool goes on without this driver
+    except BaseException:  # After an error the pool continues without this driver.
         PoolKeepers(registration.key, lead, adopted_slots).give_up()
         raise
     return lead, PoolKeepers(registration.key, lead, adopted_slots)
@@ -321,7 +321,7 @@ def adopt_pool(
 def adopt_lead(
     keepers: Keepers, registration: Registration, adoption: Adoption, on_stuck: Callable[[], None] = lambda: None
 ) -> AdoptedSlot:
-    """Adopt the lead keeper of a pool, which decides for the pool.
+    """Adopt the lead keeper of a pool, which decides whether this driver gets the pool.
 
     Raises:
         BorrowedError: Another driver has the pool.
@@ -351,7 +351,7 @@ def adopt_lead(
 
 
 def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
-    """Ask the leads of detached pools in parallel; return the facts of all pools that still exist."""
+    """Request the facts of detached pools from the leads, in parallel. Pools that have ended are left out."""
     if not registrations:
         return []
     with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
@@ -359,11 +359,11 @@ def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Ma
 
 
 def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
-    """Ask all keepers of a detached pool in parallel; return the pool's facts and its workers' status.
+    """Request the status of a detached pool, including all workers, from all keepers in parallel.
 
     Returns:
-        The facts of listings; "workers" has the status of each worker, "silent" the names of workers without an answer,
-        and "lost" the number of keepers that don't answer.
+        The facts as in `listed`. "workers" has the status of each worker, "silent" the names of workers without an
+        answer, and "lost" the number of keepers that don't answer.
 
     Raises:
         ClusterError: The pool is gone.
@@ -386,9 +386,9 @@ def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
 def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
     try:
         status = _asked(keepers, registration.lead, registration, Look())
-    except TimeoutError:  # an overloaded or disconnected machine; a stopped process
+    except TimeoutError:  # The machine may be overloaded or disconnected, or the process may be stopped.
         return registration.unseen()
-    except (OSError, ClosedError, ClusterError):  # the keeper has ended
+    except (OSError, ClosedError, ClusterError):  # The keeper has ended.
         return None
     assert isinstance(status, Seen)
     return status.facts
@@ -397,17 +397,17 @@ def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] |
 def _inside(keepers: Keepers, registration: Registration, address: str) -> SeenInside | None:
     try:
         status = _asked(keepers, address, registration, LookInside())
-    except (OSError, ClosedError, ClusterError):  # TimeoutError is an OSError
+    except (OSError, ClosedError, ClusterError):  # TimeoutError is a subclass of OSError.
         return None
     assert isinstance(status, SeenInside)
     return status
 
 
 def _asked(keepers: Keepers, address: str, registration: Registration, question: Message) -> Message:
-    """Send a question to a keeper and return the answer.
+    """Send a question to a keeper, and return the keeper's answer.
 
     Raises:
-        TimeoutError: No answer arrives.
+        TimeoutError: No answer arrives in time.
         OSError: The keeper can't be reached.
         ClusterError: The keeper has ended.
     """
@@ -430,10 +430,10 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
 
 
 class DetachableByKeepers(Detachable):
-    """Detachable pools: the keepers of the slots outlive the driver.
+    """A base class for executors with detachable pools. The keepers of such a pool outlive the driver.
 
-    An executor adds the cluster's part: a registry of names (`publish`, `registrations`), `adopt` for the cluster's
-    reservation (`adopt_pool`), `let_go` to release a pool, and `end` for a pool whose keepers don't answer.
+    An executor adds a registry of names (`publish`, `registrations`), `adopt` to take over the cluster's reservation
+    (`adopt_pool`), `let_go` to release a pool, and `end` for a pool whose keepers don't answer.
     """
 
     _keepers: Keepers
@@ -444,14 +444,14 @@ class DetachableByKeepers(Detachable):
 
     @abc.abstractmethod
     def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
-        """Return the keepers of a reservation; None if the pool isn't detachable, or was released."""
+        """Return the keepers of a reservation. None if the pool isn't detachable, or was released."""
 
     @abc.abstractmethod
     def slot_of(self, place: Place) -> KeptSlot:
-        """Return the connection to the keeper of a slot."""
+        """Return the driver's connection to the keeper of a slot."""
 
     def registration(self, name: str) -> Registration:
-        """Return the registration of a pool.
+        """Return the registration of the pool with this name.
 
         Raises:
             ConfigError: No pool has this name.
@@ -464,11 +464,11 @@ class DetachableByKeepers(Detachable):
         return match
 
     def published(self) -> Sequence[Mapping[str, Any]]:
-        """Ask the leads of all detached pools."""
+        """Return the facts of all detached pools, as reported by their lead keepers."""
         return listed(self._keepers, list(self.registrations()))
 
     def look(self, name: str) -> Mapping[str, Any]:
-        """Ask the lead and the keepers of all slots."""
+        """Return the status of a detached pool, including all workers, as reported by all keepers."""
         return look_inside(self._keepers, self.registration(name))
 
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
@@ -476,11 +476,11 @@ class DetachableByKeepers(Detachable):
         return self.slot_of(place).take(boot, events, token)
 
     def renew(self, reservation: Reservation, lease: Lease) -> None:
-        """Send the changed record to the keepers."""
+        """Send the lease with the changed record to the keepers."""
         if (pool := self.pool_of(reservation)) is not None:
             pool.renew(lease)
 
     def retain(self, reservation: Reservation) -> bool:
-        """Ask the lead to retain the pool."""
+        """Take a pool back for this driver. Returns False if another driver has the pool."""
         pool = self.pool_of(reservation)
         return pool is not None and pool.retain()

@@ -1,8 +1,10 @@
-"""Workers as forks of a template (`worker/birth/template.py`), which is shared by all starters in this process.
+"""The start of workers as forks of a template process, which is shared by all users in this process.
 
-A fork is up in milliseconds and shares the template's memory, but comes too late for what is read when a process, a
-library or the interpreter starts. So an environment is the template's in all of that (`differs`), or the worker gets an
-interpreter of its own.
+`worker/birth/template.py` is the template's program.
+
+A fork starts in milliseconds and shares the template's memory. But some environment variables are read only when the
+interpreter or a library starts. If a worker needs other values of these than the template has (`differs`), the worker
+gets an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -33,13 +35,17 @@ _ROOM_BYTES = 1 << 14
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _TOO_EARLY = re.compile(
-    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # except variables that are read only when GPUs are first used
-    "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"  # read by the loader, the C library and OpenSSL
-    "|PYTHON|COVERAGE_|COV_CORE_"  # read by Python, and by modules that are imported at the start
-    "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # read by numerical libraries
-    "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"  # read by tensordict
-    "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|PYTORCH_|ATEN_|C10_|KINETO_"  # read by torch, and below torch
-    "|TORCH(?!INDUCTOR_CACHE_DIR$)"  # read by each compilation, and set by the import of the compiler
+    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # Variables that are read only when GPUs are first used make no difference.
+    # The loader, the C library and OpenSSL read these variables.
+    "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"
+    "|PYTHON|COVERAGE_|COV_CORE_"  # Python, and modules that are imported at the start, read these variables.
+    "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # Numerical libraries read these variables.
+    # Tensordict reads these variables.
+    "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"
+    # Torch and libraries below torch read these variables.
+    "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|PYTORCH_|ATEN_|C10_|KINETO_"
+    # TORCHINDUCTOR_CACHE_DIR makes no difference, because each compilation reads the variable anew.
+    "|TORCH(?!INDUCTOR_CACHE_DIR$)"
     ")"
 )
 
@@ -47,11 +53,11 @@ _logger = logging.getLogger("colocate")
 
 
 class NoFork(Exception):
-    """The worker must be started by itself; the message says why."""
+    """Raised if a worker can't be a fork, and needs a separate interpreter. The message has the reason."""
 
 
 class Fork:
-    """Child process of this process, worker or template.
+    """A child process of this process: a worker or the template.
 
     Attributes:
         over: Whether the process is known to have ended.
@@ -63,7 +69,7 @@ class Fork:
         self._exitcode: int | None = None
 
     def wait(self) -> int | None:
-        """Wait for the process to end; return the exit code, or minus the signal; None when unknown."""
+        """Wait until the process has ended. Return the exit code, or the negative signal number; None if unknown."""
         if not self.over:
             self._exitcode = wait_for(self.pid)
             self.over = True
@@ -76,23 +82,26 @@ class Fork:
 
 
 def started(process: subprocess.Popen[bytes]) -> Fork:
-    """Return a handle for a process started by `subprocess`, which guesses exit codes that other code has collected."""
-    process.returncode = 0  # keeps `subprocess` from waiting: the process may outlive the Popen object
+    """Return a handle for a process that `subprocess` has started.
+
+    `subprocess` guesses an exit code that other code has collected. The handle doesn't guess.
+    """
+    process.returncode = 0  # This keeps `subprocess` from waiting, because the process may outlive the Popen object.
     return Fork(process.pid)
 
 
 def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
-    """Return the first variable that a fork would apply too late; None when there is none.
+    """Return the name of the first variable that a fork would apply too late; None if there is none.
 
     Args:
         env: The worker's environment.
-        base: The environment with which the template was started.
+        base: The environment of the template's start.
     """
     return different(env, base, _TOO_EARLY)
 
 
 def hold(base: Mapping[str, str]) -> None:
-    """Start a template in the background, if there is none, and hold the template until a matching `let_go`.
+    """Start a template in the background if there is none, and keep the template until a matching `let_go`.
 
     Args:
         base: The default environment of workers.
@@ -101,13 +110,13 @@ def hold(base: Mapping[str, str]) -> None:
 
 
 def foresee(base: Mapping[str, str]) -> None:
-    """Start a template for a later `hold`. After an idle timeout it ends if nobody holds it."""
+    """Start a template for a later `hold`. The template ends after an idle timeout if no `hold` follows."""
     hold(base)
     let_go()
 
 
 def let_go() -> None:
-    """Release the template held by `hold`."""
+    """Release the template after a `hold`."""
     _forks.let_go()
 
 
@@ -123,7 +132,7 @@ def fork(
 
     Args:
         arguments: Command-line arguments after the descriptor of the socket.
-        env: The worker's whole environment.
+        env: All environment variables of the worker.
         base: The default environment of workers.
         sock: The worker's socket.
         output: Descriptor for stdout and stderr.
@@ -138,7 +147,8 @@ def fork(
         raise NoFork("no process can have its environment")
     if (name := differs(env, base)) is not None:
         raise NoFork(f"env has {name}, which is read when an interpreter or a library starts")
-    with open("/proc/self/status") as file:  # the kernel shows the umask there without a change
+    # The kernel shows the umask in this file. `os.umask` can't read the umask without a change.
+    with open("/proc/self/status") as file:
         umask = int(file.read().partition("Umask:")[2].split()[0], 8)
     data = pickle.dumps(
         Wanted(
@@ -150,29 +160,27 @@ def fork(
             frozenset(os.sched_getaffinity(0)),
         )
     )
-    if len(data) > TOLD_BYTES // 2:  # the kernel needs room of its own
+    if len(data) > TOLD_BYTES // 2:  # Half of the limit is left for the kernel's own data.
         raise NoFork("its environment is too long")
     return _forks.template(dict(base)).fork(data, sock, output)
 
 
 def own_process() -> int | None:
-    """Return the process id of this process's template; None when there is none."""
+    """Return the process id of this process's template; None if there is no template."""
     return None if _forks.current is None else _forks.current.pid
 
 
 def own_descriptor(number: int) -> bool:
-    """Return whether a descriptor is the socket to the template."""
+    """Return whether a descriptor is the socket that connects this process with the template."""
     return (template := _forks.current) is not None and template.sock.fileno() == number
 
 
 class _Template:
-    """Template process and the socket for fork requests."""
-
     def __init__(self, base: Mapping[str, str]) -> None:
-        """Start the process, on a thread whose end is the end of the template and of all forks."""
+        """Start the template on the current thread. The template and all forks end with this thread."""
         self.base = base
         self.sock, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        env = {**base, "OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts threads when it is loaded
+        env = {**base, "OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS would otherwise start threads during the import.
         room = _ROOM_BYTES + 2 * sum(len(name) + len(value) + 2 for name, value in env.items())
         command = [sys.executable, "-P", "-m", "colocate.worker", MODE, str(os.getpid()), str(theirs.fileno())]
         hear_of_ends()
@@ -193,11 +201,11 @@ class _Template:
         self._gone = started(process)
 
     def fork(self, data: bytes, sock: socket.socket, output: int) -> Fork:
-        """Ask for a fork; from any thread."""
+        """Request a fork from the template, on any thread."""
         answer, theirs = os.pipe()
         try:
             try:
-                folder = os.open(".", os.O_PATH)  # O_PATH also opens a folder that has been removed
+                folder = os.open(".", os.O_PATH)  # With O_PATH the call succeeds even if the folder has been removed.
                 try:
                     socket.send_fds(self.sock, [data], [output, sock.fileno(), theirs, folder])
                 finally:
@@ -225,11 +233,14 @@ class _Template:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended: a template sends nothing, so a readable socket means an end."""
+        """Whether the template has ended.
+
+        A template sends nothing, so a readable socket means that the process has ended.
+        """
         return self.sock.fileno() < 0 or readable(self.sock.fileno(), 0)
 
     def end(self) -> None:
-        """Kill the template and wait for the exit. Its forks go on."""
+        """Kill the template and wait for the exit. The forks of the template continue."""
         self.sock.close()
         with contextlib.suppress(OSError):
             self._gone.kill()
@@ -237,8 +248,6 @@ class _Template:
 
 
 class _Forks:
-    """The process's template and the number of its holders."""
-
     def __init__(self) -> None:
         self.current: _Template | None = None
         self._holders = 0
@@ -247,14 +256,14 @@ class _Forks:
         self._thread = JobThread(THREAD, lambda error: report_exception())
 
     def hold(self, base: dict[str, str]) -> None:
-        self._thread.start()  # first: the start may raise, before anything has to be undone
+        self._thread.start()  # The start comes first, so that an error leaves nothing to undo.
         with self._lock:
             self._holders += 1
             if self._ends is not None:
                 self._ends.cancel()
 
         def warm() -> None:
-            with contextlib.suppress(NoFork):  # the call that needs the worker reports the error
+            with contextlib.suppress(NoFork):  # The later call that needs a worker reports the error.
                 self._here(base)
 
         self._thread.soon(warm)
@@ -293,7 +302,7 @@ class _Forks:
         return self.current
 
     def forget(self) -> None:
-        """Close the socket in a forked child: a copy would keep the template alive, which isn't the child's own."""
+        """Close the socket in a forked child, where the open copy would keep the template alive."""
         if self.current is not None:
             self.current.sock.close()
         self.__init__()  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""The far side: a keeper in a process of the cluster, and the worker processes of one driver.
+"""The keeper: runs in a process of the cluster, and manages the worker processes of one driver on one slot.
 
-The driver dials the keeper, and a token says what the connection is for: the driver's commands (`_protocol.commands`),
-or the lane of a worker, which is passed on to that worker as it is. When the commands' connection ends, the driver has
-released the keeper or is gone: the workers are killed. A keeper whose pool may be detached (`Leased`) has one driver
-after another.
+The driver connects to the keeper. The first bytes, a token, tell the purpose of the connection: the driver's commands
+(`_protocol.commands`), or the lane of a worker, whose socket is passed on to that worker. When the connection for
+commands ends, the driver has released the keeper or is gone, and the workers are killed. A keeper of a pool that may be
+detached (`Leased`) has one driver after another.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ _ENDS_AGAIN_S = 0.5
 
 @attrs.define(eq=False)
 class Leased:
-    """Lease of a keeper: one driver at a time, each by a higher epoch than the one before, or none for a while.
+    """The lease of a keeper: which driver may command the keeper, and how long the keeper lives without a driver.
 
-    Only keepers whose pool may be detached have a lease. Before the first detach, the end of the driver is the keeper's
-    end. The lead keeper of a pool has the record and decides which driver may command; the others accept an epoch from
-    the lead that is higher than theirs.
+    Only keepers of pools that may be detached have a lease. One driver at a time may command, and each driver has a
+    higher epoch than the driver before. Before the first detach, the keeper ends with the driver. The lead keeper of a
+    pool has the record and decides which driver may command. Other keepers accept any epoch that is higher than their
+    own.
     """
 
-    epoch: int = 1  # of the current driver, or of the last one
-    owned: bool = True  # whether the end of the driver is the end of the pool
-    lease: Lease | None = None  # of the last detach; None before the first
-    who: str = ""  # the current driver, in words; empty for none
-    since: float = attrs.field(factory=time.time)  # start of the current state, in seconds of time.time()
-    vacancies: int = 0  # number of times without a driver so far
-    ends: float | None = None  # end of the time to live, by time.monotonic(); None while a driver commands
+    epoch: int = 1  # Epoch of the current driver, or of the last one.
+    owned: bool = True  # Whether the pool ends with the driver.
+    lease: Lease | None = None  # The lease of the last detach; None before the first detach.
+    who: str = ""  # Description of the current driver; empty if there is none.
+    since: float = attrs.field(factory=time.time)  # Start of the current state, in seconds of `time.time()`.
+    vacancies: int = 0  # Number of times that the keeper has been without a driver.
+    ends: float | None = None  # End of the time to live, by `time.monotonic()`; None while a driver commands.
 
     def refusal(self, epoch: int, own: bool) -> tuple[str, str] | None:
-        """Return why a newcomer is refused, as a kind and a text; None if the newcomer may have the keeper."""
+        """Return why a new driver is refused, as a kind and a text; None if the driver may command the keeper."""
         if self.lease is None:
             return "closed", "it hasn't been detached"
         if epoch:
@@ -72,12 +73,12 @@ class Leased:
         return None
 
     def grant(self, epoch: int, who: str, own: bool) -> None:
-        """Record a newcomer as the driver from now on."""
+        """Record that a new driver commands from now on."""
         self.epoch = epoch or self.epoch + 1
         self.owned, self.who, self.since, self.ends = own, who, time.time(), None
 
     def vacate(self) -> float:
-        """Record that no driver commands from now on; return the time to live, in seconds."""
+        """Record that no driver commands from now on, and return the time to live in seconds."""
         assert self.lease is not None
         ttl_s = self.lease.ttl if self.lease.lead else self.lease.ttl + LEAD_SLACK_S
         self.vacancies += 1
@@ -85,7 +86,7 @@ class Leased:
         return ttl_s
 
     def seen(self) -> dict[str, Any]:
-        """Return the facts for listings."""
+        """Return the facts about the pool for listings."""
         assert self.lease is not None
         seconds_left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
         return {
@@ -105,19 +106,19 @@ class Keeper:
     """Starts, watches and ends the workers of one slot, from any process on the slot's machine.
 
     Args:
-        key: The secret that the driver knows (`Keepers.key`).
-        host: Address under which other machines reach this one; None when the driver is on this machine.
+        key: The secret that the keeper shares with the driver (`Keepers.key`).
+        host: Address of this machine for other machines; None if the driver is on this machine.
         bind: Address to listen on if it isn't `host`: "0.0.0.0" behind address translation.
-        ports: The first and the last port of the range to listen on, when others are closed; None for any.
+        ports: The first and the last port of the range to listen on, if other ports are closed; None for any port.
         cut_s: Seconds of silence of the driver's machine after which the connections count as cut
             (`Request.cut_s`); None for the default within a cluster.
-        env: Environment of the workers on top of this process's own; None when there will be no workers.
+        env: Environment variables that workers get in addition to this process's own; None if there will be no workers.
         tls: Certificates for connections with other machines; None leaves the traffic in clear text.
         name: The reservation's id (`Request.id`), shown in process listings of the machine.
         detachable: Whether other drivers may follow the first one, after a detach.
         dialled_within_s: Timeout for the connection of the first driver.
-        on_end: Called once, on a thread of its own, when the driver has released the keeper or is gone, and everything
-            here has been ended.
+        on_end: Called once, on a thread of its own, when the driver has released the keeper or is gone, and all workers
+            have ended.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class Keeper:
         dialled_within_s: float | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.label = f"{name}#{secrets.token_hex(4)}"  # a process may have several keepers of one name
-        # The workers then import this very colocate, however this process was set up.
+        self.label = f"{name}#{secrets.token_hex(4)}"  # One process may have several keepers of the same name.
+        # This path makes the workers import the same colocate, however this process was set up.
         path = [os.environ.get("PYTHONPATH"), str(Path(colocate.__file__).parent.parent)]
         self._base = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         self._env = {**self._base, **(env or {})}
@@ -144,23 +145,24 @@ class Keeper:
         self._tls = tls
         self._on_end = on_end
         self._cut_s = wire.CUT_AFTER_S if cut_s is None else cut_s
-        # This call comes first: an error leaves nothing to undo.
+        # This call comes first, so that an error leaves nothing to undo.
         listeners = wire.listen_widely(host, tls, bind=bind, ports=ports, what=f"a keeper of {name or 'a pool'}")
         self.event_loop = wire.EventLoop("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
-        self._launcher.start()  # now, so that the caller sees a thread that can't start
+        self._launcher.start()  # The thread starts now, so that the caller gets the error if the start fails.
         self._leased = Leased() if detachable else None
         self._driver: wire.SocketLane | None = None
         self._dialled = False
         self._workers: dict[bytes, _StartedWorker] = {}
-        self._lanes: dict[bytes, socket.socket] = {}  # lanes that came before their worker was requested
-        self._tickets: dict[bytes, bytes] = {}  # worker tokens by the tickets of lanes to running workers
+        # Lanes that connected before the driver's command to start their worker.
+        self._lanes: dict[bytes, socket.socket] = {}
+        self._tickets: dict[bytes, bytes] = {}  # Worker tokens, by the tickets of new lanes for running workers.
         self._looks: Requests[bytes, bytes] = Requests()
-        self._departed: dict[
-            bytes, tuple[list[str], tuple[Any, ...]]
-        ] = {}  # last output and exit of workers that ended under a lease, for a driver that adopts the pool
+        # The last output and exit of workers that ended under a lease, for a driver that adopts the pool later.
+        self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}
         self._greetings: set[socket.socket] = set()
-        self._started: list[_StartedWorker] = []  # on the launching thread: workers that may still run
+        # Workers that may still run. Only the launching thread changes this list.
+        self._started: list[_StartedWorker] = []
         self._lock = threading.Lock()
         self._over = False
         self._closed = threading.Event()
@@ -172,7 +174,7 @@ class Keeper:
             forks.hold(self._base)
 
     def close(self) -> None:
-        """End the workers and close everything, and wait for that. From any thread but the event loop's."""
+        """End the workers and close all connections, and wait for the end. Not for the event loop's thread."""
         with self._lock:
             first, self._over = not self._over, True
         if not first:
@@ -190,8 +192,9 @@ class Keeper:
             self._closed.set()
 
     def _end(self) -> None:
-        """End all processes. On the launching thread, so that nothing is started afterwards."""
-        for worker in self._started:  # including killed workers whose process came later
+        """End all worker processes. Runs on the launching thread, so that no worker starts afterwards."""
+        # Killed workers are included, because a process may have started only after the kill.
+        for worker in self._started:
             worker.kill()
         for worker in self._started:
             worker.gone.wait()
@@ -199,7 +202,7 @@ class Keeper:
     # -- on the event loop's thread
 
     def _greet(self, sock: socket.socket) -> None:
-        """Read a new connection's first bytes, the token."""
+        """Read the first bytes of a new connection, which are the token."""
         self._greetings.add(sock)
         wire.cut_after(sock, self._cut_s)
         token = b""
@@ -218,32 +221,32 @@ class Keeper:
                 self._greetings.discard(sock)
                 self._connected(token if part else None, sock)
 
-        with contextlib.suppress(ClosedError):  # just closed; `close` closes the socket
+        with contextlib.suppress(ClosedError):  # The keeper has just been closed, and `close` also closes the socket.
             self.event_loop.watch(sock.fileno(), read_token)
-            read_token()  # TLS may have buffered the token already, unseen by the kernel
+            read_token()  # TLS may have buffered the token already, and the event loop can't see this.
 
     def _connected(self, token: bytes | None, sock: socket.socket) -> None:
-        if token is None:  # the peer has closed the connection
+        if token is None:  # The peer has closed the connection.
             sock.close()
         elif token not in (COMMANDS, NEWCOMER):
             self._lanes[token] = sock
             if (worker := self._workers.get(self._tickets.get(token, token))) is not None:
                 self._launcher.soon(partial(self._hand_over, worker, token))
         elif self._over or (token == COMMANDS and self._dialled) or (token == NEWCOMER and self._leased is None):
-            sock.close()  # another driver commands this keeper
+            sock.close()  # Another driver commands this keeper.
         else:
             try:
                 caller = self.event_loop.attach(
                     sock, lambda head, body: self._told(caller, read(head)), lambda reason: self._left(caller)
                 )
-            except ClosedError:  # just closed
+            except ClosedError:  # The keeper has just been closed.
                 sock.close()
                 return
             if token == COMMANDS:
                 self._driver, self._dialled = caller, True
 
     def _told(self, by: wire.SocketLane, message: Message) -> None:
-        """Handle the driver's commands, and the questions of other drivers."""
+        """Handle a message: a command of the current driver, or a question of another driver."""
         if by is self._driver:
             self._commanded(by, message)
         elif (leased := self._leased) is not None:
@@ -263,12 +266,13 @@ class Keeper:
                 if message.token in self._lanes:
                     self._launcher.soon(partial(self._hand_over, started, message.token))
             case commands.Kill():
-                if (doomed := self._workers.get(message.token)) is not None:  # otherwise the worker has ended by itself
+                # A worker that isn't found has ended by itself.
+                if (doomed := self._workers.get(message.token)) is not None:
                     doomed.kill(message.astray)
             case commands.Inspect():
                 if (worker := self._workers.get(message.token)) is not None:
                     worker.look(message.number)
-            case commands.List():  # on the launching thread, so that no start runs meanwhile
+            case commands.List():  # The list is made on the launching thread, so that no start runs meanwhile.
                 self._launcher.soon(partial(self._list, message.token))
             case commands.Adopt():
                 self._adopt(message)
@@ -283,7 +287,7 @@ class Keeper:
                     self._tell(commands.Confirmed(message.token))
             case commands.GiveUp():
                 if leased is not None and leased.lease is not None:
-                    leased.owned = False  # a driver that gives up leaves the pool alive, even as the owner
+                    leased.owned = False  # After GiveUp the pool continues, even if the driver was the owner.
                 self._left(driver)
                 driver.close("it has let go")
 
@@ -305,7 +309,7 @@ class Keeper:
     def _let_go(self) -> None:
         try:
             Thread(target=self._leave, name="colocate-keeper-end").start()
-        except RuntimeError:  # no thread can start, and the keeper must end
+        except RuntimeError:  # No thread can be started, but the keeper must end.
             self.event_loop.later(_ENDS_AGAIN_S, self._let_go)
 
     def _hub_ended(self, reason: str) -> None:
@@ -322,7 +326,7 @@ class Keeper:
             self._driver.send(message.head())
 
     def _forget(self, worker: _StartedWorker, exit: tuple[Any, ...]) -> None:
-        """Forget a worker after the exit, but store the exit and the last output if a later driver may ask."""
+        """Remove a worker after the exit. The exit and the last output are stored if a later driver may ask."""
         self._workers.pop(worker.token, None)
         if self._leased is not None and self._leased.lease is not None and worker.token in self._leased.lease.workers:
             self._departed[worker.token] = list(worker.tail), exit
@@ -330,7 +334,6 @@ class Keeper:
             sock.close()
 
     def _close_later(self, door: socket.socket) -> None:
-        """Close a worker's socket on the launching thread, which also sends there."""
         if door.fileno() >= 0:
             self.event_loop.unwatch(door.fileno())
         self._launcher.soon(door.close)
@@ -338,7 +341,7 @@ class Keeper:
     # -- the change of drivers, on the event loop's thread
 
     def _left(self, driver: wire.SocketLane) -> None:
-        """Handle the end of the driver's connection: end everything, or only what isn't detached."""
+        """Handle the end of the driver's connection. End all workers, unless the pool is detached."""
         if driver is not self._driver:
             return
         self._driver = None
@@ -356,8 +359,8 @@ class Keeper:
         self.event_loop.later(leased.vacate(), expire)
 
     def _cut(self, lease: Lease) -> None:
-        """End the former driver's lanes and workers, except for the detached workers."""
-        for sock in list(self._lanes.values()):  # a copy: the launching thread pops items
+        """End the lanes of the former driver, and kill all workers that aren't part of the detached pool."""
+        for sock in list(self._lanes.values()):  # The loop uses a copy, because the launching thread removes items.
             sock.close()
         self._lanes.clear()
         self._tickets.clear()
@@ -399,7 +402,7 @@ class Keeper:
     # -- on the launching thread
 
     def _list(self, token: int) -> None:
-        """Report the processes started here as the operating system shows them, known to the driver or not."""
+        """Report all processes that this keeper has started, according to the operating system."""
         workers = {worker.process.pid: worker.name for worker in list(self._workers.values()) if worker.process}
         running = [
             Running("worker", workers.get(child.started) or f"process {child.pid}", pid=child.pid, since=child.since)
@@ -410,20 +413,21 @@ class Keeper:
         self._tell(commands.Listed(token, [attrs.astuple(entry) for entry in running]))
 
     def _hand_over(self, worker: _StartedWorker, token: bytes) -> None:
-        """Pass a lane to the worker, and start the worker first if needed."""
+        """Pass a lane to the worker, and start the worker first if necessary."""
         lane = self._lanes.pop(token, None)
-        if lane is None:  # the worker has been killed meanwhile
+        if lane is None:  # The worker has been killed meanwhile.
             return
         if self._over:
             lane.close()
             return
-        epoch = self._leased.epoch if self._leased is not None else 0  # 0: no other driver can follow this one
+        # The epoch 0 means that no other driver can follow this one.
+        epoch = self._leased.epoch if self._leased is not None else 0
         first = worker.process is None
         if first:
             self._started = [other for other in self._started if not other.gone.is_set()]
             try:
                 worker.start({**self._env, **worker.env}, self._base)
-            except (OSError, ValueError) as error:  # no descriptor is left, or a variable is invalid
+            except (OSError, ValueError) as error:  # No descriptor is free, or an environment variable is invalid.
                 lane.close()
                 words = f"it could not be started: {type(error).__name__}: {error}"
                 self.event_loop.later(0.0, partial(worker.tell_end, None, None, words))
@@ -433,10 +437,10 @@ class Keeper:
 
 
 class _StartedWorker:
-    """A worker from the driver's command to its end: a process that receives lanes through a socket.
+    """A worker on the keeper's side, from the driver's command to the end of the process.
 
-    There is one lane, or one for each of the drivers that follow one another. Only the launching thread sends on the
-    socket and closes it: the number of a closed descriptor may be reused at once.
+    The process receives lanes through a socket: one lane, or one for each driver in turn. Only the launching thread
+    sends on the socket and closes the socket, because the number of a closed descriptor may be reused at once.
     """
 
     def __init__(self, keeper: Keeper, asked: commands.Start) -> None:
@@ -445,7 +449,7 @@ class _StartedWorker:
         self.env = asked.env
         self.tail = Tail()
         self.process: WorkerProcess | None = None
-        self.gone = threading.Event()  # set when the process has ended
+        self.gone = threading.Event()  # This event is set when the process has ended.
         self._imports = asked.imports
         self._keeper = keeper
         self._killed = False
@@ -455,10 +459,10 @@ class _StartedWorker:
     # -- on the launching thread
 
     def start(self, env: Mapping[str, str], base: Mapping[str, str]) -> None:
-        """Start the process, which waits for a lane.
+        """Start the process, which then waits for a lane.
 
         Raises:
-            OSError: The process can't be started; nothing is left.
+            OSError: The process can't be started. No process or descriptor is left.
         """
         process = WorkerProcess(self._keeper.event_loop, self)
         self._door, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -469,7 +473,7 @@ class _StartedWorker:
             self._door.close()
             raise
         self.process = process
-        if self._killed:  # just now: the killing thread may have missed the process
+        if self._killed:  # The worker was killed during the start, and the killing thread may have missed the process.
             process.kill()
 
     def hand_over(self, lane: socket.socket, epoch: int, tls: wire.Tls | None, token: bytes, *, first: bool) -> None:
@@ -477,27 +481,27 @@ class _StartedWorker:
 
         With an epoch, the worker may receive other lanes later.
         """
-        with lane, contextlib.suppress(OSError):  # the worker has just died, and the exit is reported
+        with lane, contextlib.suppress(OSError):  # The worker has just died, and the exit will be reported.
             socket.send_fds(self._door, [b"%d " % epoch + wire.hand_on(lane, tls, token)], [lane.fileno()])
             self._has_lane = True
         if not epoch:
             self._door.close()
         elif first:
-            with contextlib.suppress(ClosedError):  # just closed
+            with contextlib.suppress(ClosedError):  # The keeper has just been closed.
                 self._keeper.event_loop.watch(self._door.fileno(), self._answered)
-                if self.gone.is_set():  # perhaps already before `watch`
+                if self.gone.is_set():  # `gone` may have been set before the call of `watch`.
                     self._keeper.event_loop.unwatch(self._door.fileno())
 
     def cut(self) -> None:
-        """Tell the worker to drop the lane: the driver at the other end no longer commands."""
+        """Notify the worker to drop the lane, because the driver at the other end no longer commands."""
         if self.process is not None:
-            with contextlib.suppress(OSError):  # the worker has just died
+            with contextlib.suppress(OSError):  # The worker has just died.
                 self._door.send(CUT)
 
     # -- on the event loop's thread
 
     def kill(self, astray: bool = False) -> None:
-        """Kill the worker; `astray`: for going on after closing the lane, which the exit reports."""
+        """Kill the worker. With `astray`, the exit report says that the process still ran after closing the lane."""
         self._killed = True
         if self.process is None:
             self.tell_end(None, None, None)
@@ -507,19 +511,19 @@ class _StartedWorker:
             self.process.kill()
 
     def reap(self) -> None:
-        """Kill the worker and wait, instead of an event loop that has ended."""
+        """Kill the worker and wait for the exit, because the event loop has ended."""
         if self.process is not None:
             self.process.reap()
 
     def look(self, number: int) -> None:
-        """Send the driver an inspection from outside as the answer to a numbered question."""
+        """Inspect the worker from outside, and send the result to the driver as the answer to a numbered request."""
         if self.process is not None:
             self.process.look(lambda what: self._keeper._tell(commands.Inspected(self.token, number, what)))
 
     def look_inside(self, number: int) -> None:
-        """Ask the worker for a status report; the answer arrives in `_answered`."""
-        if self._has_lane:  # without a lane the worker couldn't tell a look from one
-            with contextlib.suppress(OSError):  # the worker has just died, or reads nothing
+        """Request a status report from the worker. The answer arrives in `_answered`."""
+        if self._has_lane:  # Before the first lane, the worker would mistake the request for a lane.
+            with contextlib.suppress(OSError):  # The worker has just died, or doesn't read.
                 self._door.send(LOOK + b"%d" % number, socket.MSG_DONTWAIT)
 
     def said(self, line: str) -> None:
@@ -532,7 +536,7 @@ class _StartedWorker:
         self._keeper._close_later(self._door)
 
     def tell_end(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        """Report the exit to the driver, once; the process may never have started."""
+        """Report the worker's exit to the driver, only once. The process may never have started."""
         if not self._end_told:
             self._end_told = True
             self._keeper._tell(commands.Ended(self.token, exitcode, signal, detail))
@@ -543,10 +547,10 @@ class _StartedWorker:
             answer = self._door.recv(GIVEN_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # the worker has ended with unread data
+        except ConnectionResetError:  # The worker has ended without reading all data.
             answer = b""
         if answer:
             number, _, status = answer.partition(b" ")
             self._keeper._seen(self, int(number), status)
-        else:  # the worker has ended
+        else:  # The worker has ended.
             self._keeper.event_loop.unwatch(self._door.fileno())

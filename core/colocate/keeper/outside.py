@@ -1,4 +1,4 @@
-"""A silent worker as the machine shows the process: perhaps stopped by a signal, or in C code that holds the GIL."""
+"""The inspection of an unresponsive worker from outside the worker's process, with py-spy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from colocate.worker.serving.failure import role_code_of
 
 
 def seen(started: int) -> str | None:
-    """Return the state of the worker below a supervisor, with the lane's stack; None when unknown.
+    """Return the state of the worker below a supervisor, with the stack of the lane. None if the state is unknown.
 
-    py-spy reads the stack from the worker's memory without halting the worker. That takes some 30 ms, the kernel's
-    permission to read the memory of one's own processes, and py-spy beside this interpreter or on the path.
+    The worker may be stopped by a signal, or in C code that holds the GIL. py-spy reads the stack from the worker's
+    memory without halting the worker, in about 30 ms. This needs py-spy, and the kernel's permission to read other
+    processes.
     """
     worker = processes.worker_below(started)
     try:
         status = psutil.STATUS_ZOMBIE if worker is None else psutil.Process(worker).status()
     except psutil.Error:
         status = psutil.STATUS_ZOMBIE
-    if worker is None or status == psutil.STATUS_ZOMBIE:  # the worker is gone
+    if worker is None or status == psutil.STATUS_ZOMBIE:  # The worker has ended.
         return None
     stopped = status == psutil.STATUS_STOPPED
     lane = _lane_of(worker)
@@ -41,13 +42,13 @@ def seen(started: int) -> str | None:
 
 
 def py_spy() -> str | None:
-    """Return the path of py-spy, beside this interpreter or on the path; None when there is none."""
+    """Return the path of the program py-spy, beside this interpreter or on the path; None if there is none."""
     local_path = Path(sysconfig.get_path("scripts"), "py-spy")
     return str(local_path) if local_path.exists() else shutil.which("py-spy")
 
 
 def _lane_of(worker: int) -> dict[str, Any]:
-    """Return a worker's main thread, the lane, from py-spy's dump; empty when py-spy is missing or may not look."""
+    """Return py-spy's data on a worker's main thread, the lane. Empty if py-spy is missing or has no permission."""
     program = py_spy()
     if program is None:
         return {}

@@ -1,4 +1,4 @@
-"""A worker process of this machine: start, watch and end the process, and read the output by lines."""
+"""A worker process on this machine: start, supervision, end, and output by lines."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK
 from colocate.worker.serving.output import shown, written_over
 
-_LINE_BYTES = 8192  # a line without an end is shown in pieces
-_BAR_EVERY_S = 1.0  # seconds between two shown states of a progress bar, which overwrites one line
+_LINE_BYTES = 8192  # A longer line is shown in pieces, without waiting for the end.
+_BAR_EVERY_S = 1.0  # A progress bar, which overwrites one line, is shown again at this interval.
 _LAST_READS = 16
-# A worker may exit by itself after its lane has closed, to run exit handlers; after these seconds it is killed.
+# After the lane has closed, the worker has this long to run exit handlers and exit; then the worker is killed.
 AFTER_LANE_S = 1.0
 _NO_LANE = (
     f"it had closed its connection to the driver and gone on, and was ended; {CLOSES_OTHERS}, and so does "
@@ -39,13 +39,15 @@ _UNKNOWN = "its exit code isn't known: other code of the process that has starte
 _logger = logging.getLogger("colocate")
 
 _looks = threading.Semaphore(4)
-"""Limits inspections to four at a time: each starts a process, and the machine is busy enough."""
+"""Limits inspections to four at a time, because each inspection starts a process."""
 
 
 class Launcher(JobThread):
-    """Thread that starts worker processes, and lives as long as they may: the kernel ends them with the thread.
+    """The thread that starts worker processes.
 
-    It runs jobs one after the other; `run` waits for a job, `soon` doesn't, `close` ends the thread.
+    The thread lives as long as the workers may, because the kernel ends the workers with the thread.
+
+    Jobs run one after the other. `run` waits for a job, `soon` doesn't, and `close` ends the thread.
     """
 
     def __init__(self) -> None:
@@ -53,22 +55,27 @@ class Launcher(JobThread):
 
 
 class ProcessEvents(Protocol):
-    """Callbacks for the owner of a worker process, on the event loop's thread."""
+    """Callbacks for the owner of a worker process. All run on the event loop's thread."""
 
     def said(self, line: str) -> None:
-        """Handle a line of output; a carriage return at the end means that the line isn't final."""
+        """Handle a line of output. A carriage return at the end means that a new line will overwrite this one."""
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        """Handle the exit of the process, once and last: exit code or signal name, and the reason if it was killed."""
+        """Handle the exit of the process. Called once, as the last callback.
+
+        Gets the exit code or the signal's name, and the reason if the process was killed.
+        """
 
 
 class WorkerProcess:
-    """Process that runs `colocate.worker` below two supervisors. It dies with this process, even by SIGKILL.
+    """A process that runs `colocate.worker` below two supervisors.
 
-    The direct child, started, watched and waited for here, is the upper supervisor. It exits as the worker did, once
-    nothing of the worker is left, and leads a process group from its first moment. It may be stopped before it has
-    asked the kernel to die with this process. If this process ends then, the kernel hangs up the orphaned process group
-    (`setpgid(2)`), which has a stopped member.
+    The process dies with this process, even if this process is killed by SIGKILL.
+
+    The direct child of this process is the upper supervisor. It exits as the worker did, once no process of the worker
+    is left, and leads a process group from the start. The supervisor may be stopped before it has asked the kernel to
+    die with this process. If this process ends then, the kernel sends SIGHUP to the orphaned process group
+    (`setpgid(2)`), because the group has a stopped member.
     """
 
     def __init__(self, event_loop: wire.EventLoop, events: ProcessEvents) -> None:
@@ -76,7 +83,8 @@ class WorkerProcess:
         self._events = events
         self._process: Fork | None = None
         self._pidfd = -1
-        self._lock = threading.Lock()  # guards `_pidfd`: the number of a closed descriptor may be reused at once
+        # This lock guards `_pidfd`, because the number of a closed descriptor may be reused at once.
+        self._lock = threading.Lock()
         self._log = -1
         self._partial = b""
         self._bar_shown_at = 0.0
@@ -85,7 +93,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the upper supervisor; 0 before the start."""
+        """The process id of the upper supervisor; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     @property
@@ -103,19 +111,21 @@ class WorkerProcess:
         label: str = "",
         imports: Sequence[str] | None = (),
     ) -> None:
-        """Start the process as a fork, or else by itself. On a launcher's thread: the process ends with the thread.
+        """Start the process as a fork of the template, or else as a new interpreter.
+
+        Runs on a launcher's thread, because the process ends with the thread.
 
         Args:
-            env: The worker's whole environment.
-            sock: The other end of its lane (the caller closes it), or with `waits` of a socket on which that end will
-                come.
-            base: The default environment of workers; None for this process's.
-            waits: Whether the worker waits for its lane.
-            label: Its owner, shown in process listings of the machine.
-            imports: Modules that its roles need (`Boot.imports`).
+            env: All environment variables of the worker.
+            sock: The other end of the worker's lane, which the caller closes. With `waits`, the other end of a socket
+                on which the lane will be sent.
+            base: The default environment of workers; None for the environment of this process.
+            waits: Whether the worker waits until its lane is sent.
+            label: The worker's owner, shown in process listings of the machine.
+            imports: Modules that the roles need (`Boot.imports`).
 
         Raises:
-            OSError: The process couldn't be started; nothing is left.
+            OSError: The process couldn't be started. No process or descriptor is left.
         """
         hear_of_ends()
         self._log, output = os.pipe()
@@ -146,7 +156,7 @@ class WorkerProcess:
             self._pidfd = os.pidfd_open(self.pid)
             self._event_loop.watch(self._log, self._read_log)
             self._event_loop.watch(self._pidfd, self._ended)
-        except BaseException:  # no descriptor is left, or the event loop is closed
+        except BaseException:  # No descriptor is free, or the event loop is closed.
             self._process.kill()
             self._process.wait()
             self._process = None
@@ -155,24 +165,25 @@ class WorkerProcess:
             raise
 
     def kill(self) -> None:
-        """Kill the process and all descendants. From any thread; harmless after the end."""
-        with self._lock, contextlib.suppress(OSError):  # the process is gone already
+        """Kill the process and all descendants, from any thread. Does nothing after the end of the process."""
+        with self._lock, contextlib.suppress(OSError):  # The process has ended already.
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, ENDS)
-                # A stopped supervisor must handle the signal, too.
+                # A stopped supervisor must continue, to handle the signal.
                 signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)
 
     def reap(self) -> None:
-        """Kill the process and wait, instead of an event loop that has ended; the exit is reported as usual."""
+        """Kill the process and wait for the exit, because the event loop has ended. Reports the exit as usual."""
         self.kill()
         if self._process is not None and not self.over:
             self._ended()
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Inspect the process from outside, on a thread for this one look (see `Host.look`)."""
+        """Inspect the process from outside on a new thread, and call `then` with the result (see `Host.look`)."""
 
         def run() -> None:
-            from colocate.keeper.outside import seen  # imported late: most keepers are never asked
+            # This is imported late, because most keepers never inspect a worker.
+            from colocate.keeper.outside import seen
 
             if not _looks.acquire(timeout=LOOKED_AT_WITHIN_S):
                 then(None)
@@ -184,13 +195,13 @@ class WorkerProcess:
 
         try:
             Thread(target=run, name="colocate-look").start()
-        except RuntimeError:  # no thread can start
+        except RuntimeError:  # No thread can be started.
             then(None)
 
     # -- on the event loop's thread
 
     def end_astray(self) -> None:
-        """Kill a process that goes on after closing the lane; the exit then says so."""
+        """Kill a process that still runs after closing the lane. The exit report then names this reason."""
         self._is_astray |= self._process is not None and not self.over and not processes.has_ended(self.pid)
         self.kill()
 
@@ -222,8 +233,9 @@ class WorkerProcess:
         assert self._process is not None
         code = self._process.wait()
         self._event_loop.unwatch(self._pidfd)
-        with contextlib.suppress(BlockingIOError):  # a child of the worker still has the pipe
-            for _ in range(_LAST_READS):  # a child that has left the process group may write forever
+        with contextlib.suppress(BlockingIOError):  # A child of the worker may still hold the pipe open.
+            # A child that has left the process group may write for ever, so the reads are limited.
+            for _ in range(_LAST_READS):
                 if not (data := os.read(self._log, 65536)):
                     break
                 self._partial += data
@@ -231,7 +243,7 @@ class WorkerProcess:
         for line in self._partial.removesuffix(b"\n").split(b"\n") if self._partial else ():
             self._say(line)
         self._close_descriptors()
-        if code == -ENDS:  # the worker was killed before there were supervisors
+        if code == -ENDS:  # The worker was killed before the supervisors existed.
             code = -signal.SIGKILL
         name = signal.Signals(-code).name if code is not None and code < 0 else None
         why = (_NO_LANE if self._is_astray else self._oom_kills.since()) if code == -signal.SIGKILL else None

@@ -1,4 +1,4 @@
-"""The driver's side: connections to the keepers of all slots, and to the workers that the keepers have started."""
+"""The driver's connections to the keepers of all slots, and to the workers that the keepers have started."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _LOOK_S = 0.05
 
 @attrs.frozen
 class Patience:
-    """Timeouts of a driver for keepers, in seconds.
+    """The timeouts of a driver for keepers, in seconds.
 
     Attributes:
-        dial_s: Until a keeper accepts a connection.
-        kill_s: Until a keeper confirms a kill; a keeper that doesn't is stuck, and the cluster is told (`on_stuck`).
-        words_s: Until the cluster says why a keeper's connection has ended (`KeptSlot.lost`), on its own channel.
-        cut_s: Until a sign of life of the keeper's machine; without one the connections count as cut.
+        dial_s: The time for a keeper to accept a connection.
+        kill_s: The time for a keeper to confirm a kill. A slower keeper is stuck, and `on_stuck` is called.
+        words_s: The time for the cluster to report why a keeper's connection has ended (`KeptSlot.lost`).
+        cut_s: The time without a sign of life of the keeper's machine after which the connections count as cut.
     """
 
     dial_s: float = KEEPER_CONNECTS_WITHIN_S
@@ -51,25 +51,25 @@ class Patience:
 
 
 class Keepers:
-    """Keepers of an executor's slots, from the driver's side.
+    """The driver's connections to the keepers of an executor's slots.
 
     Attributes:
-        key: The secret for each `Keeper`.
+        key: The secret that the driver shares with each `Keeper`.
     """
 
     def __init__(self, name: str, tls: wire.Tls | None = None, patience: Patience | None = None) -> None:
-        """Start the event loop; there is no keeper yet.
+        """Start the event loop, without any connection yet.
 
         Args:
             name: Name of the threads.
             tls: This machine's certificates, if connections with other machines are encrypted.
-            patience: Timeouts for keepers; None for the defaults within a cluster.
+            patience: The timeouts for keepers; None for the defaults within a cluster.
         """
         self.patience = patience or Patience()
         self.tls = tls
         self.key = wire.new_key()
         self.event_loop = wire.EventLoop(name, on_death=self._hub_ended)
-        self.event_loop.start()  # now, so that the caller sees a thread that can't start
+        self.event_loop.start()  # The thread starts now, so that the caller gets the error if the start fails.
         self._name = name
         self._dialling: set[threading.Thread] = set()
         self._slots: set[KeptSlot] = set()
@@ -84,13 +84,13 @@ class Keepers:
         key: bytes | None = None,
         gone: str = "its keeper is gone",
     ) -> KeptSlot:
-        """Connect to a slot's keeper, in the background.
+        """Start to connect to a slot's keeper in the background, and return the slot.
 
         Args:
             address: The keeper's address.
-            on_stuck: Called on a thread of its own when the keeper can't be reached or doesn't confirm a kill: the
-                cluster should end the keeper's process.
-            key: The keeper's own secret, if it has one.
+            on_stuck: Called on a thread of its own if the keeper can't be reached or doesn't confirm a kill. It should
+                make the cluster end the keeper's process.
+            key: The keeper's own secret; None for the secret of all keepers.
             gone: Error text for a lost keeper without a reason from the cluster: "Dask worker tcp://10.0.0.7:8786 is
                 gone".
         """
@@ -99,7 +99,7 @@ class Keepers:
         return slot
 
     def add(self, slot: KeptSlot) -> None:
-        """Connect a slot in the background.
+        """Start to connect a slot to the slot's keeper in the background.
 
         Raises:
             ClusterError: No thread can be started.
@@ -109,12 +109,13 @@ class Keepers:
         try:
             connects = self.soon(slot.connect)
         finally:
-            if not connects:  # closed meanwhile, say: nobody need wait for this slot
+            # The connections may have been closed meanwhile. Setting `_connected` ends all waits for this slot.
+            if not connects:
                 slot.close()
                 slot._connected.set()
 
     def track(self, slot: KeptSlot) -> None:
-        """Register a slot, to be closed with everything else."""
+        """Register a slot, so that `close` also closes this slot."""
         self._slots.add(slot)
 
     def bear(self, cut_s: float) -> None:
@@ -122,24 +123,24 @@ class Keepers:
         self.patience = attrs.evolve(self.patience, cut_s=cut_s)
 
     def running(self) -> list[Running]:
-        """Return the workers as the keepers on their machines find them, in bounded time (for `Executor.running`)."""
+        """List the workers that the keepers find on their machines. Takes bounded time (for `Executor.running`)."""
         deadline = Deadline(LISTED_WITHIN_S)
         slots = list(self._slots)
         answers = [(slot, slot.ask(deadline)) for slot in slots]
         return [entry for slot, answer in answers for entry in slot.listed(answer, deadline)]
 
     def close(self) -> None:
-        """Release all keepers, and end the threads."""
+        """Release all keepers, and end all threads."""
         with self._lock:
             self._closed = True
         for slot in list(self._slots):
             slot.close()
         for thread in list(self._dialling):
-            thread.join()  # the dial ends by an answer or a timeout
+            thread.join()  # The thread ends when the keeper answers, or after a timeout.
         self.event_loop.close()
 
     def soon(self, job: Callable[[], None]) -> bool:
-        """Run a job that may block, on a new thread; False after `close`.
+        """Run a job that may block, on a new thread. Returns False after `close`, without running the job.
 
         Raises:
             ClusterError: No thread can be started.
@@ -171,7 +172,7 @@ class Keepers:
         on_closed: wire.OnClosed,
         key: bytes | None = None,
     ) -> wire.SocketLane:
-        """Open a connection to a keeper.
+        """Open a connection to a keeper, and return the connection.
 
         Raises:
             OSError: The keeper can't be reached.
@@ -181,7 +182,8 @@ class Keepers:
         try:
             wire.cut_after(sock, self.patience.cut_s)
             sock.sendall(token)
-            if token not in (COMMANDS, NEWCOMER):  # the keeper passes this connection on to the worker
+            # The keeper passes this connection on to the worker, so the worker authenticates anew.
+            if token not in (COMMANDS, NEWCOMER):
                 sock = wire.anew(sock, token)
             return self.event_loop.attach(sock, on_message, on_closed)
         except BaseException:
@@ -189,13 +191,13 @@ class Keepers:
             raise
 
     def _hub_ended(self, reason: str) -> None:
-        """End all slots at once: no message arrives any more, and keepers without a driver end their workers."""
+        """End all slots at once, because no message can arrive, and keepers without a driver end their workers."""
         for slot in list(self._slots):
             slot._over(reason, is_final=True)
 
 
 class KeptSlot:
-    """One slot: the connection that carries the commands to its keeper."""
+    """A slot on the driver's side, with the connection that sends commands to the slot's keeper."""
 
     def __init__(
         self,
@@ -210,7 +212,7 @@ class KeptSlot:
         self.address = address
         self.key = key
         self.hosts: dict[bytes, KeptHost] = {}
-        self.fenced = False  # another driver has the keeper
+        self.fenced = False  # Whether another driver has taken the keeper.
         self._gone = threading.Event()
         self._on_stuck = on_stuck
         self._commands: wire.SocketLane | None = None
@@ -218,25 +220,26 @@ class KeptSlot:
         self._closed = False
         self._words: str | None = None
         self._lost: str | None = None
-        self._requests: Requests[None, Any] = Requests()  # confirmations and lists
+        self._requests: Requests[None, Any] = Requests()  # Requests that wait for a confirmation or a list.
 
     @property
     def is_lost(self) -> bool:
-        """Whether the keeper is gone, and can start no worker any more."""
-        return self._lost is not None or self._gone.is_set()  # set before the cluster has said why
+        """Whether the keeper is gone, so that no worker can start any more."""
+        # `_gone` is set even before the cluster has reported the cause.
+        return self._lost is not None or self._gone.is_set()
 
     def launch(self, boot: Boot, events: HostEvents, env: Mapping[str, str] | None = None) -> Host:
-        """Start a worker; return at once.
+        """Start a worker, without waiting for the start.
 
         Args:
             boot: The worker's boot message.
             events: Callbacks for the worker.
-            env: Environment on top of the boot's.
+            env: Environment variables that override those of `boot`.
         """
         return self._host(KeptHost(self, boot, events, {**boot.env, **(env or {})}))
 
     def take(self, boot: Boot, events: HostEvents, token: bytes) -> Host:
-        """Adopt a worker that runs, or did, by the worker's token; return at once."""
+        """Adopt a running or ended worker by the worker's token, without waiting for the keeper."""
         return self._host(KeptHost(self, boot, events, {}, token))
 
     def _host(self, host: KeptHost) -> Host:
@@ -250,25 +253,25 @@ class KeptSlot:
         return host
 
     def lost(self, words: str | None) -> None:
-        """Handle the cluster's notice that the keeper's process is gone; `words` go into `Exit.detail`.
+        """Handle the cluster's report that the keeper's process is gone. Any thread may call this.
 
-        From any thread.
+        `words` is the text for `Exit.detail`.
         """
         self._words = words
         self.keepers.event_loop.later(0.0, partial(self._over, words or self._is_gone))
 
     def close(self) -> None:
-        """Release the keeper, which kills the workers and ends."""
+        """Release the keeper, so that the keeper kills the workers and ends."""
         self._closed = True
         if self._commands is not None:
             self._commands.close()
         self.keepers._slots.discard(self)
 
     def confirm(self, command: Callable[[int], Message], within_s: float) -> bool:
-        """Send a command to the keeper and return whether a confirmation came in time.
+        """Send a command to the keeper, and return whether a confirmation arrived in time.
 
         Args:
-            command: Makes the message, given the number of the confirmation.
+            command: Returns the message for a given request number, which the confirmation repeats.
             within_s: Timeout in seconds.
         """
         request = self._requests.open([None])
@@ -278,12 +281,12 @@ class KeptSlot:
         return confirmed
 
     def leave(self) -> None:
-        """Release a keeper that goes on without this driver."""
+        """Release a keeper of a detached pool, which continues without this driver."""
         self._closed = True
         self.command(commands.GiveUp())
 
     def left(self, deadline: Deadline) -> None:
-        """Wait until the keeper has handled `leave`, and close the connection."""
+        """Wait until the keeper has handled `leave`, then close the connection."""
         if self._commands is not None:
             self._gone.wait(deadline.left)
             self._commands.close()
@@ -292,11 +295,11 @@ class KeptSlot:
     # -- on a dialling thread
 
     def connect(self) -> None:
-        """Dial the keeper."""
+        """Connect to the keeper."""
         try:
             if not self._closed:
                 self._dial()
-        except BaseException as error:  # any error counts: a group waits for this slot
+        except BaseException as error:  # Every error must be handled, because a group waits for this slot.
             if not isinstance(error, OSError | ClosedError):
                 report_exception()
             self._lost = f"{self._is_gone}: {error}"
@@ -311,20 +314,20 @@ class KeptSlot:
             self._commands.close()
 
     def wait_connected(self) -> str | None:
-        """Wait for the connection to the keeper; return the reason when there is none."""
+        """Wait until the connection to the keeper is open or has failed; return the reason of a failure, or None."""
         self._connected.wait()
         return self._lost if self._commands is not None else self._lost or "its keeper was let go"
 
     def stuck(self, then: Callable[[], None]) -> None:
-        """End a keeper that ignores commands; `then` runs on the event loop's thread after the cluster was told."""
-        # Set before the cluster says so: a restart asks.
+        """Make the cluster end a keeper that ignores commands, then run `then` on the event loop's thread."""
+        # `is_lost` must be true before the cluster reports the end, because a restart reads this property.
         self._lost = self._lost or "its keeper was stuck, and was ended"
         self.keepers.soon(partial(self._end_keeper, then))
 
     def _end_keeper(self, then: Callable[[], None]) -> None:
-        # The cluster first, then the callback: that may be the code which returns the slot.
+        # The cluster ends the keeper before the callback runs, because the callback may return the slot to the cluster.
         try:
-            if not self._closed:  # otherwise the keeper was released, and has ended
+            if not self._closed:  # After `close` the keeper ends without the cluster's help.
                 self._on_stuck()
         finally:
             self.keepers.event_loop.later(0.0, then)
@@ -332,7 +335,7 @@ class KeptSlot:
     # -- from any thread
 
     def ask(self, deadline: Deadline) -> Request[None, Sequence[Any]] | None:
-        """Ask the keeper for the processes of the slot; None when there is no keeper to ask."""
+        """Request a list of the slot's processes from the keeper; return None if no keeper is connected."""
         self._connected.wait(deadline.left)
         if self._closed or self._lost is not None:
             return None
@@ -341,14 +344,17 @@ class KeptSlot:
         return request
 
     def listed(self, asked: Request[None, Sequence[Any]] | None, deadline: Deadline) -> list[Running]:
-        """Return the keeper's answer; without one in time, the workers that should run there, marked as doubtful."""
+        """Return the keeper's list of workers.
+
+        Without an answer in time, returns the workers that should run there, marked as doubtful.
+        """
         hosts = [host.boot for host in list(self.hosts.values())]
         node = hosts[0].node if hosts else ""
         if asked is None:
             return []
         try:
             (entries,) = asked.result(deadline)
-        except ClusterError:  # the keeper is gone, and the workers, too
+        except ClusterError:  # The keeper and the workers are gone.
             return []
         except TimeoutError:
             self._requests.drop(asked)
@@ -357,7 +363,7 @@ class KeptSlot:
         return [attrs.evolve(Running(*entry), node=node) for entry in entries]
 
     def command(self, command: Message) -> None:
-        """Send a command to the keeper."""
+        """Send a command to the keeper, if connected."""
         if self._commands is not None:
             self._commands.send(command.head())
 
@@ -394,7 +400,10 @@ class KeptSlot:
             self.keepers.event_loop.later(self.keepers.patience.words_s, over)
 
     def _over(self, reason: str, *, is_final: bool = False) -> None:
-        """Record that the keeper and the workers are gone; `is_final`: no message of the workers arrives any more."""
+        """Record that the keeper and the workers are gone.
+
+        With `is_final`, no message of the workers can arrive any more.
+        """
         self._lost = self._lost or (reason if is_final else self._words or reason)
         self._requests.fail_all(ClusterError(reason))
         for host in list(self.hosts.values()):
@@ -402,7 +411,7 @@ class KeptSlot:
 
 
 class KeptHost(Host):
-    """Driver's end of one worker that a keeper has started."""
+    """The driver's handle of one worker that a keeper has started."""
 
     def __init__(
         self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
@@ -414,14 +423,14 @@ class KeptHost(Host):
         self._taken = token is not None
         self._env = dict(env)
         self._lock = threading.Lock()
-        self._early: list[wire.Frame] = []  # frames sent before there was a lane
+        self._early: list[wire.Frame] = []  # Frames that were sent before the lane was open.
         self._exit: Exit | None = None
         self.looks: Requests[None, str | None] = Requests()
         self._killed = False
         self._over = False
 
     def send(self, frame: Any) -> None:
-        """Send a message."""
+        """Send a message to the worker. Messages wait until the lane is open."""
         if (lane := self.lane) is None:
             with self._lock:
                 if self._over:
@@ -433,7 +442,7 @@ class KeptHost(Host):
         lane.send(frame)
 
     def kill(self, astray: bool = False) -> None:
-        """Kill the worker; `astray`: for going on after closing the lane, which the exit reports."""
+        """Kill the worker. With `astray`, the exit report says that the process still ran after closing the lane."""
         if self._killed or self._over:
             return
         self._killed = True
@@ -444,11 +453,11 @@ class KeptHost(Host):
             if not self._over:
                 self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
 
-        # This process may have been stopped: messages that came meanwhile are handled first.
+        # This process may have been stopped, so messages that arrived meanwhile are handled first.
         event_loop.later(self.slot.keepers.patience.kill_s, lambda: event_loop.later(_LOOK_S, doubt))
 
     def look(self, then: Callable[[str | None], None]) -> None:
-        """Ask the keeper for an inspection of the worker from outside."""
+        """Request from the keeper an inspection of the worker's process from outside."""
         request = self.looks.open([None])
         request.then(lambda: then(request.answers.get(None)))
         self.slot.command(commands.Inspect(self.token, request.token))
@@ -456,7 +465,7 @@ class KeptHost(Host):
     # -- on a dialling thread
 
     def connect(self) -> None:
-        """Tell the keeper to start or adopt the worker, and open the worker's lane."""
+        """Make the keeper start or adopt the worker, and open the worker's lane."""
         slot, event_loop = self.slot, self.slot.keepers.event_loop
         try:
             lost = slot.wait_connected()
@@ -469,7 +478,7 @@ class KeptHost(Host):
                 slot.command(commands.Adopt(ticket, self.token, self.boot.worker))
             else:
                 slot.command(commands.Start(self.token, self._env, self.boot.worker, self.boot.imports))
-            # The boot is the first message of a lane.
+            # The boot must be the first message of a lane.
             lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)
             with self._lock:
                 if self._over:
@@ -481,12 +490,12 @@ class KeptHost(Host):
                     frame.close()
                 self._early.clear()
                 self.lane = lane
-            if self._killed:  # meanwhile, perhaps before there was anything to kill
+            if self._killed:  # The worker may have been killed before the keeper had a process to kill.
                 slot.command(commands.Kill(self.token))
         except BaseException as error:
             if isinstance(error, OSError | ClosedError):
                 words = f"its lane could not be opened: {error}"
-            else:  # a bug here: a group waits for this host
+            else:  # Any other error is a bug in colocate, and is reported, because a group waits for this host.
                 report_exception()
                 words = f"the thread that opens its lane was ended by {error_text(error)}"
             event_loop.later(0.0, partial(self.ended, Exit(detail=words)))
@@ -495,7 +504,10 @@ class KeptHost(Host):
     # -- on the event loop's thread
 
     def ended(self, exit: Exit, *, is_final: bool = False) -> None:
-        """Record the worker's exit. Its earlier messages are handled first, unless none arrives any more."""
+        """Record the worker's exit.
+
+        Earlier messages of the worker are handled first, unless no message can arrive any more.
+        """
         former_exit, self._exit = self._exit, self._exit or exit
         if is_final or (former_exit is None and (self.lane is None or self.lane.finished)):
             self._finish()
@@ -505,7 +517,7 @@ class KeptHost(Host):
     def _lane_closed(self, reason: str) -> None:
         if self._exit is not None:
             self._finish()
-        else:  # a worker without a lane is useless: an exit follows, or a kill
+        else:  # A worker without a lane is useless. After this delay a worker that hasn't exited is killed.
             self.slot.keepers.event_loop.later(AFTER_LANE_S, partial(self.kill, astray=True))
 
     def _finish(self) -> None:

@@ -1,10 +1,10 @@
-"""Suites that an executor or a role plugin runs on itself, and a fixture that finds leaks.
+"""Test suites for executors and for role classes, and a pytest fixture that finds leaked resources.
 
-- `colocate.testing.executors.Executor`: subclass it in a test file to try an executor.
-- `colocate.testing.roles.RoleSuite`: subclass it to try a role class.
-- `no_leaks`: a pytest fixture (there as soon as colocate is installed) that fails a test which leaves something behind.
+- `colocate.testing.executors.Executor`: subclass it in a test file to test an executor.
+- `colocate.testing.roles.RoleSuite`: subclass it to test a role class.
+- `no_leaks`: a pytest fixture, available once colocate is installed, that fails a test which leaves resources behind.
 
-All of it needs pytest, which colocate itself doesn't; but for:
+All of this needs pytest, which colocate itself doesn't need. This function works without pytest:
 
 - `assert_same_weights(a, b)`: an assertion that two roles have the same weights, bit by bit.
 """
@@ -18,10 +18,10 @@ import colocate
 
 
 def assert_same_weights(a: Any, b: Any, *, names: Mapping[str, str | None] | None = None) -> None:
-    """Assert that two roles have the same weights on all of their ranks. Args, errors: as of `compare_weights`.
+    """Assert that two roles have the same weights on all ranks. Arguments and errors are as in `compare_weights`.
 
     Raises:
-        AssertionError: They haven't; its text has the table of what differs.
+        AssertionError: The weights differ; the error text has a table of the differences.
     """
     comparison = colocate.compare_weights(a, b, names=names)
     if not comparison.same:

@@ -1,4 +1,4 @@
-"""A gate that role code waits at until the test opens it: in threads, processes and on other machines alike."""
+"""`Gate`: role code waits until a test opens the gate, in threads, in processes and on other machines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Address = tuple[str, int]
 
 
 class Gate:
-    """Made closed by a test, which opens it at its end at the latest; a context manager that does so."""
+    """A gate, closed at first, where role code waits until a test opens it. Leaving the `with` block opens it, too."""
 
-    host: ClassVar[str] = "127.0.0.1"  # where workers reach the test; `ExecutorCase.address` sets it
+    host: ClassVar[str] = "127.0.0.1"  # The address at which workers reach the test, set by `ExecutorCase`.
 
     def __init__(self) -> None:
         self._listener = socket.create_server((self.host, 0), backlog=64)
@@ -26,19 +26,19 @@ class Gate:
         self.address: Address = (host, port)
 
     def wait_for(self, count: int = 1) -> None:
-        """Wait until so many more have come to the gate."""
+        """Wait until `count` more callers have arrived at the gate."""
         for _ in range(count):
             self._waiting.append(self._listener.accept()[0])
 
     def wait_for_none(self) -> None:
-        """Wait until everybody who has come is gone again, though it isn't open."""
+        """Wait until all callers have left again, although the gate is closed."""
         for waiting in self._waiting:
             waiting.settimeout(PATIENCE_S)
             assert not waiting.recv(1)
 
     def open(self) -> None:
-        """Let everybody through, from now on."""
-        self._listener.close()  # who hasn't been accepted is reset, who comes later is refused
+        """Open the gate for all waiting callers and for all later ones."""
+        self._listener.close()  # Unaccepted connections are reset, and later connections are refused.
         for waiting in self._waiting:
             waiting.close()
         self._waiting.clear()
@@ -53,7 +53,7 @@ class Gate:
 
 
 def pass_gate(address: Address) -> None:
-    """Wait at a gate until it is open."""
+    """Connect to a gate, and wait until the gate is open."""
     with contextlib.suppress(OSError), socket.create_connection(address) as connection:
         if not _to_itself(connection):
             _ask_now_and_then(connection)
@@ -61,7 +61,7 @@ def pass_gate(address: Address) -> None:
 
 
 async def pass_gate_async(address: Address) -> None:
-    """As `pass_gate`, without keeping the lane."""
+    """Wait until a gate is open, without blocking the lane."""
     with contextlib.suppress(OSError):
         reader, writer = await asyncio.open_connection(*address)
         try:
@@ -73,23 +73,22 @@ async def pass_gate_async(address: Address) -> None:
 
 
 def is_open(address: Address) -> bool:
-    """Whether a gate has been opened already."""
+    """Return whether a gate has been opened."""
     try:
         with socket.create_connection(address) as connection:
             return _to_itself(connection)
-    except OSError:  # refused, or reset before it could be looked at
+    except OSError:  # An open gate refuses or resets connections.
         return True
 
 
 def _to_itself(connection: socket.socket) -> bool:
-    # TCP may connect a socket to itself when nobody listens on a port of the range it takes its own from.
+    # A TCP socket may connect to itself if nobody listens on the requested port.
     to_itself: bool = connection.getsockname() == connection.getpeername()
     return to_itself
 
 
 def _ask_now_and_then(connection: socket.socket) -> None:
-    # Who connects in the very moment in which the gate is opened may be forgotten by the kernel instead of reset, and
-    # would wait for ever: seen once, in a run of all tests on a busy machine.
+    # Keepalive ends the wait of a caller whose connection the kernel drops without a reset while the gate opens.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)

@@ -1,4 +1,4 @@
-"""What a piece of code leaves behind in this process and below it: what there is afterwards, and wasn't before."""
+"""Finds the resources that a test leaves behind in this process and in its child processes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _LAST_WORDS = "What can be closed has been closed; the rest is not counted again
 _FIRST = "left behind: "
 _MORE = " " * len(_FIRST)
 _OF_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-# Threads that are the process's, and stay. Dask's is of a pool that its module has: a GPU uses it from the start.
+# These threads last as long as the process. Dask's thread is from a pool of a Dask module, which GPUs use at once.
 _LASTING = (COURIER, forks.THREAD, "Dask-Offload", "tqdm_monitor")
 _watches: list[Watch] = []
 
 
 @attrs.frozen(eq=False)
 class Thing:
-    """Something that a test may leave behind.
+    """A resource that a test may leave behind.
 
     Attributes:
-        words: What it is, and what is wrong with it.
-        close: Does away with it; None where that isn't safe.
-        group: The key of the group that it goes with.
-        parent: The process that started it, where it is one.
-        is_resident: Whether it may be freed by the garbage collector.
-        is_ours: Whether colocate has made it for itself.
+        words: A description of the resource and of the problem.
+        close: Closes the resource; None if that isn't safe.
+        group: The key of the group that closes the resource, too.
+        parent: The pid of the parent, if the resource is a process.
+        is_resident: Whether the garbage collector may free the resource.
+        is_ours: Whether colocate has created the resource for its own use.
     """
 
     words: str
@@ -62,11 +62,11 @@ class Thing:
 
 
 class Watch:
-    """What there was at one moment; `check` fails if there is more later.
+    """The resources that existed at one moment. `check` fails if there are more later.
 
     Attributes:
-        shares_engines: Whether runtimes that outlive it may start what they need later: threads and connections of
-            colocate's own, and processes below those that there were.
+        shares_engines: Whether runtimes that outlive the watch may start threads and connections of colocate's own, and
+            processes below those that existed before.
     """
 
     shares_engines = False
@@ -77,40 +77,42 @@ class Watch:
         _watches.append(self)
 
     def leaked(self) -> list[str]:
-        """Return what there is more now, in words."""
+        """Return a description of each resource that has been added."""
         return [thing.words for thing in self._left().values()]
 
     def settle(self, spared: Owned | None = None) -> None:
-        """Take note of colocate's own objects that are left, and close them; all but one that somebody else closes."""
+        """Record and close the runtimes, pools, groups and residents that are left, except for `spared`."""
         found = {key: thing for key, thing in live_objects().items() if key not in self._before}
         if spared is not None:
             found.pop(_key_of(spared), None)
         found = {key: thing for key, thing in found.items() if thing.group not in found}
-        if any(thing.is_resident for thing in found.values()):  # their handles may be in a cycle
+        if any(thing.is_resident for thing in found.values()):  # A resident's handle may be in a reference cycle.
             gc.collect()
 
-            def freed() -> bool:  # or held a moment longer, by a thread that has yet to let go of what it has raised
+            # A thread that is about to drop an exception may hold a resident for a moment.
+            def freed() -> bool:
                 nonlocal found
                 found = {key: thing for key, thing in live_objects().items() if key in found}
                 return not any(thing.is_resident for thing in found.values())
 
             becomes_true(freed, _HELD_S)
         self._told += [thing.words for thing in found.values()]
-        for thing in found.values():  # owners come first, and close what they own
+        for thing in found.values():  # Owners come first, and close the objects that they own.
             self._told += _closed(thing)
 
     def check(self) -> None:
-        """Fail if something is left, after what is on its way out has had time to go. Close what can be closed.
+        """Fail if resources are left after a grace period, and close all that can be closed.
 
         Raises:
-            AssertionError: Says what is left.
+            AssertionError: Resources are left; the text lists them.
         """
         report: list[str] | None = None
         try:
             self.settle()
             left = self._left()
 
-            def gone() -> bool:  # what wasn't there all the time is somebody's at work: Dask's look at the machine, say
+            # Count only resources that exist all the time, because some are temporary, such as Dask's monitoring.
+            def gone() -> bool:
                 nonlocal left
                 now = self._left()
                 left = {key: thing for key, thing in left.items() if key in now}
@@ -128,7 +130,7 @@ class Watch:
             raise AssertionError("\n".join([_FIRST + report[0], *(_MORE + words for words in report[1:]), _LAST_WORDS]))
 
     def dismiss(self) -> None:
-        """Close what can be closed, and say nothing: the test has failed, and there is enough to read."""
+        """Close the resources that are left, without a report, because the test has already failed."""
         try:
             self.settle()
             for thing in self._left().values():
@@ -137,7 +139,7 @@ class Watch:
             self._end()
 
     def adopt(self, more: Iterable[str]) -> None:
-        """Take what has been made since for a part of what there was."""
+        """Treat more resources, given by key, as if they had existed at the start."""
         self._before.update(more)
 
     def _left(self) -> dict[str, Thing]:
@@ -157,14 +159,13 @@ class Watch:
 
     def _end(self, clean: bool = False) -> None:
         _watches.remove(self)
-        if _watches and not clean:  # what has been told isn't told again
+        if _watches and not clean:  # Outer watches must not report these leaks again.
             leaks = self._left()
             for outer in _watches:
                 outer.adopt(leaks)
 
 
 def _closed(thing: Thing) -> list[str]:
-    """Close a thing; return what went wrong with that."""
     try:
         if thing.close is not None:
             thing.close()
@@ -181,7 +182,7 @@ def _closed(thing: Thing) -> list[str]:
 
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
-    """Have what is made inside be shared by several tests: whoever made it closes it, later."""
+    """A context manager: resources created in the block are shared by several tests, and don't count as leaks."""
     before = everything()
     try:
         yield
@@ -193,7 +194,7 @@ def shared() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_temporary_folder(folder: Path) -> Iterator[str]:
-    """Have this process and its children make their temporary files in a folder of ours."""
+    """A context manager that puts temporary files of this process and of its children into `folder`."""
     old, old_env = tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     try:
@@ -205,11 +206,11 @@ def own_temporary_folder(folder: Path) -> Iterator[str]:
             os.environ["TMPDIR"] = old_env
 
 
-# -- what there is: by keys that are never those of something else later
+# -- resources, by keys that are never used again for another resource
 
 
 def everything() -> dict[str, Thing]:
-    """Return all that a test may leave behind."""
+    """Return all resources that a test may leave behind, by key."""
     return {
         key: thing
         for things in (live_objects().items(), _processes(), _threads(), _descriptors(), _memory(), _files())
@@ -218,7 +219,7 @@ def everything() -> dict[str, Thing]:
 
 
 def live_objects() -> dict[str, Thing]:
-    """Return runtimes, pools and groups that are open, and the scopes and residents of groups; owners first."""
+    """Return open runtimes, pools and groups, and the scopes and residents of groups, by key; owners come first."""
     connection = sys.modules.get("colocate._api.connection")
     nodes = list(connection.live.values()) if connection is not None else []
     return {key: thing for node in nodes for key, thing in _below(node)}
@@ -228,7 +229,7 @@ def _below(node: Owned) -> Iterator[tuple[str, Thing]]:
     def close() -> None:
         node.close_for("the leak check of its test", _CLOSES_WITHIN_S, True)
 
-    if node.alive:  # neither closed nor the parent's of a fork
+    if node.alive:  # Skip nodes that are closed or that belong to the parent of a fork.
         yield _key_of(node), Thing(f"{node.kind} {node.name!r}, made at {_at(node.line)}, was left open", close)
     for child in list(node.children.values()):
         yield from _below(child)
@@ -252,7 +253,7 @@ def _kept(group: WorkerGroup) -> Iterator[tuple[str, Thing]]:
         leave = lambda scope=scope: residents.leave(scope)  # noqa: E731
         yield f"scope {id(scope)} {group.created}", Thing(words, leave, of_group)
     for kept in list(residents.kept.values()):
-        # One whose call has failed holds nothing; what is in a scope is told with that.
+        # A resident whose call has failed holds nothing, and a resident in a scope is reported with the scope.
         if kept.freed_by is None and kept.call._error is None and not any(kept in s.kept for s in residents.scopes):
             label = f"the resident of {kept.source.label} in group {group.name!r}"
             words = f"{label}, kept at {_at(kept.call.line)}, was not freed"
@@ -265,7 +266,8 @@ def _processes() -> Iterator[tuple[str, Thing]]:
     for pid in sorted(_children_of(os.getpid())):
         with contextlib.suppress(psutil.NoSuchProcess), (process := psutil.Process(pid)).oneshot():
             is_zombie = process.status() == psutil.STATUS_ZOMBIE
-            is_template = not is_zombie and (arguments_of(process, MODULE) or [""])[0] == MODE  # it ends by itself
+            # A template isn't a leak, because it ends by itself.
+            is_template = not is_zombie and (arguments_of(process, MODULE) or [""])[0] == MODE
             if process.pid != tracker and not is_template:
                 command = "a zombie" if is_zombie else " ".join(process.cmdline())[:200]
                 words = f"process {process.pid} ({command}) {'was never waited for' if is_zombie else 'still runs'}"
@@ -274,11 +276,11 @@ def _processes() -> Iterator[tuple[str, Thing]]:
 
 
 def _children_of(pid: int) -> set[int]:
-    """Return all processes below one, from the kernel's own lists where it has them: psutil looks at each process."""
+    """Return the pids of all processes below a process, from the kernel's lists if available, else by psutil."""
     try:
-        # Twice: such a list may lack somebody after whose elder has ended as it was read.
+        # Read each list twice, because a list may lack a process if an older sibling ended during the read.
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children") for _ in range(2)]
-    except OSError:  # it, or a thread of it, has ended meanwhile
+    except OSError:  # The process, or one of its threads, has ended meanwhile.
         lists = []
     if not lists:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -289,7 +291,7 @@ def _children_of(pid: int) -> set[int]:
 
 
 def _tracker_has(name: str) -> object:
-    """Return what Python's own tracker of shared memory has: it starts with the first use, ends with the process."""
+    """Return an attribute of Python's resource tracker, a process that runs from the first use to the end."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     return getattr(getattr(module, "_resource_tracker", None), name, None)
 
@@ -297,10 +299,10 @@ def _tracker_has(name: str) -> object:
 def _end(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
-    for obj in gc.get_objects():  # an object that stands for the process is to hear of its end
+    for obj in gc.get_objects():  # A `Popen` object of this process must notice the end.
         if issubclass(type(obj), subprocess.Popen) and obj.pid == process.pid:
             obj.wait(_ENDS_WITHIN_S)
-    process.wait(_ENDS_WITHIN_S)  # takes a zombie away too
+    process.wait(_ENDS_WITHIN_S)  # This also removes a zombie.
 
 
 def _threads() -> Iterator[tuple[str, Thing]]:
@@ -311,12 +313,12 @@ def _threads() -> Iterator[tuple[str, Thing]]:
 
 
 def _descriptors() -> Iterator[tuple[str, Thing]]:
-    # Who has used a GPU has its descriptors to the end; pytest's capture changes the first three.
+    # Skip descriptors of GPUs, which stay open, and the first three, which pytest's capture changes.
     known_descriptors = {0, 1, 2, _tracker_has("_fd")}
-    groups: Any = sys.modules.get("colocate.features.process_groups.alone")  # else nobody has made any
+    groups: Any = sys.modules.get("colocate.features.process_groups.alone")  # None if process groups weren't used.
     lasting = () if groups is None else groups.lasting_descriptors()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # The listing's own descriptor is closed.
             number, target = int(name), os.readlink(f"/proc/self/fd/{name}")
             is_of_process = number in known_descriptors or (number, target) in lasting or forks.own_descriptor(number)
             if not is_of_process and not target.startswith(_OF_GPUS):
@@ -325,9 +327,8 @@ def _descriptors() -> Iterator[tuple[str, Thing]]:
 
 
 def _memory() -> Iterator[tuple[str, Thing]]:
-    """Yield memory that is shared with other processes: what is mapped here, and what has a name of this process."""
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        if "/memfd:" in line or ("/dev/shm/" in line and "/dev/shm/sem." not in line):  # locks stay for the process
+        if "/memfd:" in line or ("/dev/shm/" in line and "/dev/shm/sem." not in line):  # Locks stay mapped.
             address, *_, path = line.split(maxsplit=5)
             yield f"mapping {address.partition('-')[0]} {path}", Thing(f"shared memory {path} is still mapped")
     for entry in Path("/dev/shm").glob(f"*_{os.getpid()}_*"):
@@ -336,12 +337,12 @@ def _memory() -> Iterator[tuple[str, Thing]]:
 
 
 def _files() -> Iterator[tuple[str, Thing]]:
-    # In a folder of our own everything is ours (see `own_temporary_folder`), elsewhere what has our name.
+    # In a folder of `own_temporary_folder` every file counts, elsewhere only files with colocate in the name.
     is_private = tempfile.tempdir is not None and tempfile.tempdir == os.environ.get("TMPDIR")
     for entry in Path(tempfile.gettempdir()).iterdir():
         if not entry.name.startswith("torchinductor_") and (
             is_private or "colocate" in entry.name
-        ):  # torch's own cache
+        ):  # This skips torch's cache.
             remove = lambda entry=entry: _remove(entry)  # noqa: E731
             yield f"file {entry}", Thing(f"temporary file {entry} is still there", remove if is_private else None)
 

@@ -1,7 +1,7 @@
-"""The pytest plugin: runtimes for tests, which find what a test leaves behind. Does nothing until a fixture is used.
+"""The pytest plugin: fixtures with runtimes for tests, which fail a test that leaves resources behind.
 
-What is left is told when the test is torn down, as an error of that: only then are the fixtures closed that stand on
-ours. A test that has failed already is only cleaned up after.
+The plugin does nothing until a fixture is used. Leaks are reported as errors of the test's teardown, because only then
+other fixtures that use ours are closed. If the test has already failed, leaks are closed without a report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the markers known."""
+    """Register the plugin's markers."""
     config.addinivalue_line(
         "markers", "colocate_executor(name, **options): what the fixture colocate_executor connects to"
     )
@@ -30,11 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Outcomes:
-    """Takes note of tests that fail."""
+    """A pytest plugin that records which tests have failed."""
 
     @pytest.hookimpl
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
-        """A phase of a test is over."""
+        """Mark a test as failed if its setup, call or teardown has raised an error."""
         if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
             item.stash[_failed] = True
 
@@ -74,12 +74,12 @@ def _check(watch: Watch) -> None:
 
 @pytest.fixture
 def no_leaks(_colocate_watch: Watch) -> None:
-    """Fail the test if it leaves a runtime, a process, a thread, a file descriptor, shared memory, a temporary file."""
+    """Fail a test that leaves a runtime, process, thread, file descriptor, shared memory or temporary file behind."""
 
 
 @pytest.fixture(scope="class")
 def no_leaks_of_class(_colocate_own_temp: str) -> Iterator[None]:
-    """As `no_leaks`, for what the tests of a class share."""
+    """Fail a test class if the fixtures that its tests share leave resources behind."""
     from colocate.testing.leaks import Watch
 
     watch = Watch()
@@ -89,7 +89,7 @@ def no_leaks_of_class(_colocate_own_temp: str) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def colocate_runtimes(_colocate_own_temp: str) -> Iterator[Runtimes]:
-    """Runtimes of the session: `colocate_runtimes.get("ray")`, for fixtures of a wider scope than a test."""
+    """The runtimes of the session, for fixtures with a wider scope than a test: `colocate_runtimes.get("ray")`."""
     from colocate.testing.runtimes import Runtimes
 
     runtimes = Runtimes()
@@ -98,7 +98,6 @@ def colocate_runtimes(_colocate_own_temp: str) -> Iterator[Runtimes]:
 
 
 def _own_runtime(watch: Watch, executor: str, **options: Any) -> Iterator[Runtime]:
-    """A runtime of the test's own."""
     from colocate.testing.runtimes import connected
 
     runtime = connected(executor, **options)
@@ -108,41 +107,40 @@ def _own_runtime(watch: Watch, executor: str, **options: Any) -> Iterator[Runtim
 
 
 def _shared_runtime(watch: Watch, runtimes: Runtimes, executor: str, **options: Any) -> Runtime:
-    """Return the session's runtime of an executor."""
     watch.shares_engines = True
     return runtimes.get(executor, **options)
 
 
 @pytest.fixture
 def colocate_local(_colocate_watch: Watch) -> Iterator[Runtime]:
-    """A runtime whose slots are threads, of the test's own. Fails the test if it leaves something behind."""
+    """A runtime for one test, with threads as slots. Fails a test that leaves resources behind."""
     yield from _own_runtime(_colocate_watch, "local")
 
 
 @pytest.fixture
 def colocate_processes(_colocate_watch: Watch) -> Iterator[Runtime]:
-    """A runtime whose slots are processes, of the test's own. Fails the test if it leaves something behind."""
+    """A runtime for one test, with processes as slots. Fails a test that leaves resources behind."""
     yield from _own_runtime(_colocate_watch, "local", processes=True)
 
 
 @pytest.fixture
 def colocate_ray(_colocate_watch: Watch, colocate_runtimes: Runtimes) -> Runtime:
-    """A runtime on a private Ray of the session's. Fails the test if it leaves something behind."""
+    """A runtime on a private Ray cluster that the session shares. Fails a test that leaves resources behind."""
     return _shared_runtime(_colocate_watch, colocate_runtimes, "ray")
 
 
 @pytest.fixture
 def colocate_dask(_colocate_watch: Watch, colocate_runtimes: Runtimes) -> Runtime:
-    """A runtime on a private Dask of the session's. Fails the test if it leaves something behind."""
+    """A runtime on a private Dask cluster that the session shares. Fails a test that leaves resources behind."""
     return _shared_runtime(_colocate_watch, colocate_runtimes, "dask")
 
 
 @pytest.fixture
 def colocate_executor(request: pytest.FixtureRequest, _colocate_watch: Watch, colocate_runtimes: Runtimes) -> Runtime:
-    """A runtime of the session's, on the executor that the marker or an indirect parameter names.
+    """A runtime that the session shares, on the executor that a marker or an indirect parameter names.
 
-    `@pytest.mark.colocate_executor("mine", address="…")`, or parameters such as `"local"` and `("mine", {"x": 1})`.
-    Fails the test if it leaves something behind.
+    Use `@pytest.mark.colocate_executor("mine", address="…")`, or parameters such as `"local"` or `("mine", {"x": 1})`.
+    Fails a test that leaves resources behind.
     """
     name, options = _wanted(request)
     return _shared_runtime(_colocate_watch, colocate_runtimes, name, **options)

@@ -1,6 +1,6 @@
-"""The suite that a role's author runs on it.
+"""`RoleSuite`: tests that the author of a role class runs on the class.
 
-Say how it is made and how each of its methods may be called:
+Subclass it, and say how the role is constructed and how each method may be called:
 
     from colocate.testing.roles import RoleSuite, sample
 
@@ -10,9 +10,9 @@ Say how it is made and how each of its methods may be called:
         def calls(self):
             return {"score": sample(["a", "bb", "ccc"], answer="a")}
 
-Batches need at least as many rows as `ranks` (2), or whatever the method's dispatch asks for. The calls are made in
-their order, on one instance per rank, so a method that needs another one to have run comes after it. `save(directory)`
-and `restore(directory)` need no call: they are tried together.
+A batch needs at least as many rows as there are `ranks` (2), or as the method's dispatch requires. The calls run in the
+given order, on one instance per rank, so list a method after the methods that must run before it. `save(directory)`
+and `restore(directory)` need no call, because the suite tests both together.
 """
 
 from __future__ import annotations
@@ -40,59 +40,59 @@ _CHECKPOINT = frozenset({"save", "restore"})
 
 @attrs.frozen
 class Sample:
-    """Arguments that a method can be called with."""
+    """The arguments for a call of a role's method."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
 def sample(*args: Any, **kwargs: Any) -> Sample:
-    """Arguments that a method can be called with."""
+    """Return the arguments for a call of a role's method."""
     return Sample(args, kwargs)
 
 
 class RoleSuite:
-    """Tests of one role: alone, on threads, through the wire format, and that it keeps the laws.
+    """Tests of one role: outside workers, in a group, through the wire format, and against the rules for roles.
 
-    A role that needs a process for each rank (`@colocate.needs("process_group")`) has processes in place of threads.
+    A role that needs a process for each rank (`@colocate.needs("process_group")`) runs in processes, not on threads.
 
     Attributes:
         role: The role and its constructor's arguments, as for `pool.spawn`.
-        ranks: On how many ranks it is tried.
+        ranks: The number of ranks in the tests.
     """
 
     role: ClassVar[RoleSpec[Any]]
     ranks: ClassVar[int] = 2
 
     def calls(self) -> Mapping[str, Sample]:
-        """How each method may be called; made anew for each test."""
+        """Return the arguments for a call of each method, by method name. Every test calls this anew."""
         raise NotImplementedError(f"{type(self).__name__} has to say how the role's methods may be called")
 
     def test_every_method_has_a_call(self) -> None:
-        """There is a call for each role method, so that all are tried, and for nothing else."""
+        """`calls` has an entry for each method of the role, and no other entries."""
         declared, tried = set(self._methods()) - _CHECKPOINT, set(self.calls())
         assert not declared - tried, f"no call for: {', '.join(sorted(declared - tried))}"
         assert not tried - declared, f"calls of what is no role method: {', '.join(sorted(tried - declared))}"
 
     def test_alone(self) -> None:
-        """Made outside any worker it answers as a view of one rank."""
+        """All calls work on an instance that is constructed outside any worker."""
         role = self._make()
         for name, sample in self.calls().items():
             with _told(name, "alone"):
                 getattr(role, name)(*sample.args, **sample.kwargs)
 
     def test_threads(self) -> None:
-        """The role runs on threads, or in processes if it needs one for each rank: called and kept."""
+        """All calls work in a group, both with collected results and with results kept on the workers."""
         with self._group() as group:
             self._call_all(group, "in a group")
 
     def test_strict(self) -> None:
-        """The class, the constructor's arguments, all arguments and results go through the wire format."""
+        """The class, the constructor's arguments, all call arguments and all results can be sent."""
         with self._group(strict=True) as group:
             self._call_all(group, "through the wire format")
 
     def test_writes(self) -> None:
-        """Methods change in place neither their arguments nor what they have returned."""
+        """Methods change neither their arguments nor their earlier results in place."""
         with self._group(strict=True) as group:
             view, echo = group.role("role"), group.role("echo", Echo)
             residents = []
@@ -104,7 +104,7 @@ class RoleSuite:
                     residents[-1].spec  # noqa: B018 - waits, and raises what went wrong
 
     def test_save_and_restore(self, tmp_path: Path) -> None:
-        """If it has `save` and `restore`, another instance takes over where this one was."""
+        """If a role has `save` and `restore`, a restored instance saves the same files again."""
         if not self._can_be_saved():
             return
         one, two = tmp_path / "one", tmp_path / "two"
@@ -119,7 +119,7 @@ class RoleSuite:
         assert _contents(two) == _contents(one)
 
     def test_save_and_restore_together(self, tmp_path: Path) -> None:
-        """The ranks may save into one folder at the same time, and restore from it; also while they are called."""
+        """All ranks can save into one folder at the same time, and restore from there, also while calls run."""
         if not self._can_be_saved():
             return
         with self._group() as group:
@@ -168,7 +168,6 @@ class RoleSuite:
 
 @contextlib.contextmanager
 def _told(method: str, where: str) -> Iterator[None]:
-    """Say in an error which call it was."""
     try:
         yield
     except Exception as error:
@@ -177,7 +176,7 @@ def _told(method: str, where: str) -> Iterator[None]:
 
 
 def _save(role: Any, folder: Path) -> None:
-    """Have a role save itself, all halves of it."""
+    """Call a role's `save`, and run all steps if `save` is a generator."""
     halves = role.save(str(folder))
     if inspect.isgenerator(halves):
         deque(halves, maxlen=0)

@@ -1,4 +1,4 @@
-"""The runtimes that the fixtures of the pytest plugin give: shared ones for clusters that are dear to start."""
+"""The runtimes of the pytest plugin's fixtures. Tests share a runtime if the cluster takes long to start."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from colocate.testing.probes.plain import Echo
 
 @attrs.define(eq=False)
 class Runtimes:
-    """Runtimes for a whole session, by executor and options. One that a test has closed is connected anew."""
+    """The runtimes of a test session, by executor and options. A runtime that a test has closed is replaced."""
 
     _found: dict[str, Runtime] = attrs.field(factory=dict)
 
     def get(self, executor: str, **options: Any) -> Runtime:
-        """The runtime of an executor with some options, connected now if there is none that is open."""
+        """Return the session's runtime of an executor with these options, and connect first if there is none."""
         key = f"{executor} {sorted(options.items())!r}"
         runtime = self._found.get(key)
         if runtime is None or not runtime.alive:
@@ -30,25 +30,25 @@ class Runtimes:
         return runtime
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all runtimes of the session."""
         for runtime in self._found.values():
             runtime.close(force=True)
 
 
 def connected(executor: str, **options: Any) -> Runtime:
-    """Connect; a test whose executor isn't installed is skipped with the line that installs it."""
+    """Connect to an executor, or skip the test if the executor isn't installed."""
     import pytest
 
     try:
         return colocate.connect(executor, **options)
     except PluginError as error:
-        if error.hint is None:  # it isn't a matter of what is installed
+        if error.hint is None:  # The cause isn't a missing package.
             raise
         pytest.skip(f"executor {executor!r} can't be imported here; it needs: {error.hint}")
 
 
 def make_first_worker(runtime: Runtime) -> Runtime:
-    """Return what a runtime makes for its first worker is there from now on, so that no test seems to leak it."""
+    """Start a first worker, so that resources which a runtime creates only once don't look like leaks of a test."""
     with runtime.reserve(1, cpus=0) as pool:
         pool.spawn({"echo": colocate.role(Echo)})
     return runtime

@@ -1,4 +1,4 @@
-"""Waiting for what comes asynchronously: for a condition, for a bounded time."""
+"""Helpers for tests that wait, with a time limit, for a condition or for the end of processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import psutil
 from colocate.worker.birth.supervisor import MARK
 
 PATIENCE_S = 60.0
-"""How long a test waits for what must come: nobody measures it, it only has to end."""
+"""The seconds that a test waits for an event that must happen. The exact value doesn't matter."""
 
 _STEP_S = 0.005
 
 
 def becomes_true(condition: Callable[[], object], within_s: float = PATIENCE_S) -> bool:
-    """Whether a condition is met within a time."""
+    """Wait up to `within_s` seconds, and return whether a condition has become true."""
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while not condition():
@@ -32,12 +32,12 @@ def becomes_true(condition: Callable[[], object], within_s: float = PATIENCE_S) 
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Wait for a condition, and fail if it isn't met in time."""
+    """Wait until a condition is true, and fail the test if this takes too long."""
     assert becomes_true(condition), f"it never came to this: {what}"
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process; one that is told to stop has stopped when this returns, on a busy machine too."""
+    """Send a signal to a process. After SIGSTOP, wait until the process has stopped."""
     os.kill(pid, number)
     if number == signal.SIGSTOP:
         process = psutil.Process(pid)
@@ -45,20 +45,20 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def starter_of(worker: int) -> int:
-    """The process that has started a worker, of which its supervisors lie below; alive."""
+    """Return the pid of the running process that has started a worker and the worker's supervisors."""
     starter = int(psutil.Process(worker).environ()[MARK].partition(" ")[0])
     assert starter in {parent.pid for parent in psutil.Process(worker).parents()}
     return starter
 
 
 class Processes:
-    """Processes by pid, held so that their ends can be waited for whatever becomes of the pids."""
+    """A set of processes whose ends a test can wait for, even if the pids are reused."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors = {pid: os.pidfd_open(pid) for pid in pids}
 
     def wait(self) -> None:
-        """Wait until all of them are gone, and fail if they don't go."""
+        """Wait until all processes have ended, and fail the test if this takes too long."""
         for pid, descriptor in self._descriptors.items():
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
@@ -71,6 +71,6 @@ class Processes:
         self.close()
 
     def close(self) -> None:
-        """Let go of them."""
+        """Close the file descriptors of the processes."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)

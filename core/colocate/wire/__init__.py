@@ -1,4 +1,4 @@
-"""The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
+"""Send values as bytes in messages on authenticated sockets, with one thread for any number of connections."""
 
 from colocate._definitions.codec import explain, pack, unpack
 from colocate._definitions.packed import InArea, Packed

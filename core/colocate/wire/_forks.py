@@ -17,7 +17,7 @@ class Forgetful(Protocol):
     """An object that releases inherited descriptors in a forked child."""
 
     def forget(self) -> None:
-        """Close the child's copies of descriptors, and refuse further use."""
+        """Close inherited descriptors in the child, and refuse further use."""
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -25,7 +25,7 @@ _live: weakref.WeakSet[Forgetful] = weakref.WeakSet()
 
 
 def track_socket(sock: S) -> S:
-    """Close this socket in forked children."""
+    """Register a socket to be closed in forked children, and return the socket."""
     _sockets.add(sock)
     return sock
 
@@ -45,11 +45,11 @@ def _in_child() -> None:
     for closing in (*(thing.forget for thing in list(_live)), *(sock.close for sock in list(_sockets))):
         try:
             closing()
-        except Exception as error:  # go on: a socket left open would keep the parent's connection alive
+        except Exception as error:  # Continue, because an open socket would keep the parent's connection alive.
             errors.append(error)
     _live.clear()
     _sockets.clear()
-    if errors:  # Python prints only the text of an exception raised here
+    if errors:  # Python prints only the text of an exception that is raised here.
         text = "; ".join(f"{type(error).__name__}: {error}" for error in errors)
         raise ExceptionGroup(f"not all connections of the parent could be closed in a forked child ({text})", errors)
 

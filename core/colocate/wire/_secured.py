@@ -1,4 +1,4 @@
-"""Adapt the standard library's TLS socket to the wire: use from several threads, and non-blocking."""
+"""Adapt the standard library's TLS socket to the wire, for use by several threads and without blocking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate.wire._forks import track_socket
 
 
 class Secured(ssl.SSLSocket):
-    """A TLS socket that treats any end of the connection as end of file: a killed peer announces nothing.
+    """A TLS socket that treats any end of the connection as end of file, because a killed peer sends no TLS close.
 
     Attributes:
         is_open: Whether the handshake is done, and the peer has proved the secret.
@@ -31,62 +31,63 @@ class Secured(ssl.SSLSocket):
     _lock: threading.Lock
 
     def __new__(cls, *args: Any, **named: Any) -> Secured:
-        """Create a socket with a lock; the creation of an `SSLSocket` has no other place for attributes."""
+        """Create a socket with a lock. `SSLSocket` has no other method in which attributes can be set early enough."""
         sock = super().__new__(cls, *args, **named)
-        sock._lock = threading.Lock()  # OpenSSL must not read and write one connection at the same time
+        sock._lock = threading.Lock()  # OpenSSL must not read and write one connection at the same time.
         return track_socket(sock)
 
     def set_up(self) -> None:
-        """Advance the handshake as far as possible."""
+        """Advance the TLS handshake as far as possible."""
         with self._locked():
             pass
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """See `socket`. On a non-blocking socket this reads several records, at most `CHUNK_BYTES`."""
+        """Receive into a buffer like `socket.recv_into`. A non-blocking socket reads several records at once."""
         view, filled = memoryview(buffer)[: self.CHUNK_BYTES], 0
         with self._locked():
-            if begun := self.pending():  # the rest of a record is buffered, invisible to the kernel
+            if begun := self.pending():  # OpenSSL has buffered the rest of a record.
                 view = view[:begun]
             try:
                 while filled < len(view):
                     filled += (count := super().recv_into(view[filled:]))
-                    if not count:  # raises if other code has closed the descriptor: that is no end of file
+                    if not count:
+                        # This raises an error if the descriptor was closed.
                         self.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
                     if not count or self.gettimeout() != 0:
                         break
             except ssl.SSLError:
-                if not filled:  # otherwise the next call meets the same error
+                if not filled:  # If bytes were received, the next call raises the same error.
                     raise
             finally:
                 self.has_more = self.pending() > 0
             return filled
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """See `socket`. With flags the encrypted bytes are read."""
+        """Receive bytes, like `socket.recv`. With flags, the encrypted bytes are read."""
         if flags:
             return socket.socket.recv(self, buflen, flags)
-        # `ssl` reads before the handshake, to check whether the peer has gone.
+        # Before the handshake, `ssl` calls this method to check whether the peer has closed.
         if getattr(self, "_sslobj", None) is None:
             try:
                 return socket.socket.recv(self, buflen)
             except ConnectionError:
-                self.close()  # the only reference to the socket
+                self.close()  # Close here, because no other code refers to the socket.
                 raise
         data = bytearray(buflen)
         return bytes(data[: self.recv_into(data)])
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """See `socket`. After BlockingIOError call again with the same data, as OpenSSL requires."""
+        """Send bytes, like `socket.send`. After BlockingIOError, OpenSSL requires another call with the same data."""
         with self._locked():
             return super().send(memoryview(data)[: self.CHUNK_BYTES])
 
     def shutdown(self, how: int) -> None:
-        """See `socket`. Blocked readers see the end, and no TLS message is sent."""
+        """Shut the connection down, like `socket.shutdown`. Blocked readers wake, and no TLS message is sent."""
         socket.socket.shutdown(self, how)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, advance the handshake first, and translate TLS errors to those of plain sockets."""
+        """Hold the lock, advance the handshake first, and translate TLS errors to errors of plain sockets."""
         with self._lock:
             try:
                 if not self.is_open:
@@ -107,7 +108,7 @@ class Secured(ssl.SSLSocket):
     def _open(self) -> None:
         self.do_handshake()
         if self.to_say:
-            super().send(self.to_say)  # short enough to be sent whole
+            super().send(self.to_say)  # The proof is short enough to be sent in one piece.
             self.to_say = b""
         while self.to_hear:
             part = super().recv(len(self.to_hear))

@@ -12,7 +12,7 @@ from colocate.wire.memory_files import keep_length, new_file
 
 
 class Arriving:
-    """A body in a file that grows as data arrive. Others may forward the file's bytes; nobody overwrites them.
+    """A body in a file that is filled as data arrive. Meanwhile other threads may forward the file's first bytes.
 
     Attributes:
         sizes: Sizes of the segments.
@@ -22,7 +22,7 @@ class Arriving:
     """
 
     def __init__(self, sizes: Sequence[int], length: int) -> None:
-        """Create an empty file of this length.
+        """Create an empty file with the body's length.
 
         Raises:
             OSError: No descriptor is free, or no memory.
@@ -45,13 +45,13 @@ class Arriving:
             self._news.notify_all()
 
     def fail(self) -> None:
-        """Mark the body as broken: no more bytes will arrive."""
+        """Mark the body as broken, because no more bytes will arrive."""
         with self._news:
             self._failed = True
             self._news.notify_all()
 
     def wait(self, than: int) -> int:
-        """Wait until more than `than` bytes have arrived; return the number.
+        """Wait until more than `than` bytes have arrived; return the number of arrived bytes.
 
         Raises:
             ConnectionAbortedError: The body is broken.
@@ -64,7 +64,7 @@ class Arriving:
             return self._come
 
     def again(self) -> int:
-        """Return a duplicate of the descriptor; -1 if none is free."""
+        """Return a duplicate of the file's descriptor; -1 if no descriptor is free."""
         try:
             return os.dup(self.file)
         except OSError:
@@ -76,4 +76,4 @@ class Arriving:
 
 
 Arrives: TypeAlias = Callable[[tuple[object, ...], Sequence[int], int], "Arriving | None"]
-"""Chooses the destination of a body, given the message's head, and the body's sizes and length; None for memory."""
+"""Returns the destination of a body, from the message's head and the body's sizes and length; None for memory."""

@@ -35,16 +35,16 @@ Kind: TypeAlias = Literal["unix", "tcp"]
 
 LOOPBACK = "127.0.0.1"
 _EVENTS = 256
-_LOOKS_EVERY_S = 3600.0  # seconds; epoll's timeout is limited
-# Connections waiting for `accept` when many workers dial at once.
+_LOOKS_EVERY_S = 3600.0  # One poll waits at most this many seconds, because epoll's timeout is limited.
+# This many connections may wait for `accept`, because many workers dial at once.
 _BACKLOG = 1024
-# Unauthenticated connections at the same time, further limited by this process's descriptors. A new connection then
-# displaces a random one: silent strangers are displaced in the end, and peers with the key dial again.
+# A listener keeps at most this many unauthenticated connections; another connection then displaces a random one.
+# Silent connections are displaced in the end, and peers with the key dial again.
 _MOST_STRANGERS = 512
 _ACCEPTS = 16
-# Seconds that a listener pauses if the process has no free descriptor.
+# A listener pauses for this many seconds if the process has no free descriptor.
 _PAUSE_S = 0.1
-# Errors of `accept` if the process or the machine has no room.
+# `accept` raises these errors if the process or the machine lacks descriptors or memory.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -83,13 +83,13 @@ class EventLoop:
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.is_closing = False  # refuses new descriptors
+        self.is_closing = False  # While closing, new descriptors are refused.
         self._ending = False
         self._ended = threading.Event()
         track(self)
 
     def start(self) -> None:
-        """Start the thread now, instead of on first use.
+        """Start the event loop's thread now, instead of on first use.
 
         Raises:
             RuntimeError: No thread can be started.
@@ -118,14 +118,14 @@ class EventLoop:
         with self._lock:
             self._register(sock.fileno(), lane._on_events)
             self._lanes[sock.fileno()] = lane
-        if lane._secured is not None:  # TLS may have buffered data that the kernel doesn't report
+        if lane._secured is not None:  # TLS may have buffered data that the kernel doesn't report.
             self.later(0.0, partial(lane.receive, self.scratch))
         return lane
 
     def listen(self, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
-        """Accept connections that prove the key; the event loop owns the listener from now on.
+        """Accept connections that prove the key. The event loop owns the listener from now on.
 
-        Strangers are limited in time and number, and delay nobody.
+        Unauthenticated connections are limited in time and number, and delay no other connection.
 
         Args:
             listener: The listener, from `listen`.
@@ -138,7 +138,7 @@ class EventLoop:
             self._register(listener.fileno(), listener._on_events)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back whenever a descriptor is readable (a log pipe, a pidfd). The caller still owns the descriptor.
+        """Call a function whenever a descriptor is readable, such as a log pipe. The caller still owns the descriptor.
 
         Args:
             fd: The descriptor.
@@ -155,23 +155,23 @@ class EventLoop:
         self.serve(fd, on_events)
 
     def unwatch(self, fd: int) -> None:
-        """Stop watching a descriptor, before closing it. On another thread, a callback may still be running."""
+        """Stop watching a descriptor, which the caller may then close. A running callback isn't awaited."""
         with self._lock:
             if self._handlers.pop(fd, None) is not None and not self._ended.is_set():
                 self._epoll.unregister(fd)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run an action on the event loop's thread after some seconds. Safe on any thread. Dropped on close."""
+        """Run an action on the event loop's thread after some seconds, unless the loop closes. Safe on any thread."""
         with self._lock:
             if self.is_closing:
                 return
             self._start()
             heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
             if threading.current_thread() is not self._thread:
-                self._wake()  # the thread may be in a longer wait
+                self._wake()  # The thread may be in a longer wait.
 
     def run(self) -> None:
-        """Serve on the calling thread until the event loop is closed (`own_thread=False`)."""
+        """Serve on the calling thread until the event loop is closed. For loops with `own_thread=False`."""
         with self._lock:
             if self._thread is not None:
                 raise RuntimeError(f"event loop {self.name!r} is served by {self._thread.name!r} already")
@@ -205,12 +205,12 @@ class EventLoop:
     def forget(self) -> None:
         """Close all inherited descriptors in a forked child; the parent's connections stay open."""
         ended, self._ended = self._ended.is_set(), threading.Event()
-        # First, as later steps may fail: a `close` in the child must not wait for the parent's thread
+        # Set first, because later steps may fail, and a `close` in the child must not wait for the parent's thread.
         self._ended.set()
         self.is_closing = self._ending = True
         self._lock = threading.Lock()
         if not ended:
-            # Not unregister: parent and child share one epoll.
+            # Descriptors stay registered, because parent and child share one epoll.
             self._epoll.close()
             self._woken.close()
             self._waker.close()
@@ -240,12 +240,12 @@ class EventLoop:
                 try:
                     self._epoll.unregister(sock)
                 except OSError as error:
-                    # Other code has closed the descriptor, which removes the registration
+                    # Other code has closed the descriptor, which removes the registration.
                     if error.errno != errno.EBADF:
                         raise
 
     def _register(self, fd: int, handler: Callable[[int], None]) -> None:
-        """Register a descriptor. With the lock held."""
+        """Register a descriptor and a handler. The lock is held."""
         if self.is_closing:
             raise ClosedError(f"event loop {self.name!r} is closed: it serves nothing any more")
         self._start()
@@ -253,9 +253,9 @@ class EventLoop:
         self._handlers[fd] = handler
 
     def _start(self) -> None:
-        """Start the thread.
+        """Start the thread, unless the thread has started before.
 
-        With the lock held. Raises RuntimeError if no thread can be started; the next use tries again.
+        The lock is held. Raises RuntimeError if no thread can be started; the next use tries again.
         """
         if self._own_thread and self._thread is None:
             thread = Thread(target=self._serve, name=f"colocate-{self.name}")
@@ -269,9 +269,9 @@ class EventLoop:
                     # An earlier callback of this round may have dropped the descriptor.
                     if (handler := self._handlers.get(fd)) is not None:
                         handler(events)
-                        del handler  # releases references
+                        del handler  # A waiting loop mustn't keep the handler alive.
         except BaseException as error:
-            if not self._own_thread:  # the caller of `run` sees the exception
+            if not self._own_thread:  # The caller of `run` gets the exception.
                 raise
             report_exception()
             reason = f"thread {threading.current_thread().name!r} was ended by {error_text(error)}"
@@ -282,7 +282,7 @@ class EventLoop:
 
     def _patience(self) -> float:
         """Run all due timers; return the seconds until the next one, or -1 for none."""
-        now = time.monotonic()  # read once: timers that become due meanwhile run after the descriptors' events
+        now = time.monotonic()  # Read once, so that timers which become due meanwhile run later.
         while self._timers:
             with self._lock:
                 delay = self._timers[0][0] - now
@@ -293,7 +293,7 @@ class EventLoop:
         return -1
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # the wake-up buffer is full: the thread will wake anyway
+        with suppress(BlockingIOError):  # If the wake-up buffer is full, the thread will wake anyway.
             self._waker.send(b"\0")
 
     def _on_wake(self, _events: int) -> None:
@@ -319,7 +319,6 @@ class EventLoop:
 
 
 def _try(job: Callable[[], object]) -> None:
-    """Run one of several jobs; report an exception, so that the other jobs run, too."""
     try:
         job()
     except Exception:
@@ -327,7 +326,7 @@ def _try(job: Callable[[], object]) -> None:
 
 
 class Listener:
-    """A listening socket, with its connections that aren't authenticated yet; served by `EventLoop.listen`.
+    """A listening socket and the accepted connections that aren't authenticated yet, for `EventLoop.listen`.
 
     Attributes:
         address: The address for `connect`.
@@ -341,16 +340,16 @@ class Listener:
         self._sock = sock
         self._context = context
         self.address = address
-        self._strangers: dict[int, Hello] = {}  # by descriptor, oldest first
+        self._strangers: dict[int, Hello] = {}  # Unauthenticated connections by descriptor, oldest first.
         self._most = min(_MOST_STRANGERS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._sweeping = False
 
     def fileno(self) -> int:
-        """Return the descriptor; -1 if closed."""
+        """Return the descriptor of the socket; -1 if the socket is closed."""
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Stop listening; the address disappears."""
+        """Stop listening, so that nobody can connect to the address any more."""
         self._sock.close()
 
     def _end(self) -> None:
@@ -361,8 +360,7 @@ class Listener:
         self.close()
 
     def _on_events(self, events: int) -> None:
-        """Accept waiting connections, and begin to authenticate."""
-        if events & select.EPOLLHUP:  # other code has shut the socket down: refuse further connections
+        if events & select.EPOLLHUP:  # Other code has shut the socket down, so refuse further connections.
             self._end()
             return
         for _ in range(_ACCEPTS):
@@ -372,10 +370,10 @@ class Listener:
                 return
             except OSError as error:
                 if error.errno not in _NO_ROOM:
-                    continue  # that connection has gone again
+                    continue  # The peer has already closed the connection.
                 if self._strangers:
                     self._displace()
-                else:  # new connections stay in the backlog meanwhile
+                else:  # New connections wait in the backlog meanwhile.
                     self._event_loop.look_for(self._sock, 0)
                     self._event_loop.later(_PAUSE_S, self._resume)
                 return
@@ -391,7 +389,7 @@ class Listener:
                     sock = encrypted(sock, self._context, server=True)
                 hello = Hello(sock, self._key)
                 self._event_loop.serve(sock.fileno(), partial(self._advance, hello))
-            except (OSError, ValueError, ClosedError):  # the peer has gone, or the event loop is closing
+            except (OSError, ValueError, ClosedError):  # The peer has closed, or the event loop is closing.
                 sock.close()
                 continue
             self._strangers[sock.fileno()] = hello
@@ -419,22 +417,22 @@ class Listener:
             self._on_accept(hello.sock)
         except Exception:
             hello.sock.close()
-            if not self._event_loop.is_closing:  # expected while the event loop is closing
+            if not self._event_loop.is_closing:  # An error is expected while the event loop is closing.
                 report_exception()
 
     def _drop(self, hello: Hello) -> None:
-        if self._strangers.get(hello.sock.fileno()) is hello:  # not authenticated yet
+        if self._strangers.get(hello.sock.fileno()) is hello:  # The connection isn't authenticated yet.
             del self._strangers[hello.sock.fileno()]
             self._event_loop.drop(hello.sock)
             hello.sock.close()
 
     def _displace(self) -> None:
-        """Drop a random stranger: the oldest one may just be far away."""
+        """Drop a random unauthenticated connection, because the peer of the oldest connection may just be far away."""
         place = random.randrange(len(self._strangers))
         self._drop(next(islice(self._strangers.values(), place, None)))
 
     def _sweep(self) -> None:
-        """Drop strangers that have been silent too long; repeat while others remain."""
+        """Drop connections that haven't authenticated for too long; repeat while unauthenticated connections remain."""
         oldest_allowed = time.monotonic() - HANDSHAKE_S
         for hello in list(self._strangers.values()):
             if hello.since > oldest_allowed:
@@ -453,12 +451,12 @@ def listen_widely(
     ports: tuple[int, int] | None = None,
     what: str = "a listener",
 ) -> list[Listener]:
-    """Open a listener for this machine and, given a host, another for other machines; see `listen`.
+    """Open a listener for this machine and, if `host` is given, a second listener for other machines.
 
     Returns:
         The listeners; their addresses, joined by commas, are one address for peers.
     """
-    # The TCP listener first: opening may raise.
+    # The TCP listener comes first, because opening a port may raise.
     remote = [] if host is None else [listen("tcp", host, tls, bind=bind, ports=ports, what=what)]
     return [listen("unix"), *remote]
 
@@ -533,10 +531,10 @@ def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> soc
 def _listening(family: int, name: Any) -> socket.socket:
     sock = track_socket(socket.socket(family))
     try:
-        if family != socket.AF_UNIX and name[1] != 0:  # for port 0 the kernel chooses a free port
+        if family != socket.AF_UNIX and name[1] != 0:  # For port 0 the kernel chooses a free port.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(name)
-        # Accepted connections inherit the option, and don't block the address after the listener's end.
+        # Accepted connections inherit this option, so that open connections don't block the address later.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.listen(_BACKLOG)
     except BaseException:

@@ -1,9 +1,9 @@
-"""Messages on a stream socket: a small head of builtins and, often, a `Packed` body.
+"""Encode and decode messages on a stream socket. A message is a small head of builtins and, often, a `Packed` body.
 
-On the wire: a fixed prefix, the pickled head, the sizes of the body's segments (the pickle, then each buffer), the
-payload: the segments, each at a multiple of 64 bytes. A large payload lies in one sealed memory file. A Unix socket
-passes the file itself, so that a frame sent to many costs one copy and every receiver maps private memory; any other
-socket gets its bytes. A file that is written again and again (`Area`) is mapped once, and shared.
+A frame has a fixed prefix, the pickled head, the sizes of the body's segments (the pickle, then each buffer), and the
+payload, which has the segments, each at a multiple of 64 bytes. A large payload is in one sealed memory file. A Unix
+socket passes the file itself, so that a frame for many receivers costs one copy, and every receiver maps private
+memory. Any other socket gets the file's bytes. A file that is written repeatedly (`Area`) is mapped once, and shared.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ Head: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[Head, Packed | None]
 
 _VERSION = 1
-# Kinds of frames: no body; payload follows inline; payload in the passed file; payload in a reused file.
+# The kinds of frames: without a body, payload inline, payload in a passed file, payload in a reused file.
 _BARE, _INLINE, _FILE, _AREA = range(4)
-_PREFIX = struct.Struct("<BBxxIIQ")  # version, kind, length of the head, number of segments, length of the payload
+_PREFIX = struct.Struct("<BBxxIIQ")  # Version, kind, bytes of the head, number of segments, bytes of the payload.
 _ALIGN = 64
 _ZEROS = bytes(_ALIGN)
 
-# Above this size, a file is faster than the socket's buffers (measured: equal at 256 KiB).
+# From this size on, a file is faster than the socket's buffers; measured as equal at 256 KiB.
 FILE_BYTES = 256 << 10
-# Maximum bytes per write of a payload, so that no thread waits long for the lane's lock.
+# One write of a payload has at most this many bytes, so that no thread waits long for the lane's lock.
 _STRIDE_BYTES = 4 << 20
-SMALL_BYTES = 16 << 10  # messages up to this size are sent at once, with their head, if the socket is writable
+# Messages up to this size are sent at once, in one write, if the socket is writable.
+SMALL_BYTES = 16 << 10
 SCRATCH_BYTES = 64 << 10
 HOLE = 0x7E5EC0DED0C0FFEE
 """Placeholder in a head for a number to be filled in later."""
 _NUMBER = struct.Struct("<q")
 _DIRECT_BYTES = 16 << 10
 _EXTRAS_BYTES = socket.CMSG_SPACE(4)
-_TRUNCATED = int(socket.MSG_CTRUNC)  # a plain int: comparing with the enum costs more than receiving
+_TRUNCATED = int(socket.MSG_CTRUNC)  # A plain int, because a comparison with the enum costs more than receiving.
 
 
 class Frame:
-    """An encoded message, ready for any number of sockets. Holds a copy of the body.
+    """An encoded message with a copy of the body, ready for any number of sockets.
 
-    The encoder closes the frame; sockets that are still sending keep the memory until they are done.
+    The encoder closes the frame. Sockets that are still sending keep the memory until the end.
 
     Attributes:
         puts: Functions that fill a number into each placeholder of the head.
@@ -76,14 +77,14 @@ class Frame:
         )
 
     def sending(self, passes_files: bool) -> SmallSending | Sending:
-        """Return a writer for one socket, which keeps the frame's memory until done."""
+        """Return a writer for one socket. The writer keeps the frame's memory until closed."""
         return SmallSending(self._inline)
 
     def hold(self) -> None:
-        """Add a reference to the memory; `close` drops one."""
+        """Add a reference to the frame's memory; `close` drops a reference."""
 
     def close(self) -> None:
-        """Drop a reference; the last one frees the memory."""
+        """Drop a reference to the frame's memory. The last reference frees the memory."""
 
     def abandon(self) -> None:
         """Close the inherited file in a forked child, regardless of references."""
@@ -101,7 +102,7 @@ class _FileFrame(Frame):
     """A frame with the payload in a file. Sockets that can't pass files get the payload's bytes."""
 
     __slots__ = ("_file", "_holders", "_lock", "_passed", "arriving", "payload_bytes")
-    arriving: Arriving  # the source of the payload, if still arriving
+    arriving: Arriving  # The source of a payload that is still arriving.
 
     def __init__(
         self, passed: bytearray, inline: bytearray, file: int, payload_bytes: int, places: Sequence[int]
@@ -134,8 +135,8 @@ class _FileFrame(Frame):
             if self._holders == 0 and self._file >= 0:
                 os.close(self._file)
                 self._file = -1
-                self.puts = ()  # break the reference cycle
-                # A frame without a finalizer: an exception of a signal handler in a finalizer would be lost.
+                self.puts = ()  # This breaks a reference cycle.
+                # `_FileFrame` has no finalizer, in which a signal handler's exception would be lost.
                 object.__setattr__(self, "__class__", _FileFrame)
 
     def abandon(self) -> None:
@@ -145,7 +146,7 @@ class _FileFrame(Frame):
 
 
 class _OpenFrame(_FileFrame):
-    """A file frame with an open file, closed by the finalizer at the latest."""
+    """A frame with an open file, which the finalizer closes at the latest."""
 
     __slots__ = ()
 
@@ -162,13 +163,13 @@ class InFile:
     length: int
 
     def frame(self, header: bytes) -> Frame:
-        """Return a frame that passes the file."""
+        """Return a frame that sends the body by passing the file."""
         by_file, by_bytes = _heads(header, self.sizes, self.length, _AREA)
         return _OpenFrame(by_file, by_bytes, os.dup(self.file), self.length, ())
 
 
 class _ArrivingFrame(_OpenFrame):
-    """A frame of an arriving body: bytes are sent as they arrive; the file is passed once complete."""
+    """A frame with a body that is still arriving. Arrived bytes are sent at once; the file is passed when complete."""
 
     __slots__ = ()
 
@@ -184,7 +185,7 @@ class _ArrivingFrame(_OpenFrame):
 
 
 class Area:
-    """A reusable shared-memory file: the next body overwrites the previous one after all readers are done.
+    """A reusable shared-memory file, in which the next body overwrites the previous body after all readers are done.
 
     New memory and new mappings cost more than a copy into existing memory.
     """
@@ -194,7 +195,7 @@ class Area:
         self._memory: mmap.mmap | None = None
 
     def write(self, body: Packed) -> InFile | Packed:
-        """Write a body into the file; a small body is returned unchanged, because sending is faster.
+        """Write a body into the file; return a small body unchanged, because direct sending is faster.
 
         Raises:
             OSError: No descriptor is free, or no memory.
@@ -214,13 +215,13 @@ class Area:
             with memoryview(piece) as memory:
                 if memory.readonly:
                     self._memory[at : at + memory.nbytes] = memory
-                elif memory.nbytes:  # without the GIL: readers of the previous body send requests meanwhile
+                elif memory.nbytes:  # Copy without the GIL, because readers send requests meanwhile.
                     ctypes.memmove(start + at, ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
                 at += memory.nbytes
         return InFile(self._file, sizes, length)
 
     def close(self, above: int = -1) -> None:
-        """Close the file if larger than `above` bytes; existing mappings stay valid."""
+        """Close the file if the file is larger than `above` bytes. Existing mappings stay valid."""
         if len(self._memory or b"") <= above:
             return
         if self._memory is not None:
@@ -231,7 +232,7 @@ class Area:
 
 
 def encode(head: Head, body: Packed | InFile | Arriving | None = None) -> Frame:
-    """Encode a message. The body is copied: its memory may change afterwards.
+    """Encode a message. The body is copied, so that the original memory may change afterwards.
 
     Args:
         head: Plain builtins, small.
@@ -247,7 +248,7 @@ def encode(head: Head, body: Packed | InFile | Arriving | None = None) -> Frame:
 
 
 def numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
-    """Encode a message with placeholders in the head, to be filled by the frame's `puts`.
+    """Encode a message with placeholders for numbers in the head, which the frame's `puts` fill.
 
     Args:
         head: As for `encode`, with `HOLE`, `HOLE + 1` and so on as placeholders.
@@ -269,7 +270,7 @@ def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
 
 
 def _heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) -> tuple[bytearray, bytearray]:
-    """Return the bytes before the payload: for a payload in a file of this kind, and for an inline one."""
+    """Return the bytes before the payload, first for a payload in a file of this kind, then for an inline payload."""
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
     passed = _PREFIX.pack(_VERSION, kind, len(header), len(sizes), length)
     inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
@@ -278,12 +279,12 @@ def _heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) 
 
 @functools.lru_cache(maxsize=1024)
 def _with_hole(head: Head) -> tuple[bytes, Sequence[int]]:
-    """A cached `_with_holes`: calls without arguments, and so most messages of one size, have equal heads."""
+    """Return the result of `_with_holes` from a cache, because calls without arguments have equal heads."""
     return _with_holes(head, 1)
 
 
 def _with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
-    """Return a pickled head, and the offsets of its placeholders in the frame."""
+    """Return a pickled head, and the offsets of the head's placeholders in the frame."""
     header, places, at = pickle.dumps(head, protocol=5), list[int](), 0
     for number in range(HOLE, HOLE + count):
         at = header.index(_NUMBER.pack(number), at)
@@ -292,7 +293,6 @@ def _with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
 
 
 def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffer], int]:
-    """Return the segments with padding for alignment, and the total length."""
     if len(sizes) == 1:
         return list(segments), sizes[0]
     pieces: list[Buffer] = []
@@ -316,7 +316,7 @@ def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
 
 
 class SmallSending:
-    """Writes to one socket a frame whose payload isn't in a file."""
+    """Writes a frame without a file to one socket."""
 
     __slots__ = ("_left",)
 
@@ -324,13 +324,13 @@ class SmallSending:
         self._left = memoryview(data)[sent:]
 
     def write(self, sock: socket.socket) -> bool:
-        """See `Sending.write`."""
+        """Write the rest of the frame; return True. Raises the errors of `Sending.write`."""
         while self._left:
             self._left = self._left[sock.send(self._left) :]
         return True
 
     def close(self) -> None:
-        """Do nothing: no memory is held."""
+        """Do nothing, because no memory is held."""
 
     abandon = close
 
@@ -348,7 +348,7 @@ class Sending:
         self._from = frame.payload_bytes if self._pass else 0
 
     def write(self, sock: socket.socket) -> bool:
-        """Write a bounded amount.
+        """Write a bounded number of bytes to the socket.
 
         Returns:
             Whether all is written. False: call again.
@@ -372,7 +372,7 @@ class Sending:
         return self._from == frame.payload_bytes
 
     def close(self) -> None:
-        """Release the frame, sent or not."""
+        """Release the frame, even if the frame isn't sent completely."""
         self.frame.close()
 
     def abandon(self) -> None:
@@ -380,7 +380,6 @@ class Sending:
         self.frame.abandon()
 
     def _there(self) -> int:
-        """Return the length of the payload that is available to send."""
         return self.frame.payload_bytes
 
     def _pass_file(self, sock: socket.socket) -> None:
@@ -389,7 +388,7 @@ class Sending:
             written = sock.sendmsg([self._left], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             self._left = memoryview(self._left)[written:]
         except OSError as error:
-            # Too many files are in flight (the limit is that of open files): send the bytes instead.
+            # Too many passed files are still in sockets, so send the bytes instead.
             if error.errno != errno.ETOOMANYREFS:
                 raise
             self._left = self.frame._inline
@@ -398,7 +397,7 @@ class Sending:
 
 
 class _SendingOn(Sending):
-    """Writes a frame with a payload that is still arriving; waits for the payload."""
+    """Writes a frame with a payload that is still arriving, and waits for missing bytes."""
 
     __slots__ = ()
 
@@ -415,20 +414,20 @@ class Reader:
     """
 
     def __init__(self, passes_files: bool) -> None:
-        self._areas: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by inode of the file
+        self._areas: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # Areas by inode of the file.
         self._passes_files = passes_files
-        self._files: deque[int] = deque()  # received descriptors; -1 for one that was lost because none was free
-        self._rest = bytearray()  # an incomplete frame
+        self._files: deque[int] = deque()  # Received descriptors; -1 for a descriptor that was lost.
+        self._rest = bytearray()  # The bytes of an incomplete frame.
         self._head: Head = ()
         self._sizes: tuple[int, ...] = ()
-        self._payload: memoryview | None = None  # a long payload, filled directly by the socket
+        self._payload: memoryview | None = None  # A long payload, which the socket fills directly.
         self._filled = 0
-        self.arrives: Arrives | None = None  # chooses the destination of long payloads
+        self.arrives: Arrives | None = None  # Chooses the destination of long payloads.
         self._arriving: Arriving | None = None
-        self._unread = 0  # remaining bytes of a payload that didn't fit into memory
+        self._unread = 0  # Bytes to skip of a payload that didn't fit into memory.
 
     def read(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
-        """Receive once, and decode.
+        """Receive once, and decode the complete messages.
 
         Args:
             sock: The socket.
@@ -478,7 +477,7 @@ class Reader:
         return messages
 
     def close(self) -> None:
-        """Drop incomplete data."""
+        """Drop incomplete messages, and close received descriptors."""
         while self._files:
             if (file := self._files.popleft()) >= 0:
                 os.close(file)
@@ -499,7 +498,6 @@ class Reader:
         return count
 
     def _parse(self, view: memoryview) -> tuple[list[Message], int]:
-        """Decode the messages at the beginning of the view; return the messages and the number of bytes used."""
         messages: list[Message] = []
         at, end = 0, len(view)
         while end - at >= _PREFIX.size:
@@ -533,7 +531,7 @@ class Reader:
         return self._files.popleft()
 
     def _from_file(self, kind: int, length: int, sizes: tuple[int, ...], file: int) -> Packed:
-        """Return the body in a file; without memory, a body that raises when unpacked."""
+        """Return the body in a file; if the file or memory is missing, return a body that raises when unpacked."""
         if file < 0:
             return Lost.of(OSError(errno.EMFILE, NONE_FREE))
         try:
@@ -553,7 +551,7 @@ class Reader:
         return memory
 
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
-        """Prepare to receive a payload directly; without memory, return the message at once, with a lost body."""
+        """Prepare to receive a payload directly. If memory is missing, return the message at once, with a lost body."""
         try:
             self._arriving = None if self.arrives is None else self.arrives(head, sizes, length)
             self._payload = memoryview(bytearray(length)) if self._arriving is None else self._arriving.memory

@@ -1,4 +1,4 @@
-"""Authenticate connections: both processes prove that they know a key, before anything else is read.
+"""Authenticate connections. Both processes prove the knowledge of a key before anything else is read.
 
 The listener greets with a nonce. The dialler answers with another nonce and a proof; then the listener proves itself. A
 proof is an HMAC-SHA256 over the side's name and both nonces, which can't be replayed or reflected. All messages have a
@@ -36,7 +36,7 @@ _PROOF_BYTES = 32
 GREETING, WELCOME, REFUSED = b"colocate-wire-3\n", b"colocate-good-3\n", b"colocate-none-3\n"
 _UCRED = struct.Struct("3i")
 _BUFFER_BYTES = 1 << 20
-# Seconds before a refused dialler tries again, doubled each time; random, or all would come back together.
+# A refused dialler first pauses up to `_AGAIN_S`, later up to `_LONGEST_AGAIN_S`, at random so that diallers spread.
 _AGAIN_S, _LONGEST_AGAIN_S = 0.01, 0.2
 
 
@@ -46,7 +46,7 @@ def new_key() -> bytes:
 
 
 def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
-    """Return a side's proof that it knows the key.
+    """Return a side's proof of knowing the key.
 
     Raises:
         ValueError: The key isn't from `new_key`.
@@ -65,7 +65,7 @@ def is_own_user(sock: socket.socket) -> bool:
 
 
 def tune(sock: socket.socket) -> None:
-    """Set buffers and flags for messages: small messages are sent at once, and bursts fit."""
+    """Set a socket's buffers and flags so that small messages are sent at once, and bursts of messages fit."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     else:
@@ -88,7 +88,7 @@ class Hello:
         self._heard = b""
 
     def advance(self) -> None:
-        """Process the received bytes; on return the peer is authenticated.
+        """Process the received bytes. On return the peer is authenticated.
 
         Raises:
             BlockingIOError: More bytes must arrive.
@@ -96,11 +96,11 @@ class Hello:
         """
         if not self._nonce:
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            # Short enough to be sent whole; or raises because the TLS handshake isn't done
+            # The greeting is short enough for one send. During the TLS handshake the send raises BlockingIOError.
             self.sock.send(GREETING + nonce)
             self._nonce = nonce
         while (missing := _NONCE_BYTES + _PROOF_BYTES - len(self._heard)) > 0:
-            # Not one byte more: the bytes after the proof are messages.
+            # Read no byte more, because the bytes after the proof are messages.
             data = self.sock.recv(missing)
             if not data:
                 raise ConnectionAbortedError("closed before it was authenticated")
@@ -113,7 +113,7 @@ class Hello:
 
 
 def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:
-    """Connect to a listener and authenticate, both ways; retry if the listener has no room for strangers.
+    """Connect to a listener and authenticate both sides. Retry if the listener is flooded with connections.
 
     Args:
         address: The listener's address.
@@ -142,11 +142,11 @@ def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = N
 
 
 class TurnedAway(ConnectionError):
-    """Raised if a listener closes a connection before authentication: too many strangers, or the listener is ending."""
+    """Raised if a listener closes a connection before authentication, because of too many connections or at its end."""
 
 
 def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -> _T:
-    """Call `attempt`, again after each `TurnedAway`; the argument returns the seconds left.
+    """Call `attempt`, and again after each `TurnedAway`; the argument of `attempt` returns the seconds left.
 
     Raises:
         TimeoutError: The time is over; the error says whether the listener has turned this side away.
@@ -171,13 +171,13 @@ def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -
 
 
 def dial(address: str, timeout: float, tls: Tls | None = None) -> socket.socket:
-    """Dial a listener, without authentication: the first half of `connect`, with the same errors.
+    """Dial a listener without authentication, as the first half of `connect`, with the same errors.
 
     The timeout applies to the connection, and once more to the TLS handshake.
     """
     *firsts, last = address.split(",")
     for alternative in firsts:
-        with contextlib.suppress(ConnectionRefusedError):  # a Unix socket of another machine, say
+        with contextlib.suppress(ConnectionRefusedError):  # The address may be a Unix socket of another machine.
             return _dial(alternative, timeout, tls)
     return _dial(last, timeout, tls)
 
@@ -196,8 +196,7 @@ def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
         raise ConnectionRefusedError(f"{address} needs certificates, and this side has none")
     sock = track_socket(socket.socket(family))
     try:
-        # Not settimeout: with a timeout, a Unix socket fails at once if the listener's backlog is full. Zero would mean
-        # no timeout.
+        # With `settimeout` a Unix socket would fail at once if the listener's backlog is full. Zero means no timeout.
         limit = struct.pack("@ll", int(timeout), max(int(timeout % 1 * 1e6), 1))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(target)
@@ -215,7 +214,7 @@ def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
 
 
 def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None:
-    """Authenticate a dialled connection: the second half of `connect`, with the same errors.
+    """Authenticate a dialled connection, as the second half of `connect`, with the same errors.
 
     Raises:
         TurnedAway: The listener had no room; another attempt may succeed (`until_let_in`).
@@ -224,7 +223,7 @@ def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None
         raise ConnectionRefusedError(f"{address} is served by another user's process: not connecting")
     deadline = time.monotonic() + timeout
 
-    def hear(count: int) -> bytes:  # reads exactly `count` bytes before the deadline, however slowly
+    def hear(count: int) -> bytes:  # Reads exactly `count` bytes before the deadline.
         data = b""
         while len(data) < count:
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -249,7 +248,6 @@ def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None
 
 @contextlib.contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """Translate errors of an unfinished connection, naming the address."""
     try:
         yield
     except TimeoutError as error:

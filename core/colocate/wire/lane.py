@@ -1,4 +1,4 @@
-"""A lane: one connection for messages both ways, in order, on which sending never blocks."""
+"""Define lanes: connections that carry messages both ways, in order, on which sending never blocks."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class SocketLane:
         self._reader = Reader(self._passes_files)
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
-        self._reading = threading.RLock()  # held while messages are received and handled, by one thread at a time
+        self._reading = threading.RLock()  # One thread at a time receives and handles messages.
         self._lent = False
         self._queue: deque[Sending | SmallSending] = deque()
-        self._hub_writes = False  # whether the event loop writes the queue; senders then only append
+        self._hub_writes = False  # Whether the event loop writes the queue; senders then only append.
         self._can_send = True
         self._closing = False
         self.finished = False
@@ -60,11 +60,11 @@ class SocketLane:
 
     @property
     def closed(self) -> bool:
-        """Whether sending is over."""
+        """Whether no more messages can be sent."""
         return not self._can_send
 
     def fileno(self) -> int:
-        """Return the socket's descriptor; -1 if closed."""
+        """Return the socket's descriptor; -1 if the socket is closed."""
         return self._sock.fileno()
 
     def send(self, message: Frame | Head, body: Packed | None = None) -> bool:
@@ -92,11 +92,11 @@ class SocketLane:
 
     @property
     def is_local(self) -> bool:
-        """Whether the peer is on this machine, and files can be passed."""
+        """Whether the peer is on this machine, so that files can be passed."""
         return self._passes_files
 
     def pass_to(self, on_message: OnMessage, arrives: Arrives | None = None) -> None:
-        """Replace the message handler, from the next message on. On the receiving thread only.
+        """Replace the message handler, from the next message on. Call this on the receiving thread only.
 
         Args:
             on_message: The new handler.
@@ -105,7 +105,7 @@ class SocketLane:
         self._on_message, self._reader.arrives = on_message, arrives
 
     def close(self, reason: str = "closed on this side") -> None:
-        """Close the lane. Safe on any thread. Unsent messages are dropped (see `drain`), and `on_closed` follows."""
+        """Close the lane, on any thread. Unsent messages are dropped (see `drain`), and `on_closed` is called later."""
         with self._lock:
             if self.finished:
                 return
@@ -113,7 +113,7 @@ class SocketLane:
             self._shut(reason)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until the kernel has taken all messages. Not on the event loop's thread.
+        """Wait until all messages are passed to the kernel. Don't call this on the event loop's thread.
 
         Returns:
             Whether all were taken before the timeout, and before the lane closed.
@@ -125,9 +125,10 @@ class SocketLane:
             return not self._queue and self._can_send
 
     def finish(self, reason: str) -> None:
-        """Handle all received messages, then close: the peer's process has ended. On the event loop's thread only.
+        """Handle all received messages and close the lane, because the peer's process has ended.
 
-        A forked child of the peer may keep the connection open, so an end of file may never come.
+        Runs on the event loop's thread only. A forked child of the peer may keep the connection open, so that an end of
+        file may never come.
         """
         if self.finished:
             return
@@ -146,15 +147,15 @@ class SocketLane:
                         self._write()
                 else:
                     self._send_small(frame.small)
-            except BaseException:  # half a message would garble all later ones
+            except BaseException:  # Half a message would make all later messages unreadable.
                 self._shut("failed in the middle of sending a message")
                 raise
             return self._can_send
 
-    # For the thread that receives instead of the event loop (see `turns.py`):
+    # The next methods are for a thread that receives instead of the event loop (see `turns.py`).
 
     def lend(self) -> bool:
-        """Stop receiving on the event loop's thread, for the calling one; return False if the lane has ended."""
+        """Stop receiving on the event loop's thread, so that the caller can; return False if the lane has ended."""
         return self._lend(True)
 
     def take_back(self) -> None:
@@ -162,7 +163,7 @@ class SocketLane:
         self._lend(False)
 
     def receive(self, scratch: memoryview) -> None:
-        """Receive once, and handle the messages."""
+        """Receive once, and handle the received messages."""
         with self._reading:
             if not self.finished:
                 self._receive(scratch)
@@ -186,7 +187,7 @@ class SocketLane:
                 self._show_interest()
             return True
 
-    # The methods below run on the event loop's thread, or on the receiving one.
+    # The methods below run on the event loop's thread, or on the receiving thread.
 
     def _on_events(self, events: int) -> None:
         if self._closing:
@@ -232,7 +233,7 @@ class SocketLane:
                 return
 
     def _finish(self, reason: str) -> None:
-        """Release all resources, and call `on_closed`, once."""
+        """Release all resources and call `on_closed`. Later calls do nothing."""
         with self._reading, self._lock:
             if self.finished:
                 return
@@ -242,7 +243,7 @@ class SocketLane:
             self._shut(reason)
             self._reader.close()
             if self.taken:
-                self._sock.detach()  # the descriptor's number may belong to another file by now
+                self._sock.detach()  # The descriptor's number may already belong to another file.
             else:
                 self._sock.close()
         try:
@@ -250,15 +251,14 @@ class SocketLane:
         except Exception:
             report_exception()
 
-    # With the lock held:
+    # The lock is held while the next methods run.
 
     def _send_small(self, data: bytearray) -> None:
-        """Send the only message directly, the usual case; the event loop sends any rest."""
         try:
             sent = self._sock.send(data)
         except BlockingIOError:
             sent = 0
-        except OSError as error:  # the kernel reports an error only once
+        except OSError as error:  # The kernel reports an error only once.
             self._break(error)
             return
         if sent < len(data):
@@ -267,7 +267,7 @@ class SocketLane:
             self._show_interest()
 
     def _write(self) -> None:
-        """Write the queue on this thread; the event loop takes over if the socket is full or the payload is long."""
+        """Write the queue on this thread. The event loop continues if the socket is full or the payload is long."""
         queue = self._queue
         try:
             while queue:
@@ -283,7 +283,6 @@ class SocketLane:
             self._show_interest()
 
     def _show_interest(self) -> None:
-        """Set the events that the event loop polls for this lane."""
         secured = self._secured
         sends = self._hub_writes if secured is None or secured.is_open else secured.wants_write
         self._event_loop.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if sends else 0))
@@ -291,7 +290,7 @@ class SocketLane:
     def _break(self, error: OSError) -> None:
         """Handle a failure to send.
 
-        Earlier messages of the peer are still read; then the end is found, and the lane ends.
+        If the peer has closed, earlier messages of the peer are still read before the lane ends.
         """
         if error.errno in _GONE:
             self._reason = self._reason or _reason(error)
@@ -301,13 +300,12 @@ class SocketLane:
             self._shut(_reason(error))
 
     def _shut(self, reason: str) -> None:
-        """Shut the connection down in both directions; the event loop notices, and finishes the lane."""
         self._reason = self._reason or reason
         self._stop_sending()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # ended before, which the event loop notices, too
+            pass  # The connection had ended, which the event loop notices, too.
 
     def _stop_sending(self) -> None:
         self._can_send = False
@@ -317,7 +315,6 @@ class SocketLane:
         self._empty.notify_all()
 
     def _forget_fork(self) -> None:
-        """Close the inherited socket in a forked child, whatever the state of the locks."""
         self._lock = threading.Lock()
         self._reading = threading.RLock()
         self._empty = threading.Condition(self._lock)
@@ -331,7 +328,6 @@ class SocketLane:
 
 
 def _is_taken(sock: socket.socket) -> bool:
-    """Return whether other code has closed the socket's descriptor."""
     try:
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
     except OSError as error:
@@ -340,5 +336,5 @@ def _is_taken(sock: socket.socket) -> bool:
 
 
 def _reason(error: OSError) -> str:
-    """Describe an error. A reset is a close with unread data."""
+    """Describe an error. A reset counts as a close, because a peer that closes with unread data causes a reset."""
     return "the other side closed" if error.errno in _GONE else f"the connection broke: {error.strerror or error}"

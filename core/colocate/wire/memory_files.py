@@ -68,12 +68,12 @@ def new_file() -> int:
 
 
 def keep_length(file: int) -> None:
-    """Seal a file against shrinking: a mapping must not lose pages."""
+    """Seal a file against shrinking, because a mapping must not lose pages."""
     fcntl.fcntl(file, F_ADD_SEALS, _SEAL_SHRINK)
 
 
 def _write_all(file: int, pieces: Iterable[Buffer]) -> None:
-    # Writing (instead of mapping and copying) spares a page fault and a cleared page per page.
+    # Writing is faster than mapping and copying, which costs a page fault and a cleared page per page.
     views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0
     while batch := list(islice(views, _VECTORS)):
         at = _write(file, batch, at)
@@ -82,9 +82,9 @@ def _write_all(file: int, pieces: Iterable[Buffer]) -> None:
 def _seal(file: int) -> None:
     """Seal a file against all changes.
 
-    The kernel refuses while it refers to one of the pages itself, which it may move or merge. It waits up to 0.15 s for
-    that (mm/memfd.c, `memfd_wait_for_pins`), and may have come to the next page by then: hence the retries. No other
-    process has the file yet.
+    The kernel refuses while it refers to one of the pages itself, for example to move the page. It waits up to 0.15 s
+    for the end (mm/memfd.c, `memfd_wait_for_pins`), and may then refer to the next page, so retries are needed. No
+    other process has the file yet.
     """
     for last in (False, False, False, True):
         try:
@@ -96,7 +96,6 @@ def _seal(file: int) -> None:
 
 
 def _write(file: int, batch: list[memoryview], at: int) -> int:
-    """Write the batch at an offset; return the offset after the written bytes."""
     first = 0
     while first < len(batch):
         written = os.pwritev(file, batch[first:], at)
@@ -110,7 +109,7 @@ def _write(file: int, batch: list[memoryview], at: int) -> int:
 
 
 def map_private(file: int, length: int) -> memoryview:
-    """Map a sealed file as private writable memory, unmapped with the last reference.
+    """Map a sealed file as private writable memory, which is unmapped with the last reference.
 
     Args:
         file: A file from `memory_file`; may be closed afterwards.
@@ -127,11 +126,10 @@ def map_private(file: int, length: int) -> memoryview:
 
 
 def mapped(file: int, length: int, how: int) -> mmap.mmap:
-    """Map a file that can't become shorter; `how` is private or shared, see `map_private`."""
+    """Map a file that can't become shorter; `how` is `mmap.MAP_PRIVATE` or `mmap.MAP_SHARED`."""
     if os.fstat(file).st_size < length or not fcntl.fcntl(file, _F_GET_SEALS) & _SEAL_SHRINK:
         raise ValueError("a message's memory isn't sealed or is too short")
-    # mmap.mmap(file) would keep a descriptor open as long as the memory lives. An anonymous mapping has none: the file
-    # is mapped over it, and the mmap object unmaps both.
+    # `mmap.mmap(file)` would keep a descriptor open, so the file is mapped over an anonymous mapping.
     memory = mmap.mmap(-1, length)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection = mmap.PROT_READ | mmap.PROT_WRITE

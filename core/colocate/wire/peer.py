@@ -30,7 +30,7 @@ _SCRATCH_BYTES = 16 << 10
 
 
 class PeerChannel:
-    """Answers requests of other processes, and sends requests to them.
+    """Sends requests to other processes, and answers requests of other processes.
 
     Every connection is authenticated, and carries one request at a time: threads with requests to one peer use separate
     connections, so that no answer delays another. Idle connections are reused.
@@ -45,7 +45,7 @@ class PeerChannel:
         ports: tuple[int, int] | None = None,
         on_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Create a channel; sockets and threads follow on first use.
+        """Create a channel. Sockets and threads are created on first use.
 
         Args:
             key: The secret of all peers.
@@ -69,13 +69,13 @@ class PeerChannel:
         self._busy: set[_Connection] = set()
         self._serving: dict[threading.Thread, _Connection] = {}
         self._closed = False
-        self.aborts = 0  # number of calls to `abort`
+        self.aborts = 0  # Number of calls of `abort`.
         self._pid = os.getpid()
         track(self)
 
     @property
     def address(self) -> str:
-        """The address of this channel; the first use opens the listeners.
+        """The address of this channel. The first use opens the listeners.
 
         Raises:
             OSError: No descriptor is free.
@@ -89,7 +89,7 @@ class PeerChannel:
                 try:
                     for listener in listeners:
                         event_loop.listen(listener, self._key, self._accept)
-                except BaseException:  # no thread can start, say: the next use tries again
+                except BaseException:  # The next use tries again, for example if no thread could start.
                     event_loop.close()
                     raise
                 self._event_loop = event_loop
@@ -116,11 +116,11 @@ class PeerChannel:
         connection = self._take(address, self.aborts if aborts is None else aborts)
         keep = False
         try:
-            with suppress(OSError):  # a peer that has closed may have sent a reason first
+            with suppress(OSError):  # A peer that has closed may have sent a reason before.
                 connection.send(frame)
             open_answer = None if arrives is None else lambda head, *body: arrives(head[1:], *body)
             (fine, *answer), body = connection.receive(open_answer)
-            keep = fine  # a refusing peer may be about to close the connection, for lack of a thread
+            keep = fine  # A peer that refuses may be about to close the connection.
         except (EOFError, OSError, ValueError) as error:
             reason = connection.aborted or f"the connection ended before it answered ({error})"
             raise ConnectionError(f"asking the peer at {address}: {reason}") from error
@@ -131,7 +131,7 @@ class PeerChannel:
         return tuple(answer), body
 
     def abort(self, reason: str) -> None:
-        """Fail all waiting requests; later ones use new connections.
+        """Fail all waiting requests. Later requests use new connections.
 
         Args:
             reason: The text of their `ConnectionError`.
@@ -153,7 +153,7 @@ class PeerChannel:
             self._closed = True
             event_loop, self._event_loop = self._event_loop, None
         if event_loop is not None:
-            event_loop.close()  # no handler runs there, so this doesn't wait for one
+            event_loop.close()  # This doesn't wait for handlers, which run on other threads.
         with self._lock:
             self._close_idle()
             for connection in (*self._busy, *self._serving.values()):
@@ -164,7 +164,7 @@ class PeerChannel:
                 thread.join(max(deadline - time.monotonic(), 0))
 
     def forget(self) -> None:
-        """Refuse use in a forked child (the sockets are closed with all others)."""
+        """Refuse further use in a forked child, where all tracked sockets are closed."""
         self._lock = threading.Lock()
         self._closed = True
         self._event_loop = None
@@ -189,7 +189,6 @@ class PeerChannel:
             raise ConnectionError("the request was aborted before it was made")
 
     def _take(self, address: str, aborts: int) -> _Connection:
-        """Return an idle or a new connection to a peer, for one request."""
         with self._lock:
             self._check(aborts)
             idle = self._idle.get(address, [])
@@ -225,7 +224,6 @@ class PeerChannel:
         return connection
 
     def _done(self, connection: _Connection, keep: bool) -> None:
-        """Keep a connection for the next request, or close it."""
         with self._lock:
             self._busy.discard(connection)
             if self._closed or connection.aborted or not keep:
@@ -252,7 +250,7 @@ class PeerChannel:
             try:
                 thread.start()
             except RuntimeError as error:
-                connection.send(encode((False, error_text(error))))  # short enough to be sent whole
+                connection.send(encode((False, error_text(error))))  # This is short enough for one send.
                 connection.close()
                 return
             self._serving[thread] = connection
@@ -264,7 +262,7 @@ class PeerChannel:
                 with self._answer(head) as frame:
                     connection.send(frame)
         except (EOFError, OSError, ValueError):
-            pass  # the peer has gone, or this side is closing
+            pass  # The peer has closed the connection, or this side is closing.
         finally:
             with self._lock:
                 self._serving.pop(threading.current_thread(), None)
@@ -274,14 +272,14 @@ class PeerChannel:
         try:
             answer, body = self._handler(head)
             return encode((True, *answer), body)
-        except BaseException as error:  # packing users' values may raise anything
-            if not isinstance(error, ColocateError):  # such errors concern the peer only
+        except BaseException as error:  # Packing users' values may raise any exception.
+            if not isinstance(error, ColocateError):  # Errors of colocate concern the peer only.
                 report_exception()
             return encode((False, error_text(error)))
 
 
 class _Connection:
-    """A blocking connection, used by one thread at a time, except `abort`."""
+    """A blocking connection for one thread at a time. Only `abort` may be called on other threads."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock = sock
@@ -304,10 +302,10 @@ class _Connection:
         self._reader.arrives = arrives
         while True:
             for message in self._reader.read(self.sock, self._scratch):
-                return message  # a connection carries one message at a time
+                return message  # A connection carries one message at a time.
 
     def is_quiet(self) -> bool:
-        """Return whether the connection is open with nothing to read, the state between two requests."""
+        """Return whether the connection is open with nothing to read, as between two requests."""
         try:
             self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -319,7 +317,7 @@ class _Connection:
     def abort(self, reason: str) -> None:
         """Wake the thread that waits on the connection. Safe on any thread."""
         self.aborted = self.aborted or reason
-        with suppress(OSError):  # closed already
+        with suppress(OSError):  # The socket may be closed already.
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

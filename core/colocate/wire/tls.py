@@ -1,6 +1,6 @@
-"""Encrypt connections between machines by TLS, with the certificates of the cluster's own connections.
+"""Encrypt connections between machines by TLS, with the certificates that the cluster uses itself.
 
-Access is checked twice: by certificates of one authority, as in the cluster, and by the key inside, end to end.
+Access is checked twice: by certificates of one authority, as in the cluster, and by the key, inside of TLS.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    import ssl  # imported late at run time: most workers never need TLS
+    import ssl  # Imported late at run time, because most workers never need TLS.
 
     from colocate.wire._secured import Secured
 
 _NO_TLS = b"-"
 CUT_AFTER_S = 15.0
-"""Seconds without any sign of a machine after which a connection counts as cut, unless configured otherwise."""
+"""Default seconds without any sign of a machine after which a connection counts as cut."""
 _PROBED_EVERY_S = 1
 _LONGEST_MS = 2**31 - 1
-_here: list[float] = [CUT_AFTER_S]  # the setting of this process
+_here: list[float] = [CUT_AFTER_S]  # This process's seconds until a connection counts as cut.
 
 
 @attrs.frozen
@@ -43,11 +43,11 @@ class Tls:
     key: str = attrs.field(repr=False)
 
     def context(self, server: bool) -> ssl.SSLContext:
-        """Return the SSL context. Names aren't checked: the authority signs for the cluster alone."""
+        """Return the SSL context. Host names aren't checked, because the authority signs for the cluster only."""
         return _context(self, server)
 
 
-@functools.lru_cache(maxsize=4)  # a process uses one side's certificates, and reading takes 2 ms
+@functools.lru_cache(maxsize=4)  # Cached, because reading the certificates takes 2 ms.
 def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     import ssl
 
@@ -57,11 +57,11 @@ def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     context.sslsocket_class = Secured
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.options |= ssl.OP_NO_RENEGOTIATION  # sending never waits for received data
-    if server:  # no resumption, and no unrequested data: a connection may be handed on after the handshake
+    context.options |= ssl.OP_NO_RENEGOTIATION  # Without renegotiation, sending never waits for received data.
+    if server:  # Without tickets no unrequested data arrive, so that another process can take over the connection.
         context.num_tickets = 0
     context.load_verify_locations(cadata=tls.authority)
-    memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # OpenSSL loads the pair from a path only
+    memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # OpenSSL loads certificate and key from a path only.
     try:
         os.write(memory, f"{tls.certificate}\n{tls.key}\n".encode())
         context.load_cert_chain(f"/proc/self/fd/{memory}")
@@ -80,7 +80,7 @@ def secured(sock: socket.socket) -> Secured | None:
 
 
 def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret: bytes = b"") -> Secured:
-    """Wrap a connection in TLS; the socket is detached. The handshake runs with the first receive or send.
+    """Wrap a connection in TLS, and detach the socket. The handshake runs with the first receive or send.
 
     Args:
         sock: The connection.
@@ -98,7 +98,7 @@ def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret
 
 
 def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secured:
-    """Encrypt a dialled connection, until a deadline in monotonic time; the socket is owned by the result.
+    """Encrypt a dialled connection before a deadline in monotonic time. The result owns the socket.
 
     Raises:
         ConnectionRefusedError: The peer isn't of the cluster; `where` names the peer in the error.
@@ -119,7 +119,7 @@ def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secure
 
 
 def anew(sock: socket.socket, secret: bytes) -> socket.socket:
-    """Restart TLS on a dialled connection that the other side hands on to a process with the same secret.
+    """Restart TLS on a dialled connection that the other side passes to another process with the same secret.
 
     Returns:
         The new socket, with the handshake pending. A connection without TLS is returned unchanged.
@@ -130,14 +130,14 @@ def anew(sock: socket.socket, secret: bytes) -> socket.socket:
 
 
 def hand_on(sock: socket.socket, tls: Tls | None, secret: bytes) -> bytes:
-    """Return the data for a process that takes over a connection: certificates, and the secret if TLS restarts."""
+    """Return the data for a process that takes over a connection: the certificates, and the secret if TLS restarts."""
     if tls is None:
         return _NO_TLS
     return json.dumps([*attrs.astuple(tls), secret.hex() if secured(sock) is not None else None]).encode()
 
 
 def take_over(sock: socket.socket, told: bytes) -> tuple[socket.socket, Tls | None]:
-    """Return the taken-over connection, with TLS restarted, and the certificates of this machine."""
+    """Take over a connection from another process; return the connection, with TLS restarted, and the certificates."""
     if told == _NO_TLS:
         return sock, None
     *parts, secret = json.loads(told)
@@ -148,22 +148,22 @@ def take_over(sock: socket.socket, told: bytes) -> tuple[socket.socket, Tls | No
 
 
 def send_file(sock: socket.socket, file: int, offset: int, count: int) -> int:
-    """Send a part of a file, through TLS if there is one; see `os.sendfile`."""
+    """Send a part of a file as `os.sendfile` does, through TLS if the connection is encrypted."""
     if (through := secured(sock)) is not None:
         return through.send(os.pread(file, min(count, through.CHUNK_BYTES), offset))
     return os.sendfile(sock.fileno(), file, offset, count)
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Send small messages at once, and detect a dead machine within seconds."""
+    """Set a TCP socket to send small messages at once, and to detect a dead machine within seconds."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # a timeout set for this connection stays
+    if not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # A timeout that was set before stays.
         cut_after(sock, _here[0])
 
 
 def cut_here_after(seconds: float | None) -> None:
-    """Set the time after which new connections of this process count as cut; None keeps the present one."""
+    """Set the seconds of silence after which new connections of this process count as cut; None changes nothing."""
     if seconds is not None:
         _here[0] = seconds
 
@@ -171,14 +171,14 @@ def cut_here_after(seconds: float | None) -> None:
 def cut_after(sock: socket.socket, seconds: float) -> None:
     """Set the seconds without any sign of the other machine after which a connection counts as cut.
 
-    The kernels probe each other: a stopped or busy process doesn't count as a dead machine. Connections within a
-    machine are unchanged. A rebooted machine rejects the connection at once.
+    The kernels probe each other, so that a stopped or busy process doesn't count as a dead machine. Connections within
+    a machine are unchanged. A rebooted machine rejects the connection at once.
     """
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBED_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBED_EVERY_S)
-    # Applies to unanswered probes, and to sent data without an acknowledgement.
+    # This timeout applies to unanswered probes, and to sent data without an acknowledgement.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(seconds * 1000, _LONGEST_MS)))
 
 

@@ -1,6 +1,6 @@
-"""Receive a lane's messages on the thread that uses them, while that thread has nothing else to do.
+"""Receive a lane's messages on the thread that needs the messages, while that thread has nothing else to do.
 
-This saves a thread switch per message, which on an idle machine costs more than all the rest. While the thread is busy
+This saves a thread switch per message, which on an idle machine costs more than all the rest. While the thread is busy,
 the event loop receives, so that urgent messages never wait.
 """
 
@@ -23,7 +23,7 @@ class Turns:
         self._lane = lane
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._news = select.poll()  # not select: descriptors may exceed 1023
+        self._news = select.poll()  # `select` isn't used, because descriptors may exceed 1023.
         self._fd = lane.fileno()
         self._news.register(self._fd, select.POLLIN)
         self._news.register(self._wake, select.POLLIN)
@@ -31,22 +31,22 @@ class Turns:
         track(self)
 
     def soon(self) -> None:
-        """Begin a turn early: this thread is about to `wait`, and an answer may arrive before that.
+        """Begin a turn early, because this thread is about to `wait`, and an answer may arrive before.
 
         Otherwise the event loop would often receive the answer, and two threads would compete.
         """
         try:
             self._lane.lend()
         except OSError:
-            pass  # a role has closed the descriptor; the next send finds that
+            pass  # A role has closed the descriptor, which the next send notices.
 
     def over(self) -> None:
-        """End a turn begun by `soon` without a `wait`."""
+        """End a turn that `soon` has begun and no `wait` has used."""
         with suppress(OSError):
             self._lane.take_back()
 
     def wait(self, until: Callable[[], bool]) -> bool:
-        """Receive messages until a condition holds, or the lane has ended; always on the same thread.
+        """Receive messages until a condition holds or the lane has ended. Always call this on the same thread.
 
         Args:
             until: The condition. A message makes it true, or another thread, which then calls `wake`.
@@ -68,18 +68,18 @@ class Turns:
             self._lane.take_back()
 
     def _readable(self, until: Callable[[], bool]) -> list[int]:
-        self._waiting = True  # set before the check: a thread that makes the condition true afterwards calls `wake`
+        self._waiting = True  # Set before the check, so that a thread that changes the condition later calls `wake`.
         try:
             return [] if until() else [fd for fd, _ in self._news.poll()]
         finally:
             self._waiting = False
 
     def turn_to(self, lane: SocketLane) -> None:
-        """Receive from another lane from now on: the previous one has ended. On the waiting thread."""
+        """Receive from another lane from now on, as the previous lane has ended. Call this on the waiting thread."""
         if self._fd >= 0:
             self._news.unregister(self._fd)
         self._lane, self._fd = lane, lane.fileno()
-        if self._fd >= 0:  # otherwise the new lane has ended, too, which `wait` finds
+        if self._fd >= 0:  # Otherwise the new lane has ended, too, as `wait` will notice.
             self._news.register(self._fd, select.POLLIN)
 
     def wake(self) -> None:
@@ -88,7 +88,7 @@ class Turns:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close the wake-up descriptor: the lane's thread has ended."""
+        """Close the wake-up descriptor, because the waiting thread has ended."""
         wake, self._wake = self._wake, -1
         os.close(wake)
 

@@ -1,1 +1,1 @@
-"""Code that runs inside a slot; the same for every executor."""
+"""Code that runs inside a slot, in the same way for every executor."""

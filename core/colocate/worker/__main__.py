@@ -7,7 +7,7 @@ from colocate.worker.birth.supervisor import supervise
 if sys.argv[1] == "forks":
     from colocate.worker.birth.template import Template
 
-    Template().run()  # returns in each fork, with the worker's arguments
+    Template().run()  # This returns in each fork, with the worker's arguments in `sys.argv`.
 
 
 def leave_signals() -> None:
@@ -17,7 +17,8 @@ def leave_signals() -> None:
     leave_to_the_driver()
 
 
-supervise(int(sys.argv[2]), leave_signals)  # first: earlier imports would take memory in the supervisors, too
+# This comes first, because earlier imports would take memory in the supervisors, too.
+supervise(int(sys.argv[2]), leave_signals)
 
 from colocate.worker.birth.ending import end  # noqa: E402
 from colocate.worker.birth.main import main  # noqa: E402

@@ -1,4 +1,7 @@
-"""Background roles: each has a lane in the worker; calls that concern all lanes wait until all lanes stand still."""
+"""Gives each background role a separate lane in a worker.
+
+Calls on the whole worker wait until all lanes stand still.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Background:
-    """Lane of a background role, with device state and torch settings for that thread: on a GPU, a separate stream.
+    """A background role's lane, with separate device state and torch settings, and on a GPU a separate stream.
 
-    Torch's process-wide settings are left to the roles of the main lane.
+    Torch's process-wide settings belong to the roles of the main lane.
     """
 
     runner: Runner
@@ -36,7 +39,10 @@ class Background:
         on_held: Callable[[int, int], None],
         on_broken: Callable[[BaseException], None],
     ) -> None:
-        """Start the lane's thread. Args: role: The name. boot, scope: The worker's. on_held, on_broken: See `Lane`."""
+        """Start the lane's thread.
+
+        Args: role: The role's name. boot, scope: Those of the worker. on_held, on_broken: See `Lane`.
+        """
         self.device = Device(boot.device, in_process=True)
         self.setting = Setting(boot.device, in_process=True, leaves=self.device.leaves, own_stream=True)
         self.lane = Lane(
@@ -67,14 +73,17 @@ class Background:
         self.rest(work, lambda: True, lambda: work.cancelled)
 
     def rest(self, work: Work, may_go_on: Callable[[], bool], is_over: Callable[[], bool]) -> None:
-        """Block a sync call until the condition holds and the lane isn't paused, or until the call is over."""
+        """Block a sync call until `may_go_on()` holds and the lane isn't paused, or until `is_over()` holds."""
         if (may_go_on() and not self.lane.keeps()) or is_over():
             return
-        self.device.end(work.label)  # the call's device work is done before another lane uses the device
+        self.device.end(work.label)  # The call's device work must be done before another lane uses the device.
         self.lane.rest_here(work, lambda: (may_go_on() and not self.lane.keeps()) or is_over())
 
     async def async_pause_point(self, call: CallState) -> None:
-        """Wait like `pause_point`, in an async call; concurrent calls go on to their own pause points."""
+        """Wait at a pause point of an async call while the lane is paused.
+
+        Concurrent calls continue to their pause points.
+        """
         work = self._work(call)
         while self.lane.keeps() and not work.cancelled:
             self.device.end(work.label)
@@ -82,7 +91,7 @@ class Background:
 
     @contextlib.asynccontextmanager
     async def resting(self, call: CallState) -> AsyncIterator[None]:
-        """Return a block that counts as a pause point of an async call, which only waits inside."""
+        """Count a block of an async call as a pause point. The call must only wait inside the block."""
         work = self._work(call)
         self.device.end(work.label)
         with self.lane.resting(work):
@@ -97,7 +106,7 @@ class Background:
 
 
 class LaneBarrier:
-    """Barrier for the background lanes: all stop at one place in the order while the main lane runs a call."""
+    """A barrier that stops all background lanes at one place in the call order while the main lane runs a call."""
 
     def __init__(self, seq: int, label: str, lanes: Sequence[Lane], news: threading.Condition, scope: Scope) -> None:
         """Queue the barrier on all lanes.
@@ -122,13 +131,16 @@ class LaneBarrier:
         return True
 
     def wait(self) -> bool:
-        """Wait on the main lane until all others stand still; False if the call mustn't wait, or no longer."""
+        """Wait on the main lane until all other lanes stand still.
+
+        Return False if the call must not wait any longer.
+        """
         with self._news:
             self._news.wait_for(lambda: not self._missing or self._scope.why(self._seq) is not None)
             return not self._missing
 
     def end(self) -> None:
-        """Release the lanes: the call is over, or won't run."""
+        """Release the lanes, because the call has ended or won't run."""
         self._is_over = True
         for lane in self._lanes:
             lane.look_around()

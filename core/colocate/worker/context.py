@@ -1,4 +1,4 @@
-"""`WorkerContext`: the worker as roles, features and lanes see the process."""
+"""`WorkerContext` is a worker's shared state, which roles, features and lanes use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from colocate.worker.residents.peers import Peers
 
 _OF_CODE = (questions.Missing, questions.Source, questions.Compare)
-_CAUSE_EVERY_S = 0.01  # interval of the question to features whether the cause of a failure is known
+_CAUSE_EVERY_S = 0.01  # Interval, in seconds, at which features are asked for the cause of a failure.
 
 
 Send: TypeAlias = Callable[[Any, Any], None]
@@ -61,7 +61,8 @@ class WorkerContext(abc.ABC):
         empty: Bytes of the process before the first role; None if the process is the driver's.
         slots: Number of slots of the group.
         collective_timeout: Timeout of a process group's operations, in seconds.
-        looking: Lock held by a look at roles' objects off the lane, which keeps dropped objects alive.
+        looking: Lock held while another thread than the lane inspects roles' objects, which keeps dropped objects
+            alive.
         codec: Serializes values.
         instances: Role instances by name, for `ctx.sibling`.
         definitions: Classes and functions known to the worker and its driver.
@@ -69,7 +70,7 @@ class WorkerContext(abc.ABC):
         peers: Access to other workers' residents.
         recent: Busy times of roles; None if only the driver asks, which has its own record.
         parts: The worker's halves of features, by feature.
-        begins: The `begins` methods of all halves that override this hook; the other tuples likewise.
+        begins: The `begins` methods of all halves that override this hook. The other tuples hold other hooks.
     """
 
     lane: Lane
@@ -102,7 +103,7 @@ class WorkerContext(abc.ABC):
         self._questions: Requests[None, Any] = Requests()
         self.looking = threading.Lock()
         self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
-        self._making = threading.RLock()  # held while a feature's half is made
+        self._making = threading.RLock()  # Held while a feature's half is created.
         self.background: dict[str, Background] = {}
         self.instances: dict[str, object] = {}
         self.definitions = Definitions(self.ask, self.say, in_process)
@@ -113,39 +114,40 @@ class WorkerContext(abc.ABC):
         return self.scope.why(self.asking())
 
     def asking(self) -> int | None:
-        """Return the number of the current call; for a thread that a role has started, of the last running call."""
+        """Return the number of the current call. A thread that a role has started belongs to the last running call."""
         state = running_call.get()
         return state.seq if state is not None else max(list(self.lane.running), default=None)
 
     def say(self, message: Message, body: Any = None) -> None:
-        """Send a message to the driver, in order; from any thread."""
+        """Send a message to the driver; messages stay in order. May be called from any thread."""
         self._send(message if self.in_process else message.head(), body)
 
     def ask(self, question: Message, apart: bool = False) -> Any:
-        """Ask the driver a question and wait for the answer; ColocateError reports a refusal, or a broken wait.
+        """Ask the driver a question, and wait for the answer. A refusal or an ended wait raises a `ColocateError`.
 
         Args:
             question: The question.
-            apart: Whether the question belongs to no call: then only the worker's end breaks the wait.
+            apart: Whether the question belongs to no call, so that only the worker's end breaks the wait.
         """
         seq = -1 if apart else self.asking()
         if seq == 0 and isinstance(question, _OF_CODE):
-            seq = -1  # independent of calls: roles are constructed even if another rank's construction has failed
+            # Roles are constructed even if another rank's construction has failed, so the question belongs to no call.
+            seq = -1
         request = self._questions.open([None], seq or 0)
         reason = self.scope.why(seq)
         if reason is not None:
             self._questions.drop(request)
             raise Consequence(reason)
-        self.lane.waits()  # a `__del__` may ask, at any time
+        self.lane.waits()  # A `__del__` method may ask at any time, even after `ends_soon`.
         self.say(from_worker.Ask(request.token, question))
         return request.result()[0]
 
     def tell(self, question: Message) -> None:
-        """Send the driver a question, and ignore the answer. From any thread."""
+        """Send the driver a question, and ignore the answer. May be called from any thread."""
         self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
 
     def part(self, name: str) -> OfWorker:
-        """Return this worker's half of a feature, made at the first use.
+        """Return this worker's half of a feature, which is created at the first use.
 
         Raises:
             CapabilityError: This worker has no such feature.
@@ -162,19 +164,19 @@ class WorkerContext(abc.ABC):
             return feature
 
     def list_hooks(self) -> None:
-        """Rebuild the tuples of per-call hooks, from the halves that override a hook in a class or an instance."""
+        """Rebuild the tuples of per-call hooks from the features' halves that override each hook."""
         self.enters, self.leaves = self._own("enters"), self._own("leaves")
         self.begins, self.reaches = self._own("begins"), self._own("reached")
         self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
         self.awaits, self.finishes = self._own("awaits_cause"), self._own("finished")
 
     def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
-        """Return a hook's methods of all halves that override the hook."""
+        """Return a hook's methods from all halves that override the hook."""
         methods = [getattr(part, name) for part in self.parts.values()]
         return tuple(method for method in methods if getattr(method, "__func__", method) is not getattr(OfWorker, name))
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Return the cause of a failure in role code, as far as features know."""
+        """Return the cause of a failure in role code, as far as features know the cause."""
         for name in features.followers():
             self.part(name)
         for hook in self.blames:
@@ -182,19 +184,19 @@ class WorkerContext(abc.ABC):
         return error
 
     def wait_for_cause(self, error: BaseException, role: str | None) -> None:
-        """Block until `blamed` can tell the cause of a failure, when nothing else can run meanwhile."""
+        """Block the lane until features know the cause of a failure, or can't find the cause."""
         start = time.monotonic()
         while any(awaits(error, role, None, time.monotonic() - start, True) for awaits in self.awaits):
             time.sleep(_CAUSE_EVERY_S)
 
     async def await_cause(self, error: BaseException, role: str | None, row: RowState | None = None) -> None:
-        """Wait for the cause of a failure in an event loop while other calls and rows go on.
+        """Wait in an event loop until features know the cause of a failure. Other calls and rows continue.
 
         A cancellation ends the wait.
         """
         if not self.awaits:
             return
-        import asyncio  # the caller has imported asyncio already
+        import asyncio  # The caller has imported asyncio already.
 
         start = time.monotonic()
         with suppress(asyncio.CancelledError):
@@ -210,44 +212,44 @@ class WorkerContext(abc.ABC):
         return any(part.is_consequence() for part in self.parts.values())
 
     def left(self, seq: int) -> None:
-        """Call the features' `leaves` at the end of a call, successful or not."""
+        """Call the features' `leaves` hooks at the end of a call, successful or not."""
         for hook in self.leaves:
             hook(seq)
 
     def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None = None) -> None:
-        """Check a result of role code with all features, which may raise; see `OfWorker.ran`."""
+        """Check a result of role code with the features' `ran` hooks, which may raise."""
         for check in self.rans:
             check(role, label, kept)
 
     def changed(self, role: str | None) -> None:
-        """Notify features that a role's memory may have changed; None for any role."""
+        """Notify features that a role's memory may have changed, or any role's memory if `role` is None."""
         for part in self.parts.values():
             part.changed(role)
 
     def constructing(self, role: str) -> ExitStack:
-        """Enter the features' blocks around a role's construction; the caller leaves the stack."""
+        """Enter the features' context managers for a role's construction. The caller closes the returned stack."""
         return entered(part.constructing(role) for part in self.parts.values())
 
     def making(self, role: str, plains: Mapping[str, Any]) -> ExitStack:
-        """Enter the features' blocks around a role's constructor; see `constructing`."""
+        """Enter the features' context managers for a role's constructor alone. The caller closes the returned stack."""
         names = [*{**self.parts, **plains}]
         return entered(self.part(name).making(role, plains.get(name)) for name in names)
 
     def awake(self, role: RoleInstance, why: str) -> ExitStack:
-        """Enter the features' blocks that keep all memory of a role on the device; see `constructing`."""
+        """Enter the features' context managers that keep a role's memory on the device. The caller closes the stack."""
         return entered(part.awake(role, why) for part in self.parts.values())
 
     def have_awake(self, role: str, tags: Sequence[str]) -> None:
         """Wake parts of a role's memory until the running call is over.
 
         Raises:
-            ColocateError: The memory can't be had.
+            ColocateError: The memory isn't available.
         """
         for part in self.parts.values():
             part.have_awake(role, tags)
 
     def who_has_what(self) -> str:
-        """Return the memory of each role as a note for an error, from the feature "memory"."""
+        """Return each role's memory as a note for an error, from the feature "memory"."""
         text: str = self.part("memory").words()  # type: ignore[attr-defined]
         return text
 
@@ -267,7 +269,7 @@ class WorkerContext(abc.ABC):
 
     @property
     def moves_tensors(self) -> bool:
-        """Whether tensors may arrive on another device than the slot's."""
+        """Whether tensors may arrive on a device other than the slot's device."""
         return self.boot.device != "cpu" or bool(self.in_process and imported("torch") and in_use(KIND.device))
 
     @property
@@ -276,7 +278,7 @@ class WorkerContext(abc.ABC):
         return [self.lane, *(background.lane for background in list(self.background.values()))]
 
     def lane_for(self, role: Any) -> Lane:
-        """Return the lane for a role's code; for functions, the main one."""
+        """Return the lane that runs a role's code. Functions run on the main lane."""
         background = self.background.get(role) if self.background else None
         return self.lane if background is None else background.lane
 
@@ -299,13 +301,13 @@ class WorkerContext(abc.ABC):
         """
         try:
             self.say(message, body)
-        except OSError as error:  # an error of the system, not of the method
+        except OSError as error:  # This is an error of the operating system, not of the method.
             raise SerializationError(
                 f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
             ) from error
 
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
-        """Serialize a role's result; a SerializationError names the method. `wait`: see `Definitions.tell`."""
+        """Serialize a role's result. A `SerializationError` names the method; `wait` is that of `Definitions.tell`."""
         pack = partial(self.codec.pack_named, result, "result", f"the result of {label}")
         if not self.device.is_gpu or threading.current_thread() in [lane.thread for lane in self.lanes]:
             body = pack()
@@ -320,12 +322,12 @@ class WorkerContext(abc.ABC):
         """Report this worker as broken and close the lanes, so that the group fails at once instead of waiting."""
 
     def report(self, ctx: Context, done: int, total: int | None) -> None:
-        """Report a role's progress."""
+        """Report a role's progress to the driver."""
         self.say(from_worker.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
 
 
 def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
-    """Enter blocks, and return the stack that leaves them."""
+    """Enter context managers on an `ExitStack`, and return the stack, which the caller must close."""
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(block)
@@ -333,16 +335,16 @@ def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
 
 
 def _plain(number: Any) -> int | float:
-    """Return a plain number for the driver, whatever class the role uses."""
+    """Convert a role's number to a plain int or float for the driver."""
     return float(number) if isinstance(number, float) else operator.index(number)
 
 
 def named(worker_context: WorkerContext) -> dict[str, RoleInstance]:
-    """Return the roles of a worker by name, without the one that runs functions; on any thread."""
+    """Return a worker's named roles, without the role that runs functions. May be called from any thread."""
     return {role.name: role for role in list(worker_context.roles.values()) if role.name is not None}
 
 
 def beside(worker_context: WorkerContext, name: str | None = None) -> list[object]:
-    """Return the objects left out of a search in one role: other roles' instances, and the role's `apart`."""
+    """Return the objects to leave out of a memory search: other roles' instances, and this role's `apart` objects."""
     found = [role.instance for each, role in named(worker_context).items() if each != name]
     return found if name is None else [*found, *worker_context.roles[name].apart()]

@@ -1,11 +1,11 @@
-"""The device of a slot, which works asynchronously: torch's calls return before the device is done.
+"""The device of a slot. A GPU works asynchronously: torch's calls return before their work on the GPU is done.
 
 A role's call ends when its work on the device has ended. So a device error belongs to the call that has caused it, a
-kept result is complete for every reader on every stream, and a call's duration includes the device's. If a role begins
-work on streams other than its current one, the role itself must wait for that work, as always with torch.
+stored result is complete for every reader on every stream, and a call's duration includes the device's work. If a role
+begins work on streams other than its current one, the role itself must wait for that work, as always with torch.
 
-Tensors need no `record_stream` either: arguments and borrowed values are held until the call has ended, and later users
-of the memory, on any stream, come after the call's computation.
+Tensors don't need `record_stream` either. Arguments and borrowed values stay alive until the call has ended, and later
+users of the memory, on any stream, come after the call's computation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colocate.worker.holdings import Storages
 
 
 class Device:
-    """Device of a slot, as the lane uses it.
+    """Waits for a lane's work on the slot's device, and measures the memory that calls use there.
 
     Attributes:
         is_gpu: Whether the device works asynchronously, unlike the host.
@@ -36,33 +36,33 @@ class Device:
         """Args: name: The device, in torch's notation. in_process: Whether slots are threads."""
         self._name = name
         self.is_gpu = name != "cpu"
-        self._starts: list[int] = []  # starts of segments that the allocator has reserved for a private pool
+        self._starts: list[int] = []  # Start addresses of segments that the allocator has reserved for private pools.
         self._stops: list[int] = []
         self._reserved: object = None
         self._side = SideStream(name)
-        self._is_known = True  # whether only the running call has allocated memory since `begin`
-        self._left: list[Any] = []  # streams on which roles may have begun work
+        self._is_known = True  # Whether only the running call has allocated memory since `begin`.
+        self._left: list[Any] = []  # Streams on which roles may have begun work.
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
     def leaves(self, stream: Any) -> None:
-        """Record a stream that is no longer the lane's current one: the end of the call waits for the stream's work."""
+        """Record a stream that is no longer the current one, so that the call's end waits for the stream's work."""
         if stream not in self._left:
             self._left.append(stream)
 
     def begin(self) -> int | None:
-        """Begin a call: return the bytes that torch has allocated on the device; None when unknown."""
+        """Reset the peak statistics for a call, and return the bytes that torch has allocated; None if unknown."""
         if self.peaks is None or (module := in_use(self._name)) is None:
             return None
         self._is_known = True
         try:
             module.reset_peak_memory_stats(self._name)
             return int(_allocated(module, self._name)["current"])
-        except RuntimeError:  # another allocator, without such statistics, is in place of torch's
+        except RuntimeError:  # Another allocator, which lacks these statistics, replaces torch's allocator.
             self.peaks = None
             return None
 
     def forget(self) -> None:
-        """Mark the running call's peak as unknown, because other memory arrives meanwhile."""
+        """Mark the running call's memory peak as unknown, because other code allocates memory meanwhile."""
         self._is_known = False
 
     def end(self, label: str, before: int | None = None) -> None:
@@ -90,12 +90,15 @@ class Device:
             self.peaks[label] = max(self.peaks.get(label, 0), peak)
 
     def why_lost(self) -> str | None:
-        """Wait for a failed call's work; return the reason if the process can't use the device any more."""
+        """Wait for a failed call's work.
+
+        Return a reason if the process can't use the device any more, otherwise None.
+        """
         module = in_use(self._name)
         if module is None:
             return None
         failure: RuntimeError | None = None
-        for _ in range(2):  # a failed piece of work is reported once; a lost context reports every time
+        for _ in range(2):  # A failed operation is reported once, but a lost context reports an error every time.
             try:
                 self._settle(module)
             except RuntimeError as error:
@@ -105,16 +108,16 @@ class Device:
         return f"this process can't use {self._name} any more: {failure}"
 
     def _settle(self, module: Any) -> None:
-        """Wait for the current stream, and for streams that were current before."""
+        """Wait for the current stream, and for streams that were current earlier in the call."""
         while self._left:
             self._left.pop().synchronize()
         module.current_stream(self._name).synchronize()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a block, off the lane, for copies of complete values, which don't wait for the lane's computation.
+        """Run a block on a side stream, so that copies of complete values don't wait for the lane's computation.
 
-        A role's graph capture on the lane isn't disturbed.
+        The block must not run on the lane. A role's graph capture on the lane isn't disturbed.
         """
         module = in_use(self._name)
         if module is None:
@@ -124,19 +127,19 @@ class Device:
             yield
 
     def lends(self, tensor: Any) -> bool:
-        """Return whether a tensor lies in memory that a CUDA graph may overwrite without torch's noticing.
+        """Return whether a tensor is in memory that a CUDA graph may overwrite without torch noticing.
 
-        A graph has a private memory pool with its outputs; a replay overwrites these. If torch's allocator doesn't tell
-        its pools apart, any tensor may be an output.
+        A graph has a private memory pool with its outputs, and a replay overwrites the outputs. If torch's allocator
+        doesn't distinguish its pools, any tensor may be an output.
         """
         if tensor.device.type == "cpu":
             return False
-        pieces = Storages()  # a sparse or a jagged tensor has no storage itself
+        pieces = Storages()  # A sparse or jagged tensor has no storage, only the components have storages.
         pieces.add_tensor(tensor, imported("torch"))
         return any(self.is_private(address) for addresses in pieces.values() for address in addresses)
 
     def is_private(self, address: int) -> bool:
-        """Return whether an address is in a private pool of the device's allocator, a CUDA graph's, say."""
+        """Return whether an address is in a private pool of the device's allocator, such as a CUDA graph's."""
         module = in_use(self._name)
         if module is None or not hasattr(module, "memory_snapshot"):
             return False
@@ -146,14 +149,15 @@ class Device:
 
     def _look(self, module: Any) -> None:
         try:
-            # The number of segments would miss segments that expand.
+            # These byte counters also change when segments expand, unlike the number of segments.
             reserved = module.memory_stats_as_nested_dict(self._name)["reserved_bytes"]["all"]
             counters = reserved["allocated"], reserved["freed"]
-            if counters == self._reserved:  # a memory snapshot takes as long as a call, or longer
+            # If the counters are unchanged, skip the memory snapshot, which takes at least as long as a call.
+            if counters == self._reserved:
                 return
             self._reserved = counters
             segments = module.memory_snapshot()
-        except RuntimeError:  # by cudaMallocAsync, say, or a foreign allocator: any memory may be a graph's
+        except RuntimeError:  # Without snapshots (as with cudaMallocAsync), any memory may be a graph's.
             self._starts, self._stops = [0], [1 << 64]
             return
         private = sorted(
@@ -165,5 +169,5 @@ class Device:
 
 
 def _allocated(module: Any, device: str) -> Any:
-    # `memory_allocated` would first sort all statistics into one table.
+    # This is quicker than `memory_allocated`, which first sorts all statistics into one table.
     return module.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]

@@ -1,8 +1,8 @@
-"""Memory of a role: tensors and arrays in modules, optimizers, attributes and containers of the role's object.
+"""Finds a role's memory: tensors and arrays in modules, optimizers, attributes and containers of the role's object.
 
-No user code is called for the search: objects are read through their dicts and slots. A role names memory elsewhere
+The search calls no user code, because objects are read through their dicts and slots. A role names memory elsewhere
 (closures, attributes of classes or tensors, C++) in `device_state()`. Models that share weights, views, and an
-optimizer beside its model hold the same memory: storages are counted, each once.
+optimizer with its model refer to the same memory, so each storage is counted only once.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _LOOKS = 200_000
 
 
 class Storages(dict[str, dict[int, int]]):
-    """Sizes of pieces of memory, by device (in torch's notation) and address; tensors and arrays may share a piece.
+    """Sizes of pieces of memory, by device and address. Tensors and arrays may share a piece.
 
-    There are no objects per piece: a hundred thousand new ones would make the garbage collector traverse all others.
+    There is no object per piece, because a hundred thousand new objects would slow down garbage collections.
 
     Attributes:
-        has_arrays: Whether some pieces belong to arrays. Tensors may be made of parts of an array: their storages
-            overlap.
+        has_arrays: Whether some pieces belong to arrays. Tensors may be made of parts of an array, so that their
+            storages overlap.
     """
 
     has_arrays = False
@@ -54,7 +54,7 @@ class Storages(dict[str, dict[int, int]]):
             self._put(place, dict(sizes))
 
     def add_all(self, values: Iterable[Any]) -> None:
-        """Add the memory of tensors and arrays; plain tensors, the vast majority, are handled together."""
+        """Add the memory of tensors and arrays. Plain tensors, the vast majority, are handled together."""
         torch, values = imported("torch"), [*values]
         kinds = frozenset(() if torch is None else (torch.Tensor, torch.nn.Parameter))
         plain = values
@@ -63,9 +63,9 @@ class Storages(dict[str, dict[int, int]]):
             for value in values:
                 if type(value) not in kinds and type(value) not in PLAIN:
                     self.add(value)
-        # Nearly always all are on the host, each with separate memory. A look for others first would take as long
-        # again: a hundred thousand tensors aren't in the processor's caches.
-        with contextlib.suppress(RuntimeError):  # one is sparse, say
+        # Nearly always, all tensors are on the host, each with separate memory, so this case is tried first.
+        # Checking first would take as long again, because a hundred thousand tensors aren't in the processor's caches.
+        with contextlib.suppress(RuntimeError):  # For example, a sparse tensor has no storage.
             sizes = {(memory := leaf.untyped_storage()).data_ptr(): memory.nbytes() for leaf in plain if leaf.is_cpu}
             if sizes and len(sizes) == len(plain):
                 self.add_pieces(plain, sizes, name_of(plain[0].device))
@@ -75,11 +75,11 @@ class Storages(dict[str, dict[int, int]]):
             tensors = plain if len(devices) == 1 else [leaf for leaf in plain if leaf.device == device]
             try:
                 sizes = {(storage := leaf.untyped_storage()).data_ptr(): storage.nbytes() for leaf in tensors}
-            except RuntimeError:  # one is sparse, say
+            except RuntimeError:  # For example, a sparse tensor has no storage.
                 sizes = {}
             if len(sizes) == len(tensors) and device.type != "meta":
                 self.add_pieces(tensors, sizes, name_of(device))
-            else:  # some share memory, or have parts of one array
+            else:  # Some tensors share memory, or are parts of one array.
                 for tensor in tensors:
                     self.add_tensor(tensor, torch)
 
@@ -93,12 +93,12 @@ class Storages(dict[str, dict[int, int]]):
                     if item.nbytes:
                         self.add_array(*_reach(item))
                     continue
-                item = item.base  # the tensor behind `tensor.numpy()`
+                item = item.base  # The array was made from this tensor by `tensor.numpy()`.
             if torch is not None and isinstance(item, torch.Tensor):
                 self.add_tensor(item, torch)
 
     def add_tensor(self, item: Any, torch: Any) -> None:
-        """Add the memory of a tensor, or of the component tensors: sparse ones, jagged ones, DTensors."""
+        """Add the memory of a tensor, or of the components of a sparse tensor, jagged tensor or DTensor."""
         if _is_made_of_others(item, torch):
             self.add_parts(item, *_parts(item, torch), torch)
         elif (storage := _storage_of(item)) is not None:
@@ -110,7 +110,10 @@ class Storages(dict[str, dict[int, int]]):
             self.add_tensor(part, torch)
 
     def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
-        """Add pieces of a device's memory, with the owning tensors."""
+        """Add pieces of a device's memory.
+
+        `items` are the tensors, and `sizes` the sizes of their storages by address.
+        """
         if 0 in sizes.values():
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
         if sizes:
@@ -123,13 +126,15 @@ class Storages(dict[str, dict[int, int]]):
 
     def _put(self, place: str, sizes: dict[int, int]) -> None:
         stored = self.setdefault(place, {})
-        if not stored.keys().isdisjoint(sizes):  # a part of an array may begin where the whole array begins
+        if not stored.keys().isdisjoint(sizes):  # A part of an array may begin at the address of the whole array.
             sizes = {address: max(size, stored.get(address, 0)) for address, size in sizes.items()}
         stored.update(sizes)
 
 
 class Objects(Storages):
-    """Storages with the objects themselves: a piece is named by a torch storage, which outlives a move of memory.
+    """Storages that also record the tensors.
+
+    A piece is named by its torch storage, which stays valid when memory moves.
 
     Attributes:
         storages: The torch storages, by name.
@@ -152,14 +157,14 @@ class Objects(Storages):
         self.tensors: dict[int, list[weakref.ref[Any]]] = {}
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
-        """Add the memory of a tensor's components. The tensor has gradients, not its components."""
+        """Add the memory of a tensor's components. Only the tensor itself has gradients."""
         super().add_parts(item, values, indices, torch)
         for parts, names in ((indices, self.indices), (values if item.requires_grad else [], self.trained)):
             plain = (_storage_of(part) for part in parts if not _is_made_of_others(part, torch))
             names.update(storage._cdata for storage in plain if storage is not None)
 
     def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
-        """Add pieces of a device's memory, with the owning tensors."""
+        """Add pieces of a device's memory, and record their tensors."""
         pieces = self.setdefault(device, {})
         for item in items:
             storage = item.untyped_storage()
@@ -179,7 +184,7 @@ class Objects(Storages):
 
 
 class WeakStorage:
-    """Weak reference to a storage, with a way back to the object."""
+    """Weak reference to a torch storage, which can return the storage while the storage exists."""
 
     __slots__ = ("_again", "_weak")
 
@@ -190,16 +195,16 @@ class WeakStorage:
         self._again: Callable[[int], Any] = type(storage)._new_with_weak_ptr
 
     def expired(self) -> bool:
-        """Return whether the storage is gone."""
+        """Return whether the storage was freed."""
         return bool(self._weak.expired())
 
     def storage(self) -> Any:
-        """Return the storage; None after its end."""
+        """Return the storage, or None if the storage was freed."""
         return self._again(self._weak.cdata)
 
 
 def _storage_of(item: Any) -> Any:
-    """Return a tensor's storage; None without memory: not initialized (lazy modules), or only for an export."""
+    """Return a tensor's storage, or None if the tensor has no memory, as in an uninitialized lazy module."""
     try:
         storage = item.untyped_storage()
         if storage.device.type == "meta":
@@ -217,12 +222,12 @@ def _is_made_of_others(item: Any, torch: Any) -> bool:
 
 
 def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
-    """Return a tensor's components: values, and the indices that place the values."""
+    """Return a tensor's components: the values, and the indices that place the values."""
     if (parts := sparse_parts(item)) is not None:
         return parts[-1:], parts[:-1]
-    # Without that method the components are attributes, as in a masked tensor.
+    # Without `__tensor_flatten__`, the components are attributes, as in a masked tensor.
     names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else list(vars(item))
-    # A DTensor's list includes the mesh.
+    # A DTensor's names include the mesh, which isn't a tensor.
     tensors = {name: tensor for name in names if isinstance(tensor := getattr(item, name), torch.Tensor)}
     if item.layout is torch.jagged:
         return [tensors.pop("_values")], list(tensors.values())
@@ -234,14 +239,14 @@ def _whole(item: Any, numpy: Any) -> Any:
     while True:
         base = item.base
         if type(base).__module__.startswith("numpy.") and not isinstance(base, numpy.ndarray):
-            base = getattr(base, "base", None)  # `as_strided` has an object between the two
+            base = getattr(base, "base", None)  # `as_strided` puts another object between a view and the base array.
         if not isinstance(base, numpy.ndarray):
             return item
         item = base
 
 
 def _reach(item: Any) -> tuple[int, int]:
-    """Return the first address of an array's memory and the size; strides may be negative or zero."""
+    """Return the first address and the size of an array's memory. Strides may be negative or zero."""
     steps = [(count - 1) * stride for count, stride in zip(item.shape, item.strides, strict=True)]
     before = sum(step for step in steps if step < 0)
     behind = item.itemsize + sum(step for step in steps if step > 0)
@@ -262,7 +267,7 @@ Holdings: TypeAlias = dict[Purpose, Storages]
 
 @attrs.define(eq=False)
 class Found:
-    """Result of a search.
+    """The tensors, arrays and optimizers that a search has found.
 
     Attributes:
         noted: Tensors and arrays, by purpose.
@@ -300,7 +305,7 @@ def held_by(
     apart: Iterable[object] = (),
     storages: Callable[[], Storages] = Storages,
 ) -> tuple[Holdings, bool]:
-    """Return the memory that an object holds, and whether the search was complete. On the lane."""
+    """Return the memory that an object holds, and whether the search was complete. Must run on the lane."""
     result = search(instance, apart=apart)
     result.noted[Purpose.DECLARED] += declared
     result.noted[Purpose.GRADIENTS] += gradients_of(result.leaves)
@@ -308,21 +313,21 @@ def held_by(
 
 
 def gradients_of(leaves: Iterable[Any]) -> list[Any]:
-    """Return the gradients of tensors, on the lane."""
+    """Return the gradients of tensors. Must run on the lane."""
     return [gradient for tensor in leaves if tensor.is_leaf and (gradient := tensor.grad) is not None]
 
 
 def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
-    """Return the torch optimizers that an object holds; see `held_by`."""
+    """Return the torch optimizers that an object holds. The search skips the objects in `apart`."""
     return search(instance, apart=apart).optimizers
 
 
 def lie_in(
     values: Iterable[object], apart: Iterable[object], storages: Callable[[], Storages] = Storages
 ) -> tuple[Holdings, list[Any]]:
-    """Return the memory of residents of any type, and the tensors whose gradients belong to the residents, too.
+    """Return the memory of residents, and the residents' tensors that may have gradients.
 
-    If there are too many objects, the result is the memory in lists, dicts and dataclasses.
+    If there are too many objects to search, only memory in lists, dicts and dataclasses is added.
     """
     result, roots = search(*(roots := list(values)), apart=apart), roots
     if not result.complete:
@@ -331,10 +336,10 @@ def lie_in(
 
 
 def search(*roots: object, apart: Iterable[object] = ()) -> Found:
-    """Search objects breadth first, so that near objects are found even if there are too many.
+    """Search objects breadth first, so that objects near the roots are found even if there are too many objects.
 
-    Objects at one distance are handled together, by type, and so is all memory at the end: most of the time goes into
-    steps per object.
+    Objects at one distance are handled together, by type, and all memory is handled at the end, because most time goes
+    into steps per object.
 
     Args:
         roots: The objects to begin with.
@@ -348,7 +353,7 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
     near: dict[_Aim, list[Any]] = {None: [*roots]}
 
     def add(aim: _Aim, items: Iterable[Any]) -> None:
-        copied = list(items)  # copied in one step: other threads may change the container
+        copied = list(items)  # The items are copied in one step, because other threads may change the container.
         if not PLAIN.issuperset(map(type, copied)):
             near.setdefault(aim, []).extend(_matter(copied))
 
@@ -381,12 +386,13 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                     result.noted[purpose or Purpose.TENSORS] += batch
                 elif look == "dict":
                     for item in batch:
-                        add(aim, dict.values(item))  # a subclass may load data in overridden methods
+                        add(aim, dict.values(item))  # A subclass may override `values` with a method that loads data.
                 elif look == "container":
                     for item in batch:
                         add(aim, item)
                 elif look == "proxy":
-                    add(aim, gc.get_referents(*batch))  # the mappings behind proxies, as a call of a proxy may run code
+                    # This finds the mappings behind the proxies without calling a proxy's methods, which may run code.
+                    add(aim, gc.get_referents(*batch))
                 elif look == "object":
                     if (name := _ACCUMULATED.get(kind.__name__)) and of_kind is Purpose.BUFFERS:
                         sums = [value for item in batch if (value := getattr(item, name, None)) is not None]
@@ -394,7 +400,7 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                         visited.setdefault(of_kind, set(closed)).update(map(id, sums))
                     for item in batch:
                         add(of_kind or ("state" if aim == "state" else None), _attributes(item))
-                elif purpose is not None:  # contents of modules and optimizers have a purpose of their own
+                elif purpose is not None:  # Contents of modules and optimizers get their own purpose.
                     add(None, batch)
                 elif look == "module":
                     namespaces = [*map(vars, batch)]
@@ -402,14 +408,14 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                     result.parameters.update(zip(map(id, trained), trained, strict=True))
                     result.noted[Purpose.BUFFERS] += _values(namespace.get("_buffers") for namespace in namespaces)
                     add(None, _values(namespace.get("_modules") for namespace in namespaces))
-                    # Modules of a type nearly always have the same few names that not every module has.
+                    # Modules of a type have few extra attribute names, so up to 100 modules are handled together.
                     for part in [namespaces[start : start + 100] for start in range(0, len(namespaces), 100)]:
                         names = set[str]().union(*part) - _usual(torch)
                         add(of_kind, [namespace.get(name) for namespace in part for name in names])
                 else:
                     for item in batch:
                         rest = dict(vars(item))
-                        # An optimizer that wraps another may lack these, or have properties that ask the other.
+                        # Wrappers of optimizers may lack these attributes, or define properties instead.
                         groups, state = rest.pop("param_groups", None), rest.pop("state", None)
                         add(None, rest.values())
                         if groups is None:
@@ -422,8 +428,8 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                         state_values = _values([state])
                         add("state", _values(value for value in state_values if type(value) is dict))
                         add("state", [value for value in state_values if type(value) is not dict])
-    # Megatron's gradients, in another dtype than the parameter's. A read of `__dict__` would create a dict for nearly
-    # every parameter; the garbage collector's view doesn't.
+    # Megatron stores gradients of another dtype in an attribute of each parameter.
+    # The garbage collector finds this attribute; reading `__dict__` would create a dict for nearly every parameter.
     attached = [value for value in gc.get_referents(*result.parameters.values()) if type(value) is dict]
     result.noted[Purpose.GRADIENTS] += [
         value for namespace in attached if (value := namespace.get("main_grad")) is not None
@@ -437,18 +443,18 @@ _Aim: TypeAlias = Purpose | Literal["state"] | None
 """Purpose of tensors that a search meets. An optimizer's state keeps the purpose at any depth; for other objects of
 torch the purpose holds only in the object and its containers."""
 
-# FSDP2's accumulated, unreduced gradients aren't in `grad` if the reduction has another dtype, or if replicas of shards
-# are reduced later.
+# FSDP2 stores accumulated gradients here, not in `grad`, if the reduction has another dtype or comes later.
 _ACCUMULATED = {"FSDPParam": "unsharded_accumulated_grad", "FSDPParamGroup": "_partial_reduce_output"}
 
-# State of torch's own objects is no cache that may be lost: state of training, or constants.
+# Tensors in these objects of torch are training state, not a cache that may be dropped.
 _OF_TRAINING = (
-    "torch.amp.",  # the scale of a GradScaler
+    "torch.amp.",  # This includes the scale of a GradScaler.
     "torch.cuda.amp.",
-    "torch.optim.",  # counters of schedulers
-    "torch.distributed.algorithms.",  # errors that communication hooks carry over
+    "torch.optim.",  # This includes counters of schedulers.
+    "torch.distributed.algorithms.",  # This includes errors that communication hooks carry over.
 )
-_OF_PROGRAMS = ("torch.export.", "torch.fx.")  # modules made from other modules, with constants as attributes
+# These modules are made from other modules, and have constants as attributes.
+_OF_PROGRAMS = ("torch.export.", "torch.fx.")
 
 _NOT_INTO = (
     type,
@@ -469,7 +475,7 @@ _NOT_INTO = (
 def _looks(kind: type) -> tuple[_Look, Purpose | None]:
     """Return how objects of a type are searched, and the purpose of tensors in their attributes, if known."""
     torch, numpy, of = imported("torch"), imported("numpy"), kind.__module__
-    if has_memory(kind):  # other types may have an attribute `nbytes`, too, and hold tensors
+    if has_memory(kind):  # Other types may also have an attribute `nbytes`, and contain tensors.
         if torch is not None and issubclass(kind, torch.Tensor):
             return "tensor", None
         if is_collection(kind) or (numpy is not None and issubclass(kind, numpy.ndarray)):
@@ -497,7 +503,7 @@ def _is_barren(kind: type) -> bool:
 
 @functools.cache
 def _usual(torch: Any) -> frozenset[str]:
-    """Return the attributes that every module has: parameters, hooks and so on."""
+    """Return the names of the attributes that every module has, such as parameters and hooks."""
     return frozenset(vars(torch.nn.Module()))
 
 
@@ -516,10 +522,10 @@ def _values(mappings: Iterable[Any]) -> list[Any]:
 
 
 def _matter(items: list[Any]) -> list[Any]:
-    """Return items that may hold tensors or arrays, without a look at each of a million rows of text.
+    """Return the items that may hold tensors or arrays, without inspecting each of a million strings.
 
-    The garbage collector tracks objects that may refer to tracked objects, which arrays aren't: an untracked dict may
-    hold arrays, or only strings and numbers.
+    The garbage collector tracks objects that may refer to tracked objects, and arrays aren't tracked. So an untracked
+    dict may hold arrays, or only strings and numbers.
     """
     searchable = [*filter(gc.is_tracked, items)]
     for kind in set(map(type, items)) - PLAIN if len(searchable) < len(items) else ():
@@ -534,12 +540,12 @@ def _matter(items: list[Any]) -> list[Any]:
 
 
 def _attributes(item: Any) -> list[Any]:
-    """Return the values of an object's dict and slots; properties aren't read."""
+    """Return the values in an object's dict and slots, without reading properties."""
     kind = type(item)
     values = list(getattr(item, "__dict__", {}).values()) if kind.__dictoffset__ else []
     for slot in slots(kind):
         try:
             values.append(slot.__get__(item))
-        except AttributeError:  # the slot is empty
+        except AttributeError:  # This slot is empty.
             continue
     return values

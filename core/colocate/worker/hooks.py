@@ -1,7 +1,7 @@
-"""`OfWorker`: the worker's half of a feature. Each method here is a hook that the worker's core calls.
+"""`OfWorker` is the worker's half of a feature. Its methods are hooks that the worker's core calls.
 
-A half is made when the worker first needs it, and exists until the worker ends. Hooks of every call run only in halves
-that override them (`WorkerContext.part`): without any, a call costs a truth test.
+A half is created when the worker first needs it, and exists until the worker ends. Hooks that concern every call run
+only in halves that override them (`WorkerContext.part`), so that a call without such hooks costs only a truth test.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class OfWorker:
         """Args: worker_context: The worker's `WorkerContext`."""
 
     def heard(self, message: Message, body: Any) -> None:
-        """Handle a message of the feature. On the receiving thread: waits and role code are forbidden."""
+        """Handle a message for the feature. Runs on the receiving thread, so it must neither wait nor run role code."""
         raise AssertionError(message)
 
     def given(self, plain: Any) -> None:
-        """Handle the group half's settings (`OfGroup.gives`), before any role is constructed. On the lane.
+        """Apply the settings of the driver half (`OfGroup.gives`), before any role is constructed. Runs on the lane.
 
         Raises:
             ColocateError: This worker can't comply.
@@ -57,7 +57,7 @@ class OfWorker:
     # -- roles
 
     def stands_in(self, role: str, cls: type, plain: Any) -> object | None:
-        """Return a substitute for a role, which then isn't constructed; None for no substitute.
+        """Return a substitute for a role, so that the role isn't constructed; None for no substitute.
 
         Called for halves with settings for the role (`OfGroup.builds`), passed as `plain`. Other halves get no settings
         of a substituted role.
@@ -68,30 +68,34 @@ class OfWorker:
         return None
 
     def constructing(self, role: str) -> AbstractContextManager[object]:
-        """Return a block around a role's construction, from the unpacking of arguments on."""
+        """Return a context manager that is active while a role's arguments are unpacked and the role is constructed."""
         return nullcontext()
 
     def making(self, role: str, plain: Any) -> AbstractContextManager[object]:
-        """Return a block around a role's constructor alone; `plain` as for `built`."""
+        """Return a context manager that is active only during a role's constructor.
+
+        `plain` is the same as in `built`.
+        """
         return nullcontext()
 
     def built(self, role: RoleInstance, plain: Any) -> None:
-        """Handle the construction of a role; `plain`: the group half's settings for the role (`OfGroup.builds`)."""
+        """Handle a newly constructed role. `plain` has the driver half's settings for the role (`OfGroup.builds`)."""
 
     def starts(self, role: RoleInstance, plain: Any) -> None:
-        """Start a role with the group half's settings (`OfGroup.starts`), after all roles here are constructed."""
+        """Start a role with the driver half's settings (`OfGroup.starts`), after all roles here are constructed."""
 
     def closed(self, role: str) -> None:
-        """Release this feature's state of a closed role."""
+        """Release this feature's state for a role that was closed."""
 
     def saved(self, role: RoleInstance) -> str | None:
-        """Return a role's state for a checkpoint; None for nothing."""
+        """Return this feature's state of a role for a checkpoint; None for no state."""
         return None
 
     def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
-        """Restore a role from the result of `saved`; `by_role`: whether the role has restored the state already.
+        """Restore this feature's state of a role. `by_role` says whether the role has restored its own state already.
 
-        Called for all existing halves, and for halves with state in the checkpoint; otherwise `told` is None.
+        `told` is the result of `saved`, or None if the checkpoint has none. All existing halves are called, and halves
+        with state in the checkpoint.
         """
 
     def arriving(
@@ -101,27 +105,30 @@ class OfWorker:
         return weights
 
     def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[object]:
-        """Return a block in which all memory of a role is awake; the role's tensors may change."""
+        """Return a context manager in which all memory of a role is awake (on the device).
+
+        The role's tensors may change.
+        """
         return nullcontext()
 
     def have_awake(self, role: str, tags: Sequence[str]) -> None:
         """Wake parts of a role's memory until the running call is over.
 
         Raises:
-            ColocateError: The memory can't be had.
+            ColocateError: The memory isn't available.
         """
 
     def changed(self, role: str | None) -> None:
-        """Handle a possible change of a role's memory; None for any role."""
+        """Handle a possible change of a role's memory, or of any role's memory if `role` is None."""
 
     # -- calls of methods that this feature runs (`MethodSpec.feature`)
 
     def work(self, *arguments: Any) -> Work:
-        """Return the lane's work for a call. Args: arguments: As of `Work`."""
+        """Return the lane's work item for a call. Args: arguments: Those of `Work`."""
         raise AssertionError(arguments)
 
     def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
-        """Return a function that runs a call in place of the method, given instance and arguments. On the lane."""
+        """Return a function that runs a call instead of the role's method. This hook runs on the lane."""
         raise AssertionError(work)
 
     # -- all calls; only overriding halves are called
@@ -137,7 +144,9 @@ class OfWorker:
         """Clean up after a call, successful or not."""
 
     def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
-        """Check the result of a constructor or of a successful call; `kept`: the resident, by its label.
+        """Check the result of a constructor or a successful call.
+
+        `kept` maps the label of a stored result to its value.
 
         Raises:
             ColocateError: The result is refused.
@@ -157,26 +166,26 @@ class OfWorker:
         """
 
     def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
-        """Check whether role code may get a sibling role's object. Args, errors: as of `begins`."""
+        """Check whether role code may get a sibling role's object, or raise an error, as `begins` does."""
 
     def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
-        """Check a successful call, or row, for failures since the beginning (seconds of time.time()).
+        """Check a successful call, or a row, for failures since the beginning at `began`, a value of time.time().
 
         Raises:
-            ColocateError: The reason.
+            ColocateError: The call has failed, for this reason.
         """
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Return the cause of a failure in role code: the error itself, or another one."""
+        """Return the cause of a failure in role code, which is the error itself or another error."""
         return error
 
     def awaits_cause(
         self, error: BaseException, role: str | None, row: RowState | None, waited_s: float, is_alone: bool
     ) -> bool:
-        """Return whether news for `blamed` may still arrive after `waited_s` seconds.
+        """Return whether information about a failure's cause may still arrive after `waited_s` seconds.
 
         Args:
-            error: As of `blamed`, like the next two.
+            error: The error, as in `blamed`.
             role: The role's name.
             row: The row.
             waited_s: Seconds since the first question.
@@ -189,7 +198,7 @@ class OfWorker:
         return False
 
     def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
-        """Return the action of `breakpoint()` in a frame of role code. Called last, on any thread of a process."""
+        """Return the function that `breakpoint()` in a frame of role code calls. May run on any thread."""
         raise AssertionError(frame)
 
     # -- reports to the driver about calls (`OfGroup.ended`, `halted`), as plain data; None for nothing
@@ -198,16 +207,16 @@ class OfWorker:
         """Return this feature's report on a successful call. Only called if overridden.
 
         Raises:
-            ColocateError: The call has failed, as this feature knows.
+            ColocateError: This feature knows that the call has failed.
         """
         return None
 
     def halts(self, error: BaseException, work: Work | None) -> Any:
-        """Return a report on a failure on the main lane; `work` is None for a constructor's."""
+        """Return a report on a failure on the main lane. `work` is None if a constructor failed."""
         return None
 
     def back(self, hold: int) -> Any:
-        """Return a report when the main lane runs nothing during a hold. On the lane, which may wait."""
+        """Return a report once the main lane has reached a hold's barrier. Runs on the lane, and may wait."""
         return None
 
     def is_consequence(self) -> bool:
@@ -217,16 +226,16 @@ class OfWorker:
     # -- the end of calls and workers, on the receiving thread
 
     def frees(self, waits: Callable[[], bool]) -> None:
-        """Unblock the main lane from a wait for other ranks, if `waits` returns true. On any thread."""
+        """Unblock the main lane's wait for other ranks if `waits()` is true. May run on any thread."""
 
     def unwanted(self, seq: int) -> None:
         """Handle the cancellation of a call for which nobody waits any more."""
 
     def stops(self) -> None:
-        """Handle the notice that the group will close: no call begins any more; running calls have a grace period."""
+        """Handle the notice that the group will close. No call begins any more; running calls have a grace period."""
 
     def settles(self) -> None:
-        """Wait, on the lane, for writes to roles' memory that calls have begun.
+        """Wait for writes to roles' memory that calls have begun. Runs on the lane.
 
         Raises:
             Consequence: A peer of the transfer has failed.
@@ -236,22 +245,22 @@ class OfWorker:
     # -- inspections, on any thread
 
     def away(self) -> Collection[int]:
-        """Return torch's ids (`_cdata`) of storages without memory now; subclasses override."""
+        """Return the ids (torch's `_cdata`) of storages that have no memory at present."""
         return ()
 
     def freed(self) -> None:
-        """Handle the release of residents. On the receiving thread."""
+        """Handle the release of residents. Runs on the receiving thread."""
 
     def told(self, role: RoleInstance) -> Any:
-        """Return a report on a role for the driver's inspection (`OfGroup.told`); None for nothing."""
+        """Return a report on a role for the driver's inspection (`OfGroup.told`); None for no report."""
         return None
 
     def nbytes(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the bytes that roles hold outside of the process, by role and name."""
+        """Return the bytes that roles use outside of the process, by role and name."""
         return NO_SIZES
 
     def of_device(self) -> Mapping[str, int]:
-        """Return the bytes of the slot's device that aren't roles' tensors, by purpose."""
+        """Return the bytes on the slot's device that don't belong to roles' tensors, by purpose."""
         return NO_BYTES
 
     # -- the worker
@@ -263,7 +272,7 @@ class OfWorker:
         """Handle the change to another driver, which knows nothing of this feature's state."""
 
     def close(self) -> None:
-        """Release everything at the worker's end. On the thread that ends the worker."""
+        """Release everything at the worker's end. Runs on the thread that ends the worker."""
 
     def kill(self) -> None:
-        """Release everything without waiting: the worker was given up."""
+        """Release everything without waiting, because the worker was abandoned."""

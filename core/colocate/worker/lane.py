@@ -1,4 +1,4 @@
-"""The lane: the one thread on which a worker runs role code, in the order of `lane_order`."""
+"""The lane is the one thread on which a worker runs role code, in the order of `lane_order`."""
 
 from __future__ import annotations
 
@@ -31,70 +31,73 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Work(CallState):
-    """One call for the lane. `run` returns whether the call went well; for an async method, a coroutine that does.
+    """One call that a lane runs. `run` returns whether the call succeeded, or a coroutine with that result.
 
-    None puts the call back: the lane takes it up again later.
+    If `run` returns None, the lane queues the call again.
     """
 
     stands: ClassVar[bool] = False
 
-    # Instances are made for each call, so fields are passed by position, and fields with an initial value not at all.
+    # One instance is made per call. For speed, fields are passed by position, and fields with a default aren't passed.
     run: Callable[[Work], bool | Coroutine[Any, Any, bool] | None]
     label: str
     message: Message | None = None
     body: Any = None
-    concurrency: int = 0  # 0 for a sync method, which is a barrier among the calls
-    spec: Any = None  # the method's spec; none for the construction of roles
+    concurrency: int = 0  # Limit of overlapping calls of an async method; 0 for a sync method, which runs alone.
+    spec: Any = None  # The method's spec; None while roles are constructed.
     rows: int | None = attrs.field(default=None, init=False)
-    role: Any = attrs.field(default=None, init=False)  # the worker's instance of the role
+    role: Any = attrs.field(default=None, init=False)  # The worker's instance of the called role.
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
-    # Whether the await was cancelled here because nobody waits for the call.
+    # Whether the await was cancelled because nobody waits for the call's result.
     given_up: bool = attrs.field(default=False, init=False)
-    allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
-    bundles_seen: int = attrs.field(default=0, init=False)  # number of bundles of definitions that came before
-    began: float = attrs.field(default=0.0, init=False)  # start, in seconds of time.time()
-    taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # parts of residents read so far
-    used: Sequence[int] = attrs.field(default=(), init=False)  # keys of the residents among the arguments
-    watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)  # arguments under a check for writes
-    # Error of a signal handler during an async method's await.
+    allocated: int | None = attrs.field(default=None, init=False)  # Value that `Device.begin` returned before the call.
+    # Number of definition bundles that arrived before this call.
+    bundles_seen: int = attrs.field(default=0, init=False)
+    began: float = attrs.field(default=0.0, init=False)  # Start of the call, as a value of time.time().
+    # Parts of residents that this call has read so far.
+    taken: Sequence[Taken] | None = attrs.field(default=None, init=False)
+    used: Sequence[int] = attrs.field(default=(), init=False)  # Keys of the residents among the arguments.
+    # Arguments that are checked for writes in place.
+    watches: Mapping[str, Watch] = attrs.field(factory=dict, init=False)
+    # Error that a signal handler raised during an async method's await.
     raised: BaseException | None = attrs.field(default=None, init=False)
-    # Number of running tasks in the call: the call itself and rows.
+    # Number of running tasks of the call, including tasks for rows.
     active_tasks: int = attrs.field(default=1, init=False)
-    kept: int = attrs.field(default=0, init=False)  # number of those tasks that rest at a pause point
+    kept: int = attrs.field(default=0, init=False)  # Number of the call's tasks that rest at a pause point.
 
     @property
     def is_whole(self) -> bool:
-        """Whether features are told of the call's end as one; otherwise they are told of each row's end."""
+        """Whether features are notified once, at the end of the whole call, and not at the end of each row."""
         return True
 
     @property
     def may_wait(self) -> bool:
-        """Whether role code goes on during the call, or is waited for."""
+        """Whether role code may be running or awaited in the call now. A call on rows may have no running row."""
         return True
 
     def awaiting(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
-        """Return the call's waiting places: names with frames; `frames` are those of the call's own task."""
+        """Return the names and frames of the places where the call waits. `frames` are those of the call's own task."""
         return [(self.label, frames)]
 
     def interrupt(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
-        """Fail the call with an error, and cancel the await. Args: row: Only this row, if the call has rows."""
+        """Fail the call with an error, and cancel the await. Args: row: The only row to fail, if the call has rows."""
         self.raised = error()
         tasks.cancel(self.seq)
 
     def drop(self) -> None:
-        """Finish a call that never begins. It counts among the calls of the method, as on other ranks."""
+        """Finish a call that never begins. The role still counts the call, so that counts agree on all ranks."""
         if self.role is not None and isinstance(self.message, Call):
             self.role.ctx.count(self, self.message.method)
         if self.on_drop is not None:
             self.on_drop()
 
     def forget(self) -> None:
-        """Drop references to a user's objects after the end: the role and started tasks refer to the last call."""
+        """Drop references to users' objects when the call has ended. The role and its tasks still refer to the call."""
         self.watches, self.raised, self.role = {}, None, None
 
 
 class BarrierWork(Work):
-    """Stand-in for a call of another lane, during which this lane stands still."""
+    """A placeholder for a call of another lane. This lane stands still while that call runs."""
 
     stands = True
 
@@ -120,7 +123,10 @@ _NEVER = sys.maxsize
 
 
 class Lane:
-    """Runs work in order on one thread; `hold` and `resume` come from the receiving thread."""
+    """Runs calls in order on one thread.
+
+    Another thread receives messages, queues calls, and calls `hold` and `resume`.
+    """
 
     def __init__(
         self,
@@ -132,12 +138,12 @@ class Lane:
         own_thread: bool = True,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start the thread, if the lane has one; otherwise the main thread calls `run`.
+        """Start the lane's own thread. With `own_thread=False`, the main thread must call `run` instead.
 
         Args:
             name: Name of the lane's own thread.
             scope: Which drivers' calls count, and whether the worker ends.
-            on_held: Called on the lane with (hold, highest call begun) once this rank is back.
+            on_held: Called on the lane with (hold, last begun call) once this rank has reached the hold's barrier.
             on_broken: Called on the lane when it ends by an exception: a bug here, as roles can't cause any.
             turns: Receives messages on the idle lane itself; None if other threads always do.
             own_thread: Whether the lane has its own thread. The process doesn't wait for this thread, nor for threads
@@ -152,7 +158,7 @@ class Lane:
         self._turns = turns
         self._order = LaneOrder(scope)
         self.running = self._order.running
-        self.tasks: Tasks | None = None  # made for the first async call
+        self.tasks: Tasks | None = None  # Created when role code first needs an event loop.
         self._places = 0
         self._over = threading.Event()
         self.thread = threading.main_thread()
@@ -162,29 +168,29 @@ class Lane:
 
     @property
     def last_hold(self) -> int:
-        """Number of the last hold in which the lane was back."""
+        """Number of the last hold for which this lane has reached the barrier."""
         return self._order.reported
 
     def last(self) -> Work | None:
-        """Return the last running call, or None; from any thread."""
+        """Return the running call with the highest number, or None. May be called from any thread."""
         running = dict(self.running)
         return running[max(running)] if running else None
 
     def started(self) -> list[Work]:
-        """Return the running calls; from any thread."""
+        """Return the running calls. May be called from any thread."""
         return [work for work in dict(self.running).values() if work.began]
 
     @property
     def waiting(self) -> int:
-        """Approximate number of queued calls (holds on their way included); from any thread."""
+        """Approximate number of queued calls and other items. May be read from any thread."""
         return self._order.waiting + self._queue.qsize()
 
     # -- from the receiving thread
 
     def hold(self, number: int, failed: int) -> None:
-        """Begin no call from the failed one on, and give up the failed call.
+        """Begin neither the failed call nor any later call, and cancel the failed call.
 
-        Roles (call 0) are constructed nevertheless, so that every rank with a failing constructor reports the failure.
+        Roles are still constructed (call 0), so that every rank with a failing constructor reports the failure.
         """
         item = self._order.hold(number, failed)
         self.give_up(failed, failed)
@@ -192,19 +198,22 @@ class Lane:
 
     @property
     def resumed(self) -> int:
-        """Number of the last finished hold: equal on all ranks for a call that all ranks begin."""
+        """Number of the last finished hold, which is equal on all ranks at the beginning of a call."""
         return self._order.resumed
 
     def hold_up(self, token: int, seq: int) -> bool:
-        """Hold up a call until a decision about the withdrawal; False if the call has begun already."""
+        """Hold up a call until the driver decides on a withdrawal. Return whether the call hadn't begun yet."""
         return self._order.hold_up(token, seq)
 
     def decide(self, token: int, dropped: int | None) -> None:
-        """Go on after `hold_up`, without the dropped call, if any."""
+        """Continue after `hold_up`, and drop the call with number `dropped` if there is one."""
         self.put(lane_order.Decided(token, dropped))
 
     def cancel(self, first: int, last: int) -> None:
-        """Mark running calls of these numbers as cancelled, for role code to check; their results still count."""
+        """Mark the running calls from `first` to `last` as cancelled.
+
+        Role code may check the mark; results still count.
+        """
         rest = False
         for seq, work in list(self.running.items()):
             work.cancelled, rest = work.cancelled or first <= seq <= last, rest or work.kept > 0
@@ -212,29 +221,29 @@ class Lane:
             self.look_around()
 
     def give_up(self, first: int, last: int) -> None:
-        """Cancel calls of these numbers for which nobody waits any more; running ones end as soon as possible."""
+        """Cancel the calls from `first` to `last`, for which nobody waits. Running calls end as soon as possible."""
         self.cancel(first, last)
         self.put(_GivenUp(first, last))
 
     def stop(self) -> None:
-        """Begin no call any more for a driver that will close; running calls have a grace period."""
+        """Begin no more calls for a driver that is about to close. Running calls get a grace period."""
         self._order.stop()
         self.cancel(0, _NEVER)
 
     def do(self, action: Callable[[], object]) -> None:
-        """Run an action on the lane that isn't a call, also during a hold. Must not raise."""
+        """Run an action on the lane, even during a hold. The action isn't a call, and must not raise."""
         self.put(_Action(action))
 
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
-        """Go on after a hold, without the withdrawn calls."""
+        """Continue after a hold, without the withdrawn calls."""
         self.put(lane_order.Resume(number, withdrawn))
 
     def pause(self, number: int) -> int:
-        """Begin no further call, and return the number of the last begun one; `pause_after` or `go_on` follows."""
+        """Begin no further call, and return the number of the last begun call. Call `pause_after` or `go_on` next."""
         return self._order.pause(number)
 
     def pause_after(self, number: int, last: int, keeps: bool, on_rest: Callable[[], object]) -> None:
-        """Begin no call after the last one begun by any rank, until `go_on`.
+        """Begin no call after call `last` until `go_on` ends the pause.
 
         Args:
             number: Number of the pause.
@@ -245,28 +254,31 @@ class Lane:
         self.put(lane_order.Pause(number, last, keeps, on_rest))
 
     def go_on(self, number: int) -> None:
-        """Go on after a pause."""
+        """End a pause, so that the lane begins calls again."""
         self.put(lane_order.GoOn(number))
 
     def renew(self) -> None:
-        """Drop a former driver's calls; numbers of the next driver's calls and holds are above the base."""
+        """Drop the calls of a driver that has released the worker. The next driver's calls have higher numbers."""
         base = self._scope.base
         self.give_up(0, base)
         self.put(lane_order.Renewed(base))
 
     def take_unfinished(self) -> list[tuple[int, str]]:
-        """Return number and label of calls that former drivers left unfinished, once. On the lane."""
+        """Return the number and label of each call that former drivers left unfinished, only once.
+
+        Must run on the lane.
+        """
         calls, self._order.unfinished = self._order.unfinished, []
         return [(call.seq, call.label) for call in calls if call.seq]
 
     def turn_to(self, lane: SocketLane) -> None:
-        """Receive messages from another lane of the driver from now on."""
+        """Receive messages from another socket of the driver from now on."""
         self.put(_Turned(lane))
 
     def interrupt(self, error: BaseException) -> bool:
-        """Fail the last running async call with an error, and cancel the await; False when none runs.
+        """Fail the last running async call with an error, and cancel the await. Return False if no call runs.
 
-        On the lane, between steps of async calls.
+        Must run on the lane, between the steps of async calls.
         """
         work = self.last()
         if work is None or self.tasks is None:
@@ -276,13 +288,13 @@ class Lane:
         return True
 
     def ends_soon(self) -> None:
-        """Prepare to receive messages on the lane: a sync call is about to report the end. On the lane."""
-        # Otherwise the next call is here already.
+        """Prepare to receive messages on the lane, because a sync call is about to end. Must run on the lane."""
+        # If calls are queued already, the lane needn't wait for a message.
         if self._turns is not None and not (self._order.waiting or self.tasks):
             self._turns.soon()
 
     def waits(self) -> None:
-        """Return the receiving to the other thread: the lane is about to wait, perhaps after `ends_soon`."""
+        """Return message receiving to the other thread, because the lane is about to wait. This undoes `ends_soon`."""
         if self._turns is not None and threading.current_thread() is self.thread:
             self._turns.over()
 
@@ -293,22 +305,22 @@ class Lane:
             self.thread.join()
 
     def close(self) -> None:
-        """End the lane after the running calls, now that the scope is closed; queued work is dropped.
+        """End the lane after the running calls, and drop queued work. The scope must be closed first.
 
-        Running calls have a grace period, in which their results still count: async methods go on awaiting, too.
+        Running calls have a grace period in which their results still count, and in which async methods may await.
         """
         self.cancel(0, _NEVER)
         self.put(None)
 
     def look_again(self) -> None:
-        """Wake the lane for a new item, if the lane waits for more than the queue."""
+        """Wake the lane for a new item, in case the lane waits on a socket or an event loop instead of the queue."""
         if self._turns is not None:
             self._turns.wake()
         if self.tasks is not None:
             self.tasks.wake()
 
     def put(self, item: _Item) -> None:
-        """Queue work, or another item for the lane."""
+        """Queue a call or another item, and wake the lane."""
         self._queue.put(item)
         self.look_again()
 
@@ -323,20 +335,20 @@ class Lane:
                         self._start(work)
                     else:
                         self._run(work)
-                del work  # frees the arguments, which may be large
+                del work  # This frees the arguments, which may be large.
         except BaseException as error:
             self._on_broken(error)
         finally:
             if self._turns is not None:
                 self._turns.over()
-            self._on_end()  # first: roles may end work in the loop
+            self._on_end()  # The loop is closed after this, because roles may end work in the loop.
             if self.tasks is not None:
                 self.tasks.close()
             self._over.set()
 
     def _next(self) -> Work | None:
         while True:
-            if self._is_plain():  # nearly always: the next item in the queue is the next call
+            if self._is_plain():  # Nearly always, the next item in the queue is the next call.
                 item = self._queue.get()
                 if isinstance(item, Work):
                     return item
@@ -349,7 +361,7 @@ class Lane:
             self._take()
 
     def _tell(self, runs: int) -> None:
-        """Report a hold or pause that this lane has reached, with this number of running calls."""
+        """Report a hold or pause that this lane has reached. `runs` is the number of running calls."""
         if (back := self._order.back(runs)) is not None:
             self._on_held(*back)
         if (pause := self._order.rests(runs)) is not None:
@@ -375,18 +387,18 @@ class Lane:
         self._note_all()
 
     def _loop_goes_on(self) -> bool:
-        """Return whether calls await something, or role code has left work in the loop."""
+        """Return whether calls await something, or whether role code has left work in the loop."""
         if self.tasks is None:
             if "asyncio" not in sys.modules:
                 return False
-            return self._with_loop().go_on()  # role code may have used a current loop before the first async call
+            return self._with_loop().go_on()  # Role code may have used a current loop before the first async call.
         return len(self.tasks) > 0 or self.tasks.go_on()
 
     def _has_news(self) -> bool:
         return not self._queue.empty()
 
     def _note_all(self) -> None:
-        while self._has_news():  # no other thread takes from the queue
+        while self._has_news():  # No other thread takes items from the queue.
             self._note(self._queue.get())
 
     def _note(self, item: _Item) -> None:
@@ -416,12 +428,16 @@ class Lane:
 
     def keeps(self) -> bool:
         """Return whether the running call should stop at the next pause point."""
-        if not self.tasks and threading.current_thread() is self.thread:  # otherwise the lane handles items by itself
+        # A sync call occupies the lane, so queued items are handled here.
+        if not self.tasks and threading.current_thread() is self.thread:
             self._note_all()
         return self._order.keeps
 
     def rest_here(self, work: Work, goes_on: Callable[[], bool]) -> None:
-        """Block a sync call at a pause point; code that changes the condition calls `look_around`."""
+        """Block a sync call at a pause point until `goes_on()` holds.
+
+        Code that changes the condition calls `look_around`.
+        """
         self._rests(work, 1)
         try:
             self._wait(goes_on, may_begin=True)
@@ -429,9 +445,9 @@ class Lane:
             self._rests(work, -1)
 
     async def rest(self, work: Work, until: asyncio.Future[None] | None = None) -> None:
-        """Wait at a pause point of an async call for any news of the lane, or for a given future.
+        """Wait at an async call's pause point until an item arrives for the lane, or until the given future is done.
 
-        A call rests when all tasks in it do (`Work.active_tasks`).
+        A call rests when all its tasks rest (`Work.active_tasks`).
         """
         assert self.tasks is not None
         with self.resting(work):
@@ -439,7 +455,7 @@ class Lane:
 
     @contextlib.contextmanager
     def resting(self, work: Work) -> Iterator[None]:
-        """Return a block in which a task of an async call only waits."""
+        """Count a task of an async call as resting at a pause point during a block."""
         assert self.tasks is not None
         self._rests(work, 1)
         self.tasks.look()
@@ -455,7 +471,7 @@ class Lane:
         )
 
     def stand(self, is_over: Callable[[], bool]) -> None:
-        """Stand still during a call until a condition holds; code that ends the wait calls `look_around`."""
+        """Block the lane during a call until `is_over()` holds. Code that changes the condition calls `look_around`."""
         self._order.standing += 1
         try:
             self._wait(is_over, may_begin=False)
@@ -463,11 +479,11 @@ class Lane:
             self._order.standing -= 1
 
     def look_around(self) -> None:
-        """Wake a waiting lane for new checks; from any thread."""
+        """Wake a waiting lane to check conditions again. May be called from any thread."""
         self.do(lambda: None)
 
     def _wait(self, goes_on: Callable[[], bool], may_begin: bool) -> None:
-        """Handle the lane's items during a call, so that nothing waits for this lane."""
+        """Handle the lane's queued items while a call waits for a condition."""
         while not goes_on():
             self._tell(runs := len(self.running))
             if not may_begin or (other := self._order.next_stand(runs)) is None:
@@ -478,14 +494,14 @@ class Lane:
     # -- async methods
 
     def have_places(self, count: int) -> None:
-        """Size the loop's executor for the concurrent calls, or rows, of one async method."""
+        """Size the event loop's thread pool for this number of concurrent calls or rows."""
         if count > self._places:
             self._places = count
             if self.tasks is not None:
                 self.tasks.have_threads(count)
 
     def have_loop(self) -> None:
-        """Ensure a current event loop for role code; without asyncio, no code asks for one."""
+        """Ensure that role code finds a current event loop. Without asyncio, no code asks for a loop."""
         if "asyncio" in sys.modules:
             self._with_loop()
 
@@ -499,7 +515,8 @@ class Lane:
 
     def _start(self, work: Work) -> None:
         coroutine = work.run(work)
-        if coroutine is None or isinstance(coroutine, bool):  # the call failed before the first await
+        # No coroutine means that the call failed before the first await.
+        if coroutine is None or isinstance(coroutine, bool):
             del self.running[work.seq]
             if not coroutine:
                 self._order.failed(work)
@@ -507,7 +524,8 @@ class Lane:
         self._with_loop().begin(work.seq, self._await(work, coroutine))
 
     def _give_up(self, first: int, last: int) -> None:
-        for seq, work in list(self.running.items()):  # a sync call at a pause point checks the mark by itself
+        # A sync call at a pause point checks the cancellation mark itself.
+        for seq, work in list(self.running.items()):
             if first <= seq <= last and self.tasks is not None and work.concurrency:
                 work.given_up = True
                 self.tasks.cancel(seq)

@@ -1,11 +1,10 @@
-"""Process-wide state of libraries, kept separately for each role of a worker.
+"""Keeps the process-wide state of libraries separate for each role of a worker.
 
-These are the default generators of `random`, NumPy and torch, and switches of torch. Roles share a process, but each
-role finds this state as its own code has left it, as in a separate process: a neighbour that seeds or draws
-changes nothing. At first, a role's generators start from a seed of the role, and the switches are as the modules of
-roles have left them.
+The state is the default generators of `random`, NumPy and torch, and switches of torch. Roles share a process, but each
+role finds this state as its own code has left it, so another role that seeds or draws changes nothing. At first, a
+role's generators start from the role's seed, and the switches are as the modules of roles have left them.
 
-State is exchanged when the lane goes on with another role. Repeated calls of one role cost nothing.
+State is exchanged when the lane switches to another role. Repeated calls of one role cost nothing.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from colocate.worker.switches import Switches
 
 @attrs.define(eq=False)
 class Own:
-    """State of one role, by library, as Python objects; a library without an entry starts from the seed."""
+    """One role's process-wide state, by library. A library without an entry starts from the seed."""
 
     seed: int
     states: dict[str, Any] = attrs.field(factory=dict)
 
 
 def own_of(seed: int, group: str, role: str | None, slot: int, generation: int) -> Own:
-    """Return a role's initial state; `seed` is the runtime's."""
+    """Return a role's initial state, with a seed derived from the runtime's `seed`."""
     return Own(derive_seed(seed, group, f"{role}\0default generators\0{generation}", slot))
 
 
 class ProcessWide:
-    """Exchanges process-wide state between the roles of the main lane, in a worker process.
+    """Swaps libraries' process-wide state when the main lane of a worker process switches between roles.
 
     For each library, `take` returns the present state (given the state that was put), and `put` restores a state.
     `begin` starts from a seed, and returns the resulting state, if known. `plain` turns a generator's state into JSON,
@@ -55,7 +54,7 @@ class ProcessWide:
         self._all = (*self._generators, self._switches)
 
     def have(self, own: Own) -> None:
-        """Put a role's state in place, after saving the former role's."""
+        """Save the present role's state, and apply another role's state."""
         before, self.now = self.now, own
         for library in self._all:
             if library.is_there():
@@ -66,7 +65,7 @@ class ProcessWide:
         self._device.expect()
 
     def came(self) -> None:
-        """Give a library imported amid a role's code the state of that role."""
+        """Apply the present role's state to libraries that this role's code has just imported."""
         if self.now is not None:
             for library in self._all:
                 if library.is_there() and library.name not in self.now.states:
@@ -74,12 +73,12 @@ class ProcessWide:
             self._device.expect()
 
     def loaded(self) -> None:
-        """Record the switches after the import of a role's module, as initial switches of all roles."""
+        """Record the switches that a role's module has set at import as the initial switches of all roles."""
         if self._switches.is_there():
             self._switches.usual = self._switches.take(None)
 
     def saved(self, own: Own) -> Mapping[str, Any]:
-        """Return a role's generator states for JSON. Switches aren't saved: constructors set them again."""
+        """Return a role's generator states for JSON. Switches aren't saved, because constructors set them again."""
         plain = {}
         for generator in self._generators:
             state = own.states.get(generator.name)
@@ -108,22 +107,22 @@ def _put(kept: _Random | _NumPy | _Torch | Switches, own: Own) -> None:
 
 
 def _memory_of(thing: object, of: type) -> Any:
-    """Return an object's memory after the header, which is far quicker to read than the state by a call."""
+    """Return an object's memory after the header. Reading it is far quicker than calling a method for the state."""
     head = object.__basicsize__
     return (ctypes.c_char * (of.__basicsize__ - head)).from_address(id(thing) + head)
 
 
 class _Random:
-    """Generator of `random`: the memory of its object, and a number drawn in advance.
+    """The state of `random`: the generator's memory, and a normally distributed number drawn in advance.
 
-    `random.getstate` and `setstate` convert 625 numbers: every call would take a tenth longer, even of roles that never
-    draw.
+    `random.getstate` and `setstate` convert 625 numbers. They would make every call a tenth longer, even for roles that
+    never draw.
     """
 
     name = "random"
 
     def __init__(self) -> None:
-        # The object whose methods are the module's functions.
+        # The functions of the `random` module are methods of this object.
         self._own: Any = random.getstate.__self__  # type: ignore[attr-defined]
         self._memory = _memory_of(self._own, _CRandom)
 
@@ -160,12 +159,12 @@ class _Random:
 
 
 class _NumPy:
-    """NumPy's default generator: each role has a bit generator, and a number drawn in advance."""
+    """The state of NumPy's default generator: each role's bit generator, and a number drawn in advance."""
 
     name = "numpy"
 
     def __init__(self) -> None:
-        self._memory: Any = None  # memory of the object that holds the bit generator
+        self._memory: Any = None  # Memory of the `RandomState` object that refers to the bit generator.
         self._placed = b""
 
     def is_there(self) -> bool:
@@ -178,25 +177,25 @@ class _NumPy:
         if state is not None and bits is state[0] and self._memory.raw == self._placed:
             return state
         whole = numbers.get_state(legacy=False)
-        # NumPy puts such a number back only into the default bit generator.
+        # NumPy can restore a number drawn in advance only for the default kind of bit generator.
         return bits, whole["gauss"] if whole["has_gauss"] and isinstance(bits, numbers.MT19937) else None
 
     def put(self, state: Any) -> None:
         numbers = _numpy_random()
         bits, gauss = state
-        numbers.set_bit_generator(bits)  # also discards the number drawn in advance
+        numbers.set_bit_generator(bits)  # This call also discards the number drawn in advance.
         if gauss is not None:
             whole = numbers.get_state(legacy=False)
             numbers.set_state({**whole, "has_gauss": 1, "gauss": gauss})
         if self._memory is None:
-            random_state = numbers.get_state.__self__  # the object whose methods are the module's functions
+            random_state = numbers.get_state.__self__  # The functions of `numpy.random` are methods of this object.
             self._memory = _memory_of(random_state, type(random_state))
         self._placed = self._memory.raw
 
     def begin(self, seed: int) -> Any:
         numbers = _numpy_random()
-        # A RandomState takes a tenth of the time of a bit generator alone. Without the third word the numbers would
-        # equal those of `random`: both are the Mersenne Twister.
+        # Making a `RandomState` takes a tenth of the time of making a bit generator alone.
+        # Without the third word, numbers would equal the numbers of `random`, because both use the Mersenne Twister.
         random_state = numbers.RandomState([seed & 0xFFFFFFFF, seed >> 32, 1])
         state = random_state._bit_generator, None
         self.put(state)
@@ -236,7 +235,7 @@ def _with_arrays(plain: Any) -> Any:
 
 
 class _Torch:
-    """Torch's default generator on the host. A read takes no longer than a check for changes."""
+    """The state of torch's default CPU generator. Reading the state takes no longer than checking it for changes."""
 
     name = "torch"
 
@@ -265,7 +264,7 @@ class _Torch:
 
 
 class _Device(_Torch):
-    """Torch's default generator of the slot's device, once the device is in use."""
+    """The state of the default generator of the slot's device, once the device is in use."""
 
     name = "device"
 
@@ -276,11 +275,11 @@ class _Device(_Torch):
         return self._device != "cpu" and super().is_there() and in_use(self._device) is not None
 
     def begin(self, seed: int) -> Any:
-        # Seeding torch seeds all devices: the host's initial seed says what an unused device's would be.
+        # Seeding torch seeds all devices, so a device that wasn't used yet has the host's initial seed.
         self._generator().manual_seed(sys.modules["torch"].initial_seed())
 
     def expect(self) -> None:
-        """Queue a seed for the device's first use, from the role that runs then: the last queued seed counts."""
+        """Queue a callback that seeds the device's generator at the first use, from the role that runs then."""
         if self._device == "cpu" or not super().is_there() or self.is_there():
             return
         module: Any = getattr(sys.modules["torch"], self._device.partition(":")[0], None)

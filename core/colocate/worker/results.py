@@ -1,4 +1,4 @@
-"""Checks of a method's result, before it is kept or sent."""
+"""Checks a method's result before the result is stored or sent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from colocate.errors import DispatchError
 
 
 def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
-    """Return the number of rows of a kept result, for calls on slices of the result.
+    """Return a stored result's number of rows for later slicing; None if the result can't be sliced.
 
-    Ranks whose results don't count, such as those of a pipeline's earlier stages, may have none.
+    Ranks whose results aren't used, such as those of a pipeline's earlier stages, may have no rows.
     """
     if not isinstance(spec.collect, Concat):
         return None
@@ -40,7 +40,7 @@ def sources_of(spec: MethodSpec, ctx: Context) -> Sequence[int]:
 
 
 def without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
-    """Return the result of a method with `pad=True` without padding rows."""
+    """Remove the padding rows from the result of a method with `pad=True`."""
     count = batch.rows(result, f"the result of {label}")
     if count != rows:
         raise DispatchError(

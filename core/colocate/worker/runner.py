@@ -1,4 +1,4 @@
-"""Execution on a worker's lanes: roles are constructed, and their methods run."""
+"""Runs the work of a worker's lanes: constructs roles, and calls methods of roles."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from colocate.worker.settings import OwnSettings, Steps, own_block
 
 
 class Runner:
-    """Runs a lane's work, on the lane, and sends the results."""
+    """Runs the work of one lane on the lane's thread, and sends the results to the driver."""
 
     def __init__(
         self, worker_context: WorkerContext, broken: Callable[[str], None], background: Background | None = None
     ) -> None:
-        """Make a runner.
+        """Prepare to run a lane's work.
 
         Args:
             worker_context: The worker whose roles are constructed and run.
@@ -54,12 +54,12 @@ class Runner:
         lane = worker_context if background is None else background
         self._lane, self._device, self._setting = lane.lane, lane.device, lane.setting
         self._background, self._is_main = background, background is None
-        # In a worker process the main lane's thread is the main one, never one of colocate's.
+        # In a worker process, the main lane runs on the process's main thread, which colocate didn't start.
         has_thread = worker_context.in_process or not self._is_main
         self._role_code, self._awaited_code = RoleCode(has_thread), RoleCode(has_thread=False)
 
     def build(self, work: Work) -> bool:
-        """Construct this slot's roles, and restore the roles if requested; return whether everything went well."""
+        """Construct and start this slot's roles, and return whether everything succeeded."""
         worker_context = self._worker_context
         message = work.message
         assert isinstance(message, to_worker.Build)
@@ -68,7 +68,7 @@ class Runner:
             worker_context.definitions.compare_modules()
             for name, plain in message.given.items():
                 worker_context.part(name).given(plain)
-        except Exception as error:  # torch's, say, when the default group can't be made
+        except Exception as error:  # For example, torch raises an error when the default process group can't be made.
             self._failed(0, None, None, error)
             return False
         builds: list[RoleBuild] = worker_context.codec.unpack(work.body, None)
@@ -110,14 +110,18 @@ class Runner:
         return True
 
     def call(self, work: Work) -> Any:
-        """Run a method; return whether the call went well, or a coroutine with that result.
+        """Run a method, and return whether the call succeeded.
 
-        Steps for only some roles, devices or drivers are conditional, so that other calls don't pay for them.
+        For an async method, return a coroutine with that result.
+
+        Return None if the call must be queued again. Steps that only some calls need are conditional, so that other
+        calls don't pay for them.
         """
         worker_context = self._worker_context
         call = work.message
         assert isinstance(call, to_worker.Call)
-        body, work.body = work.body, None  # frees the body, which may be large: the role refers to the last call
+        # The body may be large, and the role refers to the last call, so the call must not keep the body.
+        body, work.body = work.body, None
         role = work.role
         assert role is not None
         spec: MethodSpec = work.spec
@@ -130,7 +134,7 @@ class Runner:
             if worker_context.enters:
                 for hook in worker_context.enters:
                     hook(call.seq, role, spec)
-            if self._device.is_gpu and not spec.is_async:  # only for sync calls, as others run beside async ones
+            if self._device.is_gpu and not spec.is_async:  # Async calls aren't measured, because async calls overlap.
                 work.allocated = self._device.begin()
             if worker_context.begins and not spec.revives:
                 for check in worker_context.begins:
@@ -144,7 +148,8 @@ class Runner:
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
-            if not spec.is_async and "asyncio" in sys.modules:  # without asyncio, no code asks for a current loop
+            # Without asyncio, no code can ask for a current event loop.
+            if not spec.is_async and "asyncio" in sys.modules:
                 self._lane.have_loop()
             code = spec.call if spec.feature is None else worker_context.part(spec.feature).runs(work, role)
             with self._role_code:
@@ -159,7 +164,7 @@ class Runner:
             worker_context.left(call.seq)
             work.body = body
             return None
-        except BaseException as error:  # any error of role code is the caller's to see, SystemExit included
+        except BaseException as error:  # Every error of role code is reported to the caller, even SystemExit.
             worker_context.left(call.seq)
             worker_context.peers.given_back(work.seq, work.label)
             worker_context.wait_for_cause(error, role.name)
@@ -172,9 +177,9 @@ class Runner:
         return True
 
     def close(self) -> None:
-        """End the background work of the lane's roles, last role first, by their `close` hooks.
+        """Call the `close` hooks of the lane's roles, the last role first, to end the roles' background work.
 
-        An error is printed, and the next role follows.
+        If a hook raises, print the error and continue with the next role.
         """
         background = self._worker_context.background
         for role in reversed([*self._worker_context.roles.values()]):
@@ -184,7 +189,7 @@ class Runner:
             try:
                 with self._role_code:
                     role.close()
-                if role.name is not None:  # the runner of functions is a role without a name
+                if role.name is not None:  # The role that runs plain functions has no name.
                     for part in self._worker_context.parts.values():
                         part.closed(role.name)
             except BaseException as error:
@@ -212,7 +217,7 @@ class Runner:
         resolver: Resolver | None,
         start: float,
     ) -> bool:
-        # A task has a separate context, so that nothing has to be reset.
+        # Each task has a separate context, so these variables needn't be reset.
         set_current(role.ctx)
         running_call.set(work)
         own_block.set(partial(OwnSettings, self._setting))
@@ -287,9 +292,10 @@ class Runner:
             if work.rows is not None and (result is not None or counts(spec, role.ctx)):
                 result = without_padding(result, work.rows, work.valid_rows, label)
             if result is not returned and device.is_gpu:
-                device.end(label)  # the copies above
+                device.end(label)  # This waits for the copies that `ordinary` and `without_padding` made.
             is_of_worker = call.method in GROUP_WIDE_CALLS
-            if is_of_worker:  # such calls change no residents, and features have checked for room
+            # Calls on the whole worker change no residents, and features have checked the free memory.
+            if is_of_worker:
                 worker_context.changed(None)
             else:
                 if worker_context.store.entries or resolver is not None or work.watches:
@@ -302,7 +308,8 @@ class Runner:
                     reports = {**(reports or {}), **plain}
             transfers = summed(work.taken) if work.taken else ()
             body = None if result is None or call.keep is not None else worker_context.packed(result, label)
-            if put_off and self._is_main and not is_of_worker:  # calls on a whole worker aren't interrupted
+            # Calls on a whole worker aren't interrupted by signal handlers.
+            if put_off and self._is_main and not is_of_worker:
                 raise_put_off()
             kept_result = None
             if call.keep is not None:
@@ -324,14 +331,14 @@ class Runner:
 
     def _check_writes(self, work: Work, role: RoleInstance, resolver: Resolver | None) -> None:
         worker_context, label = self._worker_context, work.label
-        # All are listed first, so that nobody reads a changed value.
+        # All changed residents are marked before the first error is raised, so that nobody reads a changed value.
         written = self._writes(work, role.name)
         if resolver is not None:
             written += [
                 (key, maker, by or label) for key, maker, by in worker_context.peers.given_back(work.seq, label)
             ]
-            # As if these residents were here: among several ranks one has the value itself, and the order of reports
-            # must make no difference.
+            # Remote residents are reported like local ones, because only one of several ranks may hold the value.
+            # The order of the ranks' reports must make no difference.
             written += [(source.key, source.label, self._suspects(work)) for source in resolver.written()]
         for key, maker, by in written:
             raise _written(by, maker, key)
@@ -341,14 +348,14 @@ class Runner:
 
     def _writes(self, work: Work, role: str | None) -> list[tuple[int, str, str]]:
         store = self._worker_context.store
-        # A role may write into its arguments, or into a former result that the role still refers to.
-        everything = store.strict or role is None  # a function may have asked any role for anything
+        # A role may write into arguments, or into a former result that the role still refers to.
+        everything = store.strict or role is None  # A plain function may have changed the objects of any role.
         keys = None if everything else dict.fromkeys((*work.used, *store.made_by(role or "")))
         by = self._suspects(work)
         return [(key, maker, by) for key, maker, _ in store.written(keys, by)]
 
     def _suspects(self, work: Work) -> str:
-        """Return the label of the calls that may have written: this one, and those running on other lanes."""
+        """Return the labels of the calls that may have written: this call, and calls running on other lanes."""
         context = self._worker_context
         if not context.background:
             return work.label
@@ -364,9 +371,9 @@ class Runner:
     ) -> None:
         worker_context = self._worker_context
         error = worker_context.blamed(error, role)
-        worker_context.changed(role)  # the role may have released or kept memory
+        worker_context.changed(role)  # The failed role may use more or less memory than before.
         if failure.is_out_of_memory(error):
-            # There may be too little memory even for the look.
+            # There may be too little memory left even for this report.
             with suppress(RoleError, MemoryError, CapabilityError):
                 failure.note(error, worker_context.who_has_what())
         self._lane.waits()
@@ -374,19 +381,20 @@ class Runner:
         secondary = isinstance(error, Consequence) or (work is not None and work.given_up)
         secondary = secondary or (self._is_main and worker_context.is_consequence())
         report, body = failure.failed(error, worker_context.codec, worker_context.definitions, role, secondary)
-        if not worker_context.scope.let_go(seq):  # otherwise no driver leads the hold that follows
+        # Without the call's driver, nobody would lead the hold after this report.
+        if not worker_context.scope.let_go(seq):
             transfers = summed(work.taken) if work is not None and work.taken else ()
             end = time.time()
             start = end if work is None else work.began
             lane = "" if self._is_main or role is None else role
             worker_context.say(from_worker.Failed(seq, report, parts, start, end, transfers, lane), body)
-        if keep is not None:  # dependents fail of this in turn, and should be reported later
+        if keep is not None:  # Calls that use this resident also fail, and their reports should come after this one.
             worker_context.store.fail(keep, f"{report.type}: {report.text}")
-        # Checked after the report: the device's work may wait for other ranks, which learn of the failure by the
-        # report.
+        # The device is checked after the report, because work on the device may wait for other ranks.
+        # Other ranks learn of the failure by the report.
         if seq and (lost := self._device.why_lost()) is not None:
             self._broken(lost)
-        elif work is not None:  # the call may have written before the failure: later calls mustn't be blamed
+        elif work is not None:  # Record writes of the failed call now, so that no later call is held responsible.
             self._writes(work, role)
 
 

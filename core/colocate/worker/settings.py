@@ -1,8 +1,8 @@
-"""Torch's settings of a thread or a process, of which each role of a worker has its own.
+"""Keeps torch's thread-wide and process-wide settings separate for each role of a worker.
 
-Roles share a process and a thread. Settings of a role's constructor hold in the role's methods, as in a separate
-process, and in no other role; settings that a method leaves behind are reset when it ends. Settings that a module
-makes at import hold for all roles.
+Roles share a process and a thread. Settings that a role's constructor makes apply in that role's methods, and in no
+other role. Settings that a method leaves behind are reset when the method ends. Settings that a module makes at import
+apply to all roles.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ _Autocast: TypeAlias = tuple[tuple[tuple[str, bool, Any], ...], bool, int]
 
 @attrs.frozen
 class Settings:
-    """Torch's settings."""
+    """A snapshot of torch's settings, such as gradients, autocast, modes and the current stream."""
 
-    grad: bool = True  # whether gradients are recorded
-    inference: bool = False  # whether inference mode is on
-    autocast: _Autocast | None = None  # autocast of operations to another dtype; None for none
-    dtype: Any = None  # default dtype of new tensors; None for float32
-    modes: _Modes | None = None  # modes that intercept operations, a default device among these; None for none
-    stream: Any = None  # current stream of the GPU; None for the usual one
-    own: Own | None = None  # generators and switches in place; None for no change
+    grad: bool = True  # Whether gradients are recorded.
+    inference: bool = False  # Whether inference mode is on.
+    autocast: _Autocast | None = None  # Autocast of operations to another dtype; None if autocast is off.
+    dtype: Any = None  # Default dtype of new tensors; None for float32.
+    # Modes that intercept operations, including the default device; None if no mode is active.
+    modes: _Modes | None = None
+    stream: Any = None  # Current stream of the GPU; None for the lane's usual stream.
+    own: Own | None = None  # The role's random generators and switches; None for no change.
 
 
 @attrs.frozen
 class _Modes:
-    """Torch's stacks of modes of a thread, the lowest first."""
+    """A thread's stacks of active torch modes, each from the bottom up."""
 
-    functions: tuple[Any, ...]  # function modes
-    default: Any  # the function mode of the default device
-    device: Any  # device for which code is compiled, if there are function modes
-    operators: tuple[Any, ...]  # dispatch modes
-    saved: tuple[tuple[Any, Any], ...]  # pack and unpack hooks for saved tensors
+    functions: tuple[Any, ...]  # Modes that intercept torch functions.
+    default: Any  # The function mode that sets the default device.
+    device: Any  # Torch's `CURRENT_DEVICE` for compiled code; None without function modes.
+    operators: tuple[Any, ...]  # Modes that intercept operators at dispatch.
+    saved: tuple[tuple[Any, Any], ...]  # Pack and unpack hooks for saved tensors.
 
 
 USUAL = Settings()
 """Settings of freshly imported torch."""
 
-_guards = threading.local()  # guard that sets a thread's inference mode
+_guards = threading.local()  # For each thread, the guard object that sets inference mode.
 
 
 class Setting:
-    """Reads and sets torch's settings, on the lane."""
+    """Reads and applies torch's settings on the thread of a lane."""
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class Setting:
         leaves: Callable[[Any], object] = lambda stream: None,
         own_stream: bool = False,
     ) -> None:
-        """Begin with the usual settings. Process-wide settings stay untouched if the process is the driver's.
+        """Begin with the settings of freshly imported torch. If `in_process`, never change process-wide settings.
 
-        `leaves` is called with a stream that is no longer current: work may have begun there. With `own_stream`, the
-        usual stream is made for this lane.
+        `leaves` is called with a stream that is no longer current, because work may have begun on it. With
+        `own_stream`, the lane's usual stream is a new one.
         """
         self.process_wide = None if in_process else ProcessWide(device)
         self._device = device
@@ -77,10 +78,10 @@ class Setting:
         self._in_process = in_process
         self._leaves = leaves
         self.base = USUAL
-        self._stream: Any = None  # the usual stream
-        self._torch: Any = None  # cached after the import, since each call reads it
+        self._stream: Any = None  # The stream that is current unless a role sets another.
+        self._torch: Any = None  # The torch module, cached because each call uses torch.
         self._no_autocast: Any = None
-        self._casts = False  # whether some role has used autocast
+        self._casts = False  # Whether any role has used autocast.
 
     def now(self) -> Settings:
         """Return the present settings."""
@@ -102,25 +103,25 @@ class Setting:
         )
 
     def have(self, wanted: Settings) -> None:
-        """Apply settings."""
+        """Apply the wanted settings to torch."""
         role_state, wide = wanted.own, self.process_wide
         if role_state is not None and wide is not None and role_state is not wide.now:
             wide.have(role_state)
         torch = self._torch
         if torch is None:
-            if "torch" not in sys.modules:  # checked first, since each call comes here
+            if "torch" not in sys.modules:  # This cheap check comes first, because every call gets here.
                 return
             torch = self._imported()
             if torch is None:
                 return
-        # Each call checks these settings, which rarely need a change.
+        # Every call checks these settings, but changes are rarely needed.
         changes = torch.is_inference_mode_enabled() is not wanted.inference
         changes_modes = changes or ((_has_modes(torch) or wanted.modes is not None) and _modes(torch) != wanted.modes)
         if changes_modes:
-            _pop_modes(torch)  # first: modes are part of the state that a guard restores
+            _pop_modes(torch)  # Modes are popped first, because the guard restores modes, too.
         if changes:
             guard, _guards.guard = getattr(_guards, "guard", None), None
-            if guard is not None:  # restores the former mode
+            if guard is not None:  # Leaving the guard restores the former inference mode.
                 guard.__exit__(None, None, None)
             if torch.is_inference_mode_enabled() is not wanted.inference:
                 _guards.guard = torch.inference_mode(wanted.inference)
@@ -128,7 +129,7 @@ class Setting:
         if self._casts or torch._C._is_any_autocast_enabled():
             _set_autocast(torch, self._autocast(torch), wanted.autocast or self._no_autocast)
         if torch.is_grad_enabled() is not wanted.grad:
-            torch._C._set_grad_enabled(wanted.grad)  # without the object of a context manager
+            torch._C._set_grad_enabled(wanted.grad)  # This avoids the cost of creating a context manager.
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
             torch.set_default_dtype(dtype)
         if changes_modes:
@@ -136,15 +137,15 @@ class Setting:
         if self._device != "cpu" and (module := in_use(self._device)) is not None:
             if module.current_device() != number_of(self._device):
                 module.set_device(self._device)
-            # The current stream may belong to the role whose constructor uses the device first.
+            # The default stream is preferred, because a role's constructor may have changed the current stream.
             if self._stream is None:
                 usual = module.Stream if self._own_stream else getattr(module, "default_stream", module.current_stream)
                 self._stream = usual(self._device)
             before, stream = module.current_stream(self._device), wanted.stream or self._stream
             if before != stream:
                 self._leaves(before)
-                # The new stream uses results of the former, and memory that was freed there. A graph under capture must
-                # not include other streams' work.
+                # The new stream waits, because role code there uses the former stream's results and freed memory.
+                # There is no wait during a graph capture, which must not include other streams' work.
                 if not getattr(module, "is_current_stream_capturing", lambda: False)():
                     stream.wait_stream(before)
                 module.set_stream(stream)
@@ -174,13 +175,14 @@ class Setting:
 
     @contextlib.contextmanager
     def amid(self) -> Iterator[None]:
-        """Return a block amid role code for other code: the usual settings apply inside, the former ones after."""
+        """Apply the base settings inside a block amid role code, and restore the role's settings after the block."""
         torch = imported("torch")
         if torch is None:
             yield
             return
         clears: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # transforms of `torch.func` must not apply inside
+        # Transforms of `torch.func` must not apply inside the block.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as clears
         with clears():
             before = self.now()
@@ -192,10 +194,10 @@ class Setting:
 
 
 class OwnSettings:
-    """Settings of code that runs step by step: each step finds the settings that the last has left."""
+    """A context manager for code that runs step by step. Each step starts with the settings that the last step left."""
 
     def __init__(self, setting: Setting, first: Settings | None = None) -> None:
-        """Args: setting: Applies the settings. first: Settings of the first step; None for the present ones."""
+        """Args: setting: Applies the settings. first: Settings of the first step; None for the present settings."""
         self._setting = setting
         self._now = first or setting.now()
 
@@ -215,8 +217,8 @@ def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
         torch.set_autocast_enabled(kind, is_on)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(caches)
-    # Torch clears the cache at the end of the outermost block, which a role's permanent block never reaches: other code
-    # would compute with weights from before an update.
+    # Torch clears the cache at the end of the outermost block, which a role's permanent block never reaches.
+    # Without clearing the cache, other code would compute with weights from before an update.
     while torch.autocast_increment_nesting() <= depth:
         pass
     while torch.autocast_decrement_nesting() > depth:
@@ -224,8 +226,8 @@ def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
     torch.clear_autocast_cache()
 
 
-# Modes can't be left and entered again: torch would mix up modes below another mode's block. So modes are taken from
-# the stacks, and put back.
+# Modes can't be exited and entered again, because torch would mix up modes below another mode's block.
+# Modes are therefore popped from the stacks, and pushed back later.
 
 
 def _has_modes(torch: Any) -> bool:
@@ -234,7 +236,7 @@ def _has_modes(torch: Any) -> bool:
 
 
 def _modes(torch: Any) -> _Modes | None:
-    """Return torch's stacks of modes; None when all are empty."""
+    """Return torch's stacks of modes, or None if all stacks are empty."""
     if not _has_modes(torch):
         return None
     c = torch._C
@@ -290,7 +292,7 @@ def _pop_saved(torch: Any) -> tuple[tuple[Any, Any], ...]:
 
 def _top_saved(autograd: Any) -> tuple[Any, Any] | None:
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(True)  # missing in some versions of torch
+    return None if top is None else top(True)  # Some versions of torch lack this function.
 
 
 def _push_saved(torch: Any, saved: tuple[tuple[Any, Any], ...]) -> None:
@@ -305,24 +307,24 @@ own_block: ContextVar[Callable[[], AbstractContextManager[object]] | None] = Con
 
 
 class Steps(Coroutine[Any, Any, T]):
-    """Coroutine each of whose steps runs in a block.
+    """A wrapper that runs each step of a coroutine inside a context manager.
 
     Attributes:
         coroutine: The wrapped coroutine.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], block: AbstractContextManager[object]) -> None:
-        """Args: coroutine: The coroutine. block: Entered before each step and left after it."""
+        """Args: coroutine: The coroutine. block: Entered before each step and exited after the step."""
         self.coroutine = coroutine
         self._block = block
 
     def send(self, value: Any) -> Any:
-        """Run a step."""
+        """Send a value to the coroutine, and run the next step."""
         with self._block:
             return self.coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Run a step that begins with an error."""
+        """Throw an error into the coroutine, and run the next step."""
         with self._block:
             return self.coroutine.throw(*error)
 
@@ -332,10 +334,11 @@ class Steps(Coroutine[Any, Any, T]):
             self.coroutine.close()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.coroutine, name)  # so that name, frame and other attributes are the coroutine's
+        return getattr(self.coroutine, name)  # Name, frame and other attributes come from the coroutine.
 
     def __next__(self) -> Any:
         return self.send(None)
 
     def __await__(self) -> Generator[Any, Any, T]:
-        return cast("Generator[Any, Any, T]", self)  # correct except for the type
+        # This object is also the iterator; the cast only satisfies the type checker.
+        return cast("Generator[Any, Any, T]", self)

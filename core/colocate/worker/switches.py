@@ -1,4 +1,4 @@
-"""Switches of torch that hold for a whole process."""
+"""Reads and sets torch's switches that apply to the whole process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _PAIRS = (
 
 
 class Switches:
-    """Deterministic algorithms, anomaly detection, the precision of products, cuDNN's options, and attention kernels.
+    """Torch's process-wide switches, such as deterministic algorithms, anomaly detection and attention kernels.
 
-    Denormals are missing: torch doesn't tell their state.
+    The precision of products and cuDNN's options are included. Denormals are missing, because torch doesn't report
+    their state.
 
     Attributes:
         usual: Switches for roles that have set none.
@@ -40,18 +41,18 @@ class Switches:
     _found: list[_Switch] | None = None
 
     def is_there(self) -> bool:
-        """Whether torch has been imported."""
+        """Return whether torch has been imported."""
         return imported("torch") is not None
 
     def take(self, state: Any) -> Any:
-        """Return the present switches. `state`: ignored."""
+        """Return the present switches. `state` is ignored."""
         if self._found is None:
             self._found = _all(imported("torch"))
         self._now = tuple([read() for read, _ in self._found])
         return self._now
 
     def put(self, state: Any) -> None:
-        """Set switches, except for those unchanged since `take`."""
+        """Set the switches that differ from the values of the last `take` or `put`."""
         now, self._now = self._now, state
         if now != state:
             for (_, write), old, new in zip(self._found or (), now, state, strict=True):
@@ -59,7 +60,7 @@ class Switches:
                     write(new)
 
     def begin(self, seed: int) -> Any:
-        """Set the usual switches, and return these. `seed`: ignored."""
+        """Set the usual switches, and return these. `seed` is ignored."""
         now = self.take(None)
         if self.usual is None:
             self.usual = now
@@ -76,7 +77,7 @@ def _all(torch: Any) -> list[_Switch]:
     def set_deterministic(wanted: Any) -> None:
         c._set_deterministic_algorithms(wanted[0], warn_only=wanted[1])
         compiler: Any = sys.modules.get("torch._inductor.config")
-        if compiler is not None:  # like torch's own function
+        if compiler is not None:  # Torch's own function sets this, too.
             compiler.deterministic = wanted[0]
 
     def anomaly() -> Any:
@@ -92,7 +93,7 @@ def _all(torch: Any) -> list[_Switch]:
 
 
 def _precision(c: Any) -> _Switch:
-    """Return the switch of float32 products' precision, in torch's older terms and, since 2.9, newer ones."""
+    """Return functions that read and set the precision of float32 products, by torch's old and new (2.9) settings."""
     newer = hasattr(c, "_get_fp32_precision_getter")
 
     def read() -> Any:
@@ -100,7 +101,7 @@ def _precision(c: Any) -> _Switch:
         for name in ("_get_float32_matmul_precision", "_get_cudnn_allow_tf32"):
             try:
                 older.append(getattr(c, name)())
-            except RuntimeError:  # a setting in newer terms has no older equivalent
+            except RuntimeError:  # The newer settings have a value that the older settings can't express.
                 older.append(None)
         return *older, *((c._get_fp32_precision_getter(*of) for of in _PRECISIONS) if newer else ())
 
@@ -110,7 +111,7 @@ def _precision(c: Any) -> _Switch:
             c._set_float32_matmul_precision(products)
         if convolutions is not None:
             c._set_cudnn_allow_tf32(convolutions)
-        # Last: a change in older terms changes these, too.
+        # The newer settings are set last, because setting the older settings changes the newer ones, too.
         for of, precision in zip(_PRECISIONS, newer_values, strict=bool(newer_values)):
             c._set_fp32_precision_setter(*of, precision)
 

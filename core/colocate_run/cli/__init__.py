@@ -1,4 +1,4 @@
-"""Define the command line: each command (`colocate run`, `check`, `plan` ...) is a function here.
+"""Define the command line, with one function for each command (`colocate run`, `check`, `plan` ...).
 
 The modules of the commands and of shell completion are imported on demand, so that the command line starts fast.
 """
@@ -83,7 +83,7 @@ def root(
 
 
 class Resume(StrEnum):
-    """Values of `--resume`."""
+    """The values of the option `--resume`."""
 
     last = "last"
     auto = "auto"
@@ -92,7 +92,7 @@ class Resume(StrEnum):
 class _Run(TyperCommand):
     """A command that accepts both `--resume` and `--resume=auto`.
 
-    Click's own optional values would take the config file for the value.
+    With Click's own optional values, the config file would be taken for the value.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -378,8 +378,8 @@ def close(
 
 
 def main() -> None:
-    """The entry point of the `colocate` command."""
-    # Strict, except in the locale C: there the handler is "surrogateescape", for the bytes of file names.
+    """Run the command `colocate`."""
+    # Python's default error handler is "strict", and in the locale C "surrogateescape". Change only these two.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # like standard error: a job may print any text
+        sys.stdout.reconfigure(errors="backslashreplace")  # A job may print any text.
     app()

@@ -1,4 +1,4 @@
-"""`colocate check`: the plan of a config, without starting anything."""
+"""`colocate check`: print the plan of a config without starting anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHERE = ("labels", "resources", "together", "grow")
 def show_plan(
     file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
-    """Print the plan of a config; return exit status 1, with every mistake, if the config is wrong."""
+    """Print the plan of a config, or all mistakes in the config; return exit status 1 if there are mistakes."""
     plan = plan_of(load(file, executor, changes, allow_import=allow_import))
     if json:
         print_json(plan)
@@ -37,7 +37,7 @@ def show_plan(
 def plan_of(config: Config) -> dict[str, Any]:
     """Return the plan of a config as plain data."""
     origins = {plugin.name: plugin.origin for plugin in plugins() if plugin.kind == "executor"}
-    plain = config.plain()  # without secrets of the environment
+    plain = config.plain()  # `plain` leaves secrets of the environment out.
     executor, job = plain["executor"], plain["job"]
     return {
         "name": config.name,
@@ -134,7 +134,7 @@ def _without_empty(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _slots(by_slot: list[list[str]]) -> list[dict[str, Any]]:
-    """Return one row per run of slots with the same roles: a thousand equal slots are one row."""
+    """Return a table row for each range of consecutive slots that have the same roles."""
     rows: list[tuple[int, int, list[str]]] = []
     for slot, roles in enumerate(by_slot):
         if rows and rows[-1][2] == roles:

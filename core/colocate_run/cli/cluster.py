@@ -20,7 +20,7 @@ from colocate_run.screen import console, show_table
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
 
-_ADDRESS = "address"  # the default option for the address of a cluster
+_ADDRESS = "address"  # The default option for a cluster's address.
 
 
 def joins(executor: str) -> str:
@@ -31,7 +31,7 @@ def joins(executor: str) -> str:
 
 @attrs.frozen
 class Cluster:
-    """A cluster as given on the command line: by a config, or by an executor and an address."""
+    """A cluster that the command line names, by a config or by an executor and an address."""
 
     file: Path | None = None
     executor: str | None = None
@@ -55,7 +55,7 @@ class Cluster:
 
         name, options = self.engine(command)
         if name is not None:
-            find_executor(name)  # raises a clearer error if no such executor is installed
+            find_executor(name)  # Raise a clear error if no such executor is installed.
         if name is None or options.get(joins(name)) is None:
             which = name if name is not None and joins(name) else next(iter(_joining()), "NAME")
             raise ConfigError(
@@ -91,10 +91,10 @@ def _joining() -> list[str]:
 
 @guarded
 def find_strays(cluster: Cluster, *, json: bool) -> int:
-    """Print the remains of dead drivers; return exit status 1 if there are any."""
+    """Print processes and files that dead drivers have left; return exit status 1 if there are any."""
     name, options = cluster.engine("audit")
     if name is not None:
-        find_executor(name)  # raises a clearer error if no such executor is installed
+        find_executor(name)  # Raise a clear error if no such executor is installed.
     option = "" if name is None else joins(name)
     audit = driver.audit_strays(driver.of_this_machine)
     looked_at = ["this machine"]
@@ -102,7 +102,7 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
         try:
             cluster_audit = _of_cluster(name, options)
         except ColocateError:
-            if not json:  # the strays of this machine are worth printing; the error follows
+            if not json:  # Print the results for this machine before the error is raised.
                 _show_strays(audit, looked_at)
             raise
         audit = driver.Audit((*audit.leaked, *cluster_audit.leaked))

@@ -1,6 +1,6 @@
 """`colocate debug`: attach to the terminal of a stopped rank, or list the stopped ranks.
 
-Modules that the prompt doesn't need are imported on demand: somebody waits.
+Modules that the prompt doesn't need are imported on demand, because a user waits for the prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from colocate_report.jobs import is_called, jobs
 
 
 def debug_rank(job: str | None, rank: str | None, *, json: bool) -> int:
-    """Attach this terminal to a rank."""
+    """Attach this terminal to a stopped rank, or list the stopped ranks."""
     try:
         attachment = features.module("debugging.attach").attach(driver_of(job), rank)
         with contextlib.closing(attachment):
@@ -47,7 +47,7 @@ def _show(told: Mapping[str, Any], rank: str | None, json: bool) -> None:
 
 
 def driver_of(job: str | None) -> int:
-    """Return the driver's process of a job, chosen from the drivers with stopped ranks."""
+    """Return the process id of a job's driver, or of the only driver with stopped ranks if no job is named."""
     if job is not None and job.partition("/")[0].isdigit():
         return int(job.partition("/")[0])
     if job is None:

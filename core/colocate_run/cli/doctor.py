@@ -1,4 +1,4 @@
-"""`colocate doctor`: versions, plugins and devices, and whether a config would work on this machine."""
+"""`colocate doctor`: print versions, plugins and devices, and check whether a config would work on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from colocate_run.screen import console, show_table
 
 _SPILL_DIR = "spill_dir"
 _SHM = Path("/dev/shm")
-_SMALL_SHM = 1 << 30  # bytes; the default of containers is 64 MiB
+_SMALL_SHM = 1 << 30  # In bytes. Containers have 64 MiB by default.
 
 
 def examine(
@@ -57,7 +57,7 @@ def examine(
 def _examined(
     file: Path, executor: str | None, changes: Iterable[str], allow_import: bool
 ) -> tuple[str | None, list[ColocateError]]:
-    """Return the spill folder that a config names, and the errors that keep the config from working on this machine.
+    """Return the spill folder that a config names, and the errors with which the config fails on this machine.
 
     The errors are mistakes in the config, or refusals of the executor to reserve the pools.
     """
@@ -65,7 +65,7 @@ def _examined(
     try:
         config = load(file, executor, changes, allow_import=allow_import)
         spill_folder = config.executor.with_.get(_SPILL_DIR)
-        # All pools are reserved together for a moment; no worker starts.
+        # Reserve all pools together for a moment, without starting workers.
         with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
             pools = [reserve_pool(runtime, name, config) for name in config.pools]
             if spill_folder is not None and any(slot.node == platform.node() for pool in pools for slot in pool.slots):
@@ -85,10 +85,10 @@ def _examined(
 
 def _row(plugin: PluginInfo, fault: PluginError | None) -> dict[str, Any]:
     state = "works" if fault is None else fault.message
-    # The cause is hidden from tracebacks if the hint is complete.
+    # An error with a complete hint has a hidden cause in `__context__`.
     cause = None if fault is None else fault.__cause__ or fault.__context__
     if fault is not None and fault.hint and isinstance(cause, ModuleNotFoundError):
-        state = f"needs {cause.name}: {fault.hint}"  # an optional plugin may never have been wanted: no alarm
+        state = f"needs {cause.name}: {fault.hint}"  # This is no error, because the plugin is optional.
     return {"name": plugin.name, "kind": plugin.brings, "from": plugin.origin, "state": state}
 
 
@@ -101,7 +101,7 @@ def _devices() -> dict[str, str]:
         gpus = f"{len(names)} ({names[0]})" if names else "none that torch can use"
     memory = psutil.virtual_memory()
     free = free_memory()
-    # The margin of 10 %: free memory changes between two readings.
+    # Allow a difference of 10 %, because free memory changes between the two readings.
     limited = free < 0.9 * memory.available
     of = ", by the limit of its control group" if limited else f" of {memory.total / 2**30:.1f} GiB"
     return {
@@ -128,7 +128,6 @@ def shared_memory(folder: Path) -> str:
 
 
 def _place_for_what_sleeps(wanted: str | None) -> str:
-    """Describe the folder that workers on this machine would choose for the host memory of sleeping roles."""
     try:
         spill = SpillFile.somewhere(wanted)
     except ValueError as error:

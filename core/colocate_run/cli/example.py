@@ -1,4 +1,4 @@
-"""`colocate example`: copy the documentation's examples, without a checkout."""
+"""`colocate example`: copy an example of the documentation from the installed package."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def copy_example(name: str | None) -> int:
 
 
 def _examples() -> dict[str, list[Path]]:
-    """Return the examples by name: each a folder, or several files of one stem."""
+    """Return the paths of each example, by the stem of folder or files."""
     package = Path(errors.__file__).parent
-    inside = package / "examples"  # in a wheel
+    inside = package / "examples"  # A wheel has the examples in the package.
     examples: dict[str, list[Path]] = {}
     for path in sorted((inside if inside.is_dir() else package.parents[1] / "docs" / "examples").iterdir()):
         if not path.name.startswith(("_", ".")):

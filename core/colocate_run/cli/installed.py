@@ -1,4 +1,4 @@
-"""`colocate --version`, and shell completion. Neither connects to a cluster nor imports a plugin."""
+"""`colocate --version` and shell completion, which neither connect to a cluster nor import a plugin."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import islice
 
 from colocate.plugins import PROTOCOL, VERSION, PluginInfo, plugins
 
-_DEEP = 2  # levels of folders below the named one
-_LOOKS = 2000  # entries at most: a shell waits
+_DEEP = 2  # How many levels of folders are searched for configs.
+_LOOKS = 2000  # How many entries are looked at, because a shell waits.
 
 
 def configs(incomplete: str) -> list[str]:
@@ -24,7 +24,7 @@ def configs(incomplete: str) -> list[str]:
 
 
 def _files(folder: str, start: str, deep: int) -> Iterator[str]:
-    """Yield paths below a folder if the first part begins with `start`; upper levels come first."""
+    """Yield the paths below a folder if the first part begins with `start`; upper levels come first."""
     try:
         entries = [entry for entry in os.scandir(folder or ".") if _fits(entry.name, start)]
     except OSError:
@@ -43,7 +43,7 @@ def _fits(name: str, start: str) -> bool:
 
 
 def executors(incomplete: str) -> list[tuple[str, str]]:
-    """Return names and distributions of executors, to complete a word."""
+    """Return the names and distributions of executors that complete a word."""
     return [
         (plugin.name, plugin.origin)
         for plugin in plugins()
@@ -52,7 +52,7 @@ def executors(incomplete: str) -> list[tuple[str, str]]:
 
 
 def plugin_names(incomplete: str) -> list[tuple[str, str]]:
-    """Return names, kinds and distributions of plugins, to complete a word."""
+    """Return the names, kinds and distributions of plugins that complete a word."""
     return [
         (plugin.name, f"{plugin.brings}: {plugin.origin}") for plugin in plugins() if plugin.name.startswith(incomplete)
     ]

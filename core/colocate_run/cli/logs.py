@@ -28,12 +28,12 @@ _LABEL = re.compile(r"[\d:. -]{23} \[(\S+) (\d+)[\] ]")
 
 @attrs.frozen
 class Wanted:
-    """A filter for log lines; None for no restriction.
+    """A filter for log lines. An attribute that is None accepts all lines.
 
     Attributes:
         group: The group.
         role: The role that printed the line.
-        rank: With a role the role's rank, otherwise the worker's slot.
+        rank: The role's rank if `role` is set, otherwise the worker's slot.
     """
 
     group: str | None
@@ -41,11 +41,11 @@ class Wanted:
     rank: int | None
 
     def has(self, file: LogFile) -> bool:
-        """Return whether a file may have matching lines."""
+        """Return whether a log file may have matching lines."""
         return self.group in (None, file.group) and (self.role is not None or self.rank in (None, file.slot))
 
     def takes(self, line: str) -> bool:
-        """Return whether a line of a matching file matches."""
+        """Return whether a line of a file that passed `has` matches."""
         if self.role is None:
             return True
         match = _LABEL.match(line)
@@ -88,7 +88,7 @@ def show_logs(run: Path, wanted: Wanted, *, lines: int, follow: bool) -> int:
 
 
 def _folder(run: Path) -> Path:
-    """Return a run's folder, given by path or name, or by the name or process of the job."""
+    """Find a run's folder by the path or name of the folder, or by the name or process of the job."""
     for folder in run, Path("runs", run):
         if folder.is_dir():
             return folder
@@ -104,7 +104,7 @@ def _lead(file: LogFile, wanted: Wanted) -> str:
 
 def _follow(run: Path, wanted: Wanted, readers: dict[Path, _Reader], stack: contextlib.ExitStack) -> None:
     while True:
-        ends = not _goes_on(run)  # before reading: the last lines before the end are still printed
+        ends = not _goes_on(run)  # Check this before reading, so that the last lines are printed.
         for file in log_files(run):
             if wanted.has(file) and not file.older and file.path not in readers:
                 readers[file.path] = stack.enter_context(_Reader(file.path, _lead(file, wanted)))
@@ -120,7 +120,7 @@ def _follow(run: Path, wanted: Wanted, readers: dict[Path, _Reader], stack: cont
 def _goes_on(run: Path) -> bool:
     """Return whether a run's driver is still alive, as far as this machine can know."""
     if not any((run / name).exists() for name in ("report.html", "error.txt")):
-        return True  # a script's run has no lock
+        return True  # A script's run has no lock, so assume that the driver is alive.
     try:
         with (run / LOCK).open("rb") as file:
             if time.time() - os.fstat(file.fileno()).st_mtime < WATCHED_S:
@@ -134,7 +134,7 @@ def _goes_on(run: Path) -> bool:
 
 
 class _Reader:
-    """Reads whole lines of a file, also across a rotation."""
+    """A reader of a log file's complete lines, also after a rotation."""
 
     def __init__(self, path: Path, lead: str) -> None:
         self.path, self.lead = path, lead
@@ -170,7 +170,7 @@ def _merged(readers: Sequence[_Reader]) -> Iterator[tuple[str, str]]:
     def lines(number: int, reader: _Reader) -> Iterator[tuple[str, int, str, str]]:
         last = ""
         for line in reader.lines():
-            last = max(last, line[:_TIME])  # one worker's lines stay in order even if the clock jumps back
+            last = max(last, line[:_TIME])  # Keep a worker's lines in order even if the clock jumps back.
             yield last, number, reader.lead, line
 
     for _, _, lead, line in heapq.merge(

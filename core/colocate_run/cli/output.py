@@ -1,4 +1,4 @@
-"""Helpers that all commands share: reading the config, printing, and errors as messages."""
+"""Helpers of all commands, which read the config, print results, and print errors as messages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ P = ParamSpec("P")
 def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_import: bool = True) -> Config:
     """Read the config of a command, and print warnings.
 
-    Modules beside the config and in the current folder become importable; not if the config may import nothing, because
-    they could shadow other modules.
+    Modules in the config's folder and in the current folder become importable, unless the config may import nothing,
+    because these modules could shadow other modules.
     """
     for folder in (os.getcwd(), str(file.absolute().parent)) if allow_import else ():
         if folder not in sys.path:
@@ -41,7 +41,7 @@ def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_impo
 
 
 def guarded(command: Callable[P, int]) -> Callable[P, int]:
-    """Wrap a command: print errors and return exit status 1; as JSON if the command is called with json=True.
+    """Wrap a command to print errors (as JSON if called with `json=True`) and to return exit status 1.
 
     An error of colocate is printed as its message, after the frames of the job's code if a job raised. Any other error
     of a job is printed as a traceback without the framework's frames. An error without a frame of a job is a bug, and
@@ -65,7 +65,7 @@ def guarded(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def _told_as(error: BaseException) -> list[BaseException]:
-    """Return the errors to print: a group's leaves, or the whole group if a leaf is a bug of colocate."""
+    """Return the errors to print, which are a group's errors, or the whole group if one is a bug of colocate."""
     if isinstance(error, BaseExceptionGroup):
         parts = [part for inner in error.exceptions for part in _told_as(inner)]
         if all(map(_is_told, parts)):
@@ -78,7 +78,7 @@ def _is_told(error: BaseException) -> bool:
 
 
 def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
-    """Return the exceptions of a group, nested groups flattened."""
+    """Return the exceptions of a group, including the exceptions of nested groups."""
     return [
         leaf
         for inner in group.exceptions
@@ -87,7 +87,7 @@ def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
 
 
 def print_errors(errors: Iterable[BaseException], *, as_json: bool) -> None:
-    """Print errors for people, or as JSON for scripts."""
+    """Print errors as text for users, or as JSON for scripts."""
     if as_json:
         print_json({"errors": [error_data(error) for error in errors]})
         return
@@ -98,7 +98,7 @@ def print_errors(errors: Iterable[BaseException], *, as_json: bool) -> None:
             continue
         if frames := frames_of_users(error):
             to.print(Text(f"Traceback (most recent call last):\n{frames.rstrip()}"), soft_wrap=True)
-        # Notes tell of further errors, mostly while closing.
+        # An error's notes describe further errors, mostly while closing.
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         to.print(Text("error: ", "bold red").append(Text(text, "")), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`colocate plan`: predict the memory of a config's roles without building the roles.
+"""`colocate plan`: predict the memory of a config's roles without allocating this memory.
 
 Each role's first rank is constructed on torch's meta device, which has shapes and no memory. Every optimizer then makes
 a step there, so that gradients and optimizer state have their real sizes. Activations aren't known. A class whose
@@ -60,8 +60,8 @@ _ADVICE = {  # Advice for torch's errors on the meta device.
 def show_memory(
     file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
-    """Print the predicted memory; return exit status 1 if a role can't fit or isn't known."""
-    # Before torch is imported: torch would warn of process groups with missing ranks.
+    """Print the predicted memory; return exit status 1 if a role can't fit or a role's memory isn't known."""
+    # Set this before torch is imported, because torch would warn of process groups with missing ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = load(file, executor, changes, allow_import=allow_import)
     # A constructor's prints must not mix with the JSON that a script reads.
@@ -84,19 +84,19 @@ class RolePlan:
     role: str
     slots: tuple[int, ...]
     ctx: Context
-    instance: Any = None  # constructed on the meta device; None if the constructor raised
-    unknown: str | None = None  # the reason if the memory isn't fully known
-    kinds: dict[str, int] = attrs.field(factory=dict)  # bytes by kind; shared storages count with the first role
-    alone: int = 0  # bytes of all kinds, with shared storages
+    instance: Any = None  # The role on the meta device; None if the constructor raised.
+    unknown: str | None = None  # The reason why the memory isn't fully known.
+    kinds: dict[str, int] = attrs.field(factory=dict)  # Bytes by kind. Shared storages count for the first role.
+    alone: int = 0  # Bytes of all kinds, including shared storages.
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
+        """The bytes of all kinds of memory."""
         return sum(self.kinds.values())
 
     @contextlib.contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Run role code in a block, and record the error as `unknown`."""
+        """A context manager that runs role code, and records an error as `unknown`."""
         try:
             with hosted(self.ctx):
                 yield
@@ -107,14 +107,14 @@ class RolePlan:
 
 @attrs.frozen
 class Fit:
-    """The verdict on one budget, for slots with the same roles."""
+    """The answer to whether roles fit into one budget, for slots with the same roles."""
 
     limit: Limit
     slots: tuple[int, ...]
-    needs: int  # bytes that the roles need together
-    free: int  # bytes of these that stay free for one role's activations
-    takers: tuple[str, ...] = ()  # roles that must take turns if the smallest are always awake
-    misfits: tuple[str, ...] = ()  # roles that can't fit at all
+    needs: int  # Bytes that all roles need together.
+    free: int  # The part of `needs` that is for one role's activations.
+    takers: tuple[str, ...] = ()  # Roles that must take turns if the smallest roles stay awake.
+    misfits: tuple[str, ...] = ()
 
 
 @attrs.frozen
@@ -125,8 +125,8 @@ class GroupPlan:
     slots: int
     roles: Sequence[RolePlan]
     budgets: Budgets
-    where: str  # constraints on the slots' nodes; empty for none
-    on_host: bool  # whether slots have no GPUs: only then the predicted bytes are host memory
+    where: str  # Constraints on the slots' nodes, as text.
+    on_host: bool  # Whether slots have no GPUs, so that roles' memory is host memory.
 
     def data(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
@@ -140,7 +140,7 @@ class GroupPlan:
         return [role for role in self.roles if slot in role.slots]
 
     def fits(self) -> Iterator[Fit]:
-        """Yield the verdict on each budget, once per set of slots with the same roles."""
+        """Yield whether roles fit into each budget, once for all slots with the same roles."""
         alike: dict[tuple[str, ...], list[int]] = {}
         for slot in range(self.slots):
             alike.setdefault(tuple(role.role for role in self.on(slot)), []).append(slot)
@@ -232,7 +232,7 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
             part=_PlannedGroups().part,
             background={key: None for key, config_ in group.roles.items() if config_.background},
         )
-        ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # the meta device has no generator
+        ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # The meta device has no generator.
         plans.append(RolePlan(role, where, ctx))
         cls: Any = find_role(entry.use).load()
         options = arguments_of(cls, entry.use).built(entry.with_)
@@ -260,13 +260,14 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
             return func(*args, **(kwargs or {}))
 
     planned = own_method(made.instance, "plan")
-    if planned is not None and "plan" not in methods_of(type(made.instance)):  # a role method of this name is unrelated
+    # A role method named `plan` is unrelated.
+    if planned is not None and "plan" not in methods_of(type(made.instance)):
         with made.running("its plan()"):
             planned(roles)
     siblings = [role for role in roles.values() if role is not made.instance]
     with made.running("a step of its optimizer"):
         for optimizer in optimizers_of(made.instance, siblings):
-            for group in optimizer.param_groups:  # without options that the meta device lacks
+            for group in optimizer.param_groups:  # Turn off options that the meta device lacks.
                 group.update({name: False for name in ("fused", "capturable") if group.get(name)})
                 for parameter in group["params"]:
                     if parameter.requires_grad and parameter.grad is None:
@@ -297,7 +298,7 @@ def _measure(made: Sequence[RolePlan]) -> None:
 
 
 class _Planned(Storages):
-    """Storages, including those on the meta device, which have no address."""
+    """Storages of a role, including storages on the meta device, which have no address."""
 
     def add_tensor(self, item: Any, torch: Any) -> None:
         if item.is_meta and item.layout is torch.strided and not hasattr(item, "__tensor_flatten__"):
@@ -309,17 +310,17 @@ class _Planned(Storages):
 
 @contextlib.contextmanager
 def _alone(ranks: int) -> Iterator[None]:
-    """Run a block as rank 0 of `ranks` ranks, with a fake process group for the others."""
+    """A context manager that simulates rank 0 of `ranks` ranks with a fake process group."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as wrapper
 
-    # Torch's own tests use these classes; torch has no public ones.
+    # Torch has no public fake process group, so use a class of torch's own tests.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     construct: Any = wrapper.__init__
 
     def constructed(self: Any, module: Any, _ids: Any = None, _out: Any = None, *args: Any, **named: Any) -> None:
-        # No comparison of parameters with other ranks, and no device index: the meta device has none.
+        # Don't compare parameters with other ranks, and pass no device index, because the meta device has none.
         options = {key: value for key, value in named.items() if key not in ("device_ids", "output_device")}
         construct(self, module, None, None, *args, **options | {"init_sync": False})
 
@@ -331,20 +332,20 @@ def _alone(ranks: int) -> Iterator[None]:
     finally:
         setattr(wrapper, "__init__", construct)  # noqa: B010
         dist.destroy_process_group()
-        sys.excepthook = hook  # torch has replaced the hook
+        sys.excepthook = hook  # Torch has replaced the hook.
 
 
 @attrs.define(eq=False)
 class _PlannedGroups:
-    """The process groups of one role, without communication. See `Context` for each method."""
+    """The process groups of one role, which don't communicate. `Context` explains the methods."""
 
     _mesh: dict[str, DeviceMesh] = attrs.field(factory=dict, init=False)
 
     def part(self, feature: str) -> Any:
-        """Return a worker's half of a feature; only `process_groups` has one here.
+        """Return the worker's part of the feature `process_groups`.
 
         Raises:
-            ColocateError: The feature is another one.
+            ColocateError: The feature isn't `process_groups`.
         """
         if feature != "process_groups":
             raise ColocateError(f"what is only planned has no {feature}")
@@ -367,7 +368,7 @@ class _PlannedGroups:
         which = next(iter(ctx.meshes)) if name is None else name
         if which not in self._mesh:
             shape = ctx.meshes[which].shape
-            with torch.device("cpu"):  # the default device is meta here
+            with torch.device("cpu"):  # The default device is the meta device here.
                 ranks = torch.arange(ctx.world_size).reshape([*shape.values()])
                 self._mesh[which] = DeviceMesh("cpu", ranks, mesh_dim_names=(*shape,))
         return self._mesh[which]
@@ -376,22 +377,22 @@ class _PlannedGroups:
         raise ColocateError("ctx.rendezvous: nobody is there to meet where memory is only planned")
 
     def make_again(self, ctx: Context) -> None:
-        """Do nothing: no group is ever dropped."""
+        """Do nothing, because no process group is ever dropped here."""
 
 
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
-    """Patch transformers' `from_pretrained`, if installed, to build models from their configs alone."""
+    """A context manager that lets transformers' `from_pretrained` build models without reading weights."""
     try:
         from transformers import PreTrainedModel
-    except Exception:  # transformers is missing or broken; a role that needs transformers gets the error
+    except Exception:  # If transformers is missing, only a role that needs transformers gets the error.
         yield
         return
 
     plain = vars(PreTrainedModel)["from_pretrained"]
     setattr(PreTrainedModel, "from_pretrained", classmethod(_from_config))  # noqa: B010 - as above
     try:
-        with warnings.catch_warnings():  # torch's warnings about weights read from a file
+        with warnings.catch_warnings():  # Hide torch's warnings about weights from a file.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint")
             yield
     finally:

@@ -1,4 +1,4 @@
-"""`colocate plugins`: list the installed plugins without an import, or import one and show the details."""
+"""`colocate plugins`: list the installed plugins without any import, or import one plugin and show the details."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _listed(plugin: PluginInfo) -> dict[str, str]:
 
 @guarded
 def show_plugin(name: str, *, json: bool) -> int:
-    """Print the details of all plugins of a name; return exit status 1 if there is none, or one is broken."""
+    """Print the details of all plugins with a name; return exit status 1 if there is none, or if one is broken."""
     faults: list[PluginError] = []
     entries = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
     if json:
@@ -70,7 +70,7 @@ def show_plugin(name: str, *, json: bool) -> int:
 def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
     """Return a plugin's roles, jobs or options as plain data.
 
-    A broken part has an `error` entry instead, and is added to `faults`.
+    A broken part has an entry `error` instead, and the error is added to `faults`.
     """
     name = plugin.name
     if plugin.kind == "executor":
@@ -117,7 +117,7 @@ def _made(plugin: PluginInfo) -> dict[str, Any]:
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "about": _first_line(cls),
-        # The first argument of an engine is the role's context.
+        # Skip the first argument of an engine, which is the role's context.
         "options": _options(arguments_of(cls, plugin.name, skip=int(is_engine)), cls, cls.__init__),
     }
 
@@ -153,7 +153,7 @@ def _job(found: FoundJob) -> dict[str, Any]:
 
 
 def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]:
-    """Return options by name: the type as in the source, the default's repr, and the docstring's description."""
+    """Return the type, the default, and the docstring's description of each option, by the option's name."""
     about = {name: text for obj in described for name, text in told_of(obj)}
     shown: dict[str, dict[str, Any]] = {
         name: {
@@ -170,7 +170,7 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
 
 
 def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
-    """Yield the names and descriptions of a docstring's section: arguments or attributes."""
+    """Yield the names and descriptions in a section of a docstring, such as "Args:" or "Attributes:"."""
     lines = _docstring(described).splitlines()
     name, parts = "", list[str]()
     for line in lines[lines.index(section) + 1 :] if section in lines else ():

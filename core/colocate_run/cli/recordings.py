@@ -15,7 +15,7 @@ from colocate_run.screen import console, show_table
 
 @guarded
 def show_recordings(run: Path, role: str | None, *, json: bool) -> int:
-    """Print the recording of a run."""
+    """Print a run's recorded methods, or one role's recorded calls."""
     recording = load_recording(run)
     rows = _methods(recording) if role is None else _calls(recording[role])
     if json:

@@ -1,4 +1,4 @@
-"""`colocate run`: the job of a config, from launch to the last thing closed."""
+"""`colocate run`: run the job of a config, from the launch until everything is closed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_job(
     """Run a config's job; return the exit status."""
     try:
         return _run(file, executor, changes, resume=resume, json=json, allow_import=allow_import, profile=profile)
-    except SystemExit as ended:  # Python prints the exit's message, and nothing else
+    except SystemExit as ended:  # Python itself prints only the message.
         if json:
             print_json({"errors": [error_data(ended)]})
         if isinstance(ended, Unread):
@@ -135,7 +135,7 @@ def _again(count: int) -> str:
 
 
 def _closed(record: RunRecord) -> str:
-    """Count the closed pools, groups and other objects in a run's ownership graph, as text."""
+    """Return a text with the numbers of a run's closed pools, groups and other objects."""
     counts: Counter[str] = Counter()
     nodes = [json_module.loads(record.graph)]
     while nodes:

@@ -15,7 +15,7 @@ _TYPES: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: 
 
 
 def show_schema() -> int:
-    """Print the JSON Schema."""
+    """Print the JSON Schema of configs."""
     print_json(json_schema())
     return 0
 
@@ -27,7 +27,7 @@ def json_schema() -> dict[str, Any]:
     """
     defined: dict[str, Any] = {}
     top = _entry(Config, defined)
-    top["required"].remove("name")  # defaults to the file's stem
+    top["required"].remove("name")  # The name defaults to the file's stem.
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "colocate", **top, "$defs": defined}
 
 
@@ -67,5 +67,5 @@ def _named(cls: type[attrs.AttrsInstance], defined: dict[str, Any]) -> dict[str,
         defined[name] = {}
         defined[name] = _entry(cls, defined)
     whole = {"$ref": f"#/$defs/{name}"}
-    # An entry without other keys may be given as a name alone.
+    # An entry with only the key `use` may be written as a plain name.
     return {"anyOf": [{"type": "string"}, whole]} if "use" in attrs.fields_dict(cls) else whole

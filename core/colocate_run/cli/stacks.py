@@ -33,7 +33,7 @@ def show_stacks(name: str | None, *, json: bool) -> int:
 
 
 def folded(stacks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield each stack once, with a group's workers; the most frequent stacks first."""
+    """Yield each stack of a group once, with a list of workers; the most frequent stack comes first."""
     slots_by_stack: dict[tuple[str, str], list[int]] = defaultdict(list)
     for worker in stacks:
         slots_by_stack[worker["group"], worker["stack"]].append(worker["slot"])
@@ -42,7 +42,7 @@ def folded(stacks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _spans(slots: Sequence[int]) -> str:
-    """Format sorted numbers as ranges: 0-3, 5."""
+    """Format sorted numbers as ranges, for example "0-3, 5"."""
     spans: list[list[int]] = []
     for slot in slots:
         if spans and slot == spans[-1][1] + 1:

@@ -23,17 +23,16 @@ from colocate_run.cli.output import guarded, print_json
 from colocate_run.screen import console, show_table, table_that_fits
 
 _HERE = "on this machine"
-# Columns, in the order in which a narrow terminal drops columns. A role's memory and a slot's running call stay
-# longest.
+# A narrow terminal drops columns in this order, so that a role's memory and a slot's running call stay longest.
 _SPARE = ("node", "device", "queue", "idle for", "asleep", "busy", "for", "holds")
 
 
 @attrs.frozen
 class Sight:
-    """A job that can be watched."""
+    """A job or a detached pool that `colocate top` can show."""
 
     name: str
-    ids: tuple[str, ...]  # other names of the job; the first is unique
+    ids: tuple[str, ...]  # Other names of the job. The first name is unique.
     # Returns the current state; None if the job has ended or is another user's.
     look: Callable[[], Mapping[str, Any] | None]
 
@@ -58,7 +57,7 @@ def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json
         if not once and not json and console().is_terminal:
             if not jobs():
                 console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
-            while not jobs():  # a job that is still starting can't be watched yet
+            while not jobs():  # A job that is still starting can't be shown yet.
                 time.sleep(every)
         _show(_chosen(name, [_here(job) for job in jobs()], _HERE), once, every, json)
         return
@@ -78,7 +77,7 @@ def _here(job: Job) -> Sight:
 
 
 def chosen_job(name: str | None) -> Job:
-    """Return the job of this machine with a name, id or process number."""
+    """Return the job on this machine with the given name, id or process number."""
     running = jobs()
     sight = _chosen(name, [_here(job) for job in running], _HERE)
     return next(job for job in running if job.id == sight.ids[0])
@@ -93,7 +92,7 @@ def _there(window: Window, executor: Executor) -> Sight:
         except ClusterError:
             if any(window.id == other.id for other in watchable.windows()):
                 raise
-            return None  # the job has ended
+            return None  # The job has ended.
 
     return Sight(window.name, (window.id, window.id.split("/")[1]), partial(run_deferred, seen))
 
@@ -105,13 +104,13 @@ def _detached(name: str, executor: Detachable) -> Sight:
         except (ConfigError, ClusterError):
             if any(name == other["name"] for other in executor.published()):
                 raise
-            return None  # the pool has ended
+            return None  # The pool has ended.
 
     return Sight(name, (f"pool/{name}",), partial(run_deferred, seen))
 
 
 def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a detached pool to the form of a job: groups have workers by slot, instead of roles."""
+    """Convert a detached pool's state to the form of a job's state, with each group's workers as slots."""
     groups: dict[str, dict[str, Any]] = {}
     state = "detached" if pool["driver"] is None else "attached"
     for name in pool["groups"]:
@@ -126,7 +125,7 @@ def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
-    """Return the job with a name, id or process number; without a name the only one."""
+    """Return the job with the given name, id or process number; without a name, the only job."""
     matching = [sight for sight in found if name is None or name in sight.ids or is_called(sight.name, name)]
     if len(matching) == 1:
         return matching[0]
@@ -175,7 +174,6 @@ def _page(told: Mapping[str, Any], width: int) -> Group:
 
 
 def _troubles(told: Mapping[str, Any]) -> list[str]:
-    """Return messages about missing data: memory, silent workers, lost slots."""
     troubles = [group["memory"] for group in told["groups"] if "memory" in group]
     troubles += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
     if told.get("lost"):
@@ -195,7 +193,7 @@ def _title(told: Mapping[str, Any]) -> str:
 
 
 def _idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
-    """Describe why a slot was mostly idle; a stopped rank is named instead of the call that waits."""
+    """Describe why a slot was mostly idle. If a rank is stopped, name that rank instead of the waiting call."""
     why, share = max(found.items(), key=lambda each: each[1], default=("", 0.0))
     if stops and why.startswith("the last ranks of "):
         why = f"the stop of {stops[0].partition(' is stopped')[0]}"
@@ -225,7 +223,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         for slot in group["slots"]:
             first = True
             runs = slot["call"] or ""
-            if stops and runs:  # all other ranks wait in a collective, at the hold, or for their next call
+            if stops and runs:  # All other ranks wait for the stopped rank.
                 runs += f": {slot['stopped']}" if "stopped" in slot else f" (while {stops[0].partition(' at ')[0]})"
             for role in slot["roles"]:
                 yield {

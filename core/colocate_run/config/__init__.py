@@ -1,4 +1,4 @@
-"""Configs: YAML or a dict, read strictly, with every mistake reported at once."""
+"""Read configs from YAML or a dict, and report all mistakes at once."""
 
 from colocate_run.config.load import load_config
 from colocate_run.config.schema import (

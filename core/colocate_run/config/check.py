@@ -1,4 +1,4 @@
-"""Checks of a whole config: references, plugins, and arguments against signatures."""
+"""Check a whole config: references, plugins, and arguments against signatures."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from colocate_run.config.source import Document
 from colocate_run.config.trust import Trust
 from colocate_run.recorded import mistakes
 
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")  # `module:object`, which a job's option could import
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")  # The form `module:object`, which a job could import.
 
 
 def check(config: Config, document: Document, allow_import: bool = True) -> None:
-    """Check parts of a config against each other, and add the mistakes to the document."""
+    """Check the parts of a config against each other, and add mistakes to the document."""
     with only_plugins(config.plugins.allow):
         _check(config, document, Trust(allow_import))
 
@@ -66,7 +66,7 @@ def _check(config: Config, document: Document, trust: Trust) -> None:
         document.wrong(place, problem, near)
     for index, observer in enumerate(config.observe):
         _observer(observer, trust, ("observe", index), document)
-    if config.groups:  # a config without groups is for code that spawns groups
+    if config.groups:  # A config without groups is for code that spawns groups itself.
         used = {group.pool for group in config.groups.values()}
         for name in config.pools:
             if name not in used:
@@ -80,7 +80,7 @@ def _names(config: Config, document: Document) -> None:
         for place in places
         if place[0] == "groups"
         for name in config.groups[place[1]].roles
-        if name.isidentifier()  # other names are reported with the role
+        if name.isidentifier()  # Other names are reported with the role.
     ]
     for place, name in [(("name",), config.name), *((place, place[-1]) for place in (*places, *roles))]:
         if (problem := name_problem(name)) is not None:
@@ -88,8 +88,9 @@ def _names(config: Config, document: Document) -> None:
 
 
 def _missing(error: PluginError, place: Place, document: Document) -> None:
-    """Add a mistake for a missing plugin; a missing module is reported once, however many plugins need the module."""
-    cause = error.__cause__ or error.__context__  # hidden from tracebacks if the message is complete
+    """Add a mistake for a missing plugin; report a missing module once, even if several plugins need the module."""
+    # An error with a complete message has a hidden cause in `__context__`.
+    cause = error.__cause__ or error.__context__
     if isinstance(cause, ModuleNotFoundError) and cause.name and f"module {cause.name} " not in error.message:
         if cause.name in document.lacking:
             return
@@ -105,7 +106,7 @@ def _trusted(trust: Trust, use: str, place: Place, document: Document) -> bool:
 
 
 def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
-    """Check the executor; return the class of the chosen variant, or None if unknown."""
+    """Check the executor; return the class of the chosen variant, or None if the executor is unknown."""
     if not _trusted(trust, config.executor.use, ("executor", "use"), document):
         return None
     try:
@@ -131,11 +132,11 @@ def _harmless(trust: Trust, cls: type, given: Mapping[str, Any], place: Place, d
 
 def _connect_arguments(executor: type[Executor]) -> Arguments:
     """Return the options of an executor in a config: the parameters of `colocate.connect` and the executor's own."""
-    from colocate.connecting import connect  # imported late: needs all of core
+    from colocate.connecting import connect  # Imported here, because this module needs all of core.
 
     executor_options = options_of(executor)
     general = arguments_of(connect, executor_options.owner)
-    reserved = ("executor", "seed", "call_timeout", "replace")  # keys of their own in a config, or of no use there
+    reserved = ("executor", "seed", "call_timeout", "replace")  # A config has own keys for these, or no use.
     parameters = {
         name: p for name, p in {**general.parameters, **executor_options.parameters}.items() if name not in reserved
     }
@@ -143,7 +144,7 @@ def _connect_arguments(executor: type[Executor]) -> Arguments:
 
 
 def _variables(trust: Trust, document: Document) -> None:
-    """Check environment variables as written, also in entries with other mistakes."""
+    """Check the environment variables in a config's data, also in entries with other mistakes."""
     for key in ("pools", "groups"):
         entries = document.data.get(key)
         for name, entry in entries.items() if isinstance(entries, dict) else ():
@@ -255,7 +256,7 @@ def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document
 
 
 def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
-    """Return the budgets of a group."""
+    """Return the memory budgets of a group's slots and roles."""
     roles: dict[str, RoleSpec[Any]] = {
         name: RoleSpec(role.use).on(
             device_memory=role.device_memory,
@@ -312,10 +313,9 @@ def _groups(
 
 
 def _pool_of(pool: str, found: PoolConfig | None, others: Sequence[str], place: Place, document: Document) -> None:
-    """Check whether a group's pool exists and has room for another group."""
     declared = document.data.get("pools", {})
     if not isinstance(declared, dict):
-        return  # the mistake was reported before, and the intended pools are unknown
+        return  # This mistake was reported before, and the pools' names are unknown.
     if pool not in declared:
         hint = f"there are {', '.join(declared)}" if declared else "there is none"
         near = nearest(pool, declared)
@@ -364,7 +364,7 @@ def _resizable(role: RoleConfig, group: GroupConfig, least: int, place: Place, d
 
 
 def _specs(group: GroupConfig) -> dict[str, RoleSpec[Any]]:
-    """Return a group's roles in the form of Python declarations; some may be invalid."""
+    """Return a group's roles as specs, which may be invalid."""
     return {
         name: RoleSpec(
             role.use,
@@ -403,7 +403,7 @@ def _own(
                 _missing(problem, option, document)
             else:
                 document.wrong(option, problem)
-    except Exception as error:  # a plugin's code may raise anything
+    except Exception as error:  # A plugin's code may raise any error.
         document.wrong((*place, "use"), f"what checks its options raised {type(error).__name__}: {error}")
 
 
@@ -434,7 +434,7 @@ def _mesh(mesh: Mapping[str, Any] | None, slots: int, place: Place, document: Do
 
 
 def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document: Document) -> bool:
-    """Check arguments against a signature, and add mistakes; return whether there were none."""
+    """Check arguments against a signature, and add mistakes to the document; return whether there were none."""
     before = len(document.mistakes)
     for problem in arguments.problems(given):
         at = (*place, "with", *problem.place) if problem.place else place

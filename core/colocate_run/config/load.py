@@ -1,4 +1,4 @@
-"""Load a config (`load_config`): read, expand, change, structure, check; all mistakes are reported at once."""
+"""Load a config: read the YAML, expand short forms, apply changes, build the schema's classes, check all parts."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def expand(document: Document) -> None:
 
 
 def assign(document: Document, text: str) -> None:
-    """Apply one `--set path=value`, with the value read as YAML.
+    """Apply one change `--set path=value`; the value is read as YAML.
 
-    Only `+path=value` makes a name that the config doesn't have.
+    Only `+path=value` can add a name that the config doesn't have.
     """
     path, equals, value_text = text.partition("=")
     option = brief(f"--set {text}")
@@ -70,10 +70,10 @@ def assign(document: Document, text: str) -> None:
 
 
 def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
-    """Return the mistake if a place can't be set, else None.
+    """Return the mistake if the value at a place can't be set, else None.
 
-    A key of the schema, or an argument, may be new: a later check finds unknown ones. A name of the config's own (of a
-    pool, a group, a role, an environment variable) must exist, unless `makes` is set.
+    A key of the schema, or an argument, may be new, because a later check finds unknown keys. A name that the config
+    chooses (of a pool, a group, a role, an environment variable) must exist, unless `makes` is set.
     """
     node: Any = data
     shape = Shape.of(Config)
@@ -120,7 +120,7 @@ def _wrong(document: Document, path: str, option: str, message: str) -> None:
 
 
 def _place(path: str) -> Place:
-    """Parse a path such as `pools.main.slots` or `roles.actor.slots[0]`; empty if the path is invalid."""
+    """Parse a path such as `pools.main.slots` or `roles.actor.slots[0]`; return () if the path is invalid."""
     keys: list[str | int] = []
     for part in path.split("."):
         match = re.fullmatch(r"([^\[\]]+)((?:\[\d+\])*)", part)
@@ -168,13 +168,13 @@ def read_config(
     allow_import: bool = True,
 ) -> tuple[Config, Sequence[Mistake]]:
     """Read a config like `load_config`; return the config and the warnings."""
-    # Imported late: a worker that imports `colocate.Run` with a role's module needs no YAML.
+    # Imported here, because a worker that imports `colocate.Run` with a role's module needs no YAML.
     from colocate_run.config.check import check
     from colocate_run.config.structure import structure
 
     document = _read(source, allow_import)
     expand(document)
-    if executor is not None:  # the whole entry is replaced, with all options
+    if executor is not None:  # Replace the whole entry, including the options.
         document.put(("executor",), {"use": executor}, f"--executor {executor}")
     for change in set:
         assign(document, change)

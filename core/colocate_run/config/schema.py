@@ -1,4 +1,4 @@
-"""The config's schema: one frozen class per kind of entry. Keys are the field names (`with_` is written `with`)."""
+"""The schema of configs: a frozen class for each kind of entry. Keys are the field names (`with_` means `with`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Size = Annotated[int | str | None, Checked(size_problem)]
 
 @attrs.frozen
 class ExecutorConfig:
-    """The executor, which runs the workers.
+    """The config entry of the executor, which runs the workers.
 
     Attributes:
         use: The executor's name: `local`, `ray`, `dask`, or another entry point of the group `colocate.executors`.
@@ -46,7 +46,7 @@ class ExecutorConfig:
 
 @attrs.frozen
 class PoolConfig:
-    """Slots reserved together; the fields are the parameters of `Runtime.reserve`.
+    """The config entry of a pool of slots. The fields are the parameters of `Runtime.reserve`.
 
     Attributes:
         slots: The number of slots, all or none.
@@ -70,7 +70,7 @@ class PoolConfig:
         grow: Whether to wait, up to `timeout`, for slots that the cluster has to grow for; null to ask the cluster.
     """
 
-    slots: int  # Checked later: a pool with a wrong number is dropped, and other mistakes in the pool would be hidden.
+    slots: int  # Checked later, because a refused value here would hide other mistakes in the pool.
     gpus: _GPUs = 0
     cpus: _CPUs = 1
     host_memory: _Size = None
@@ -78,7 +78,7 @@ class PoolConfig:
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
-    groups: int = 1  # checked later, like `slots`: else other mistakes follow
+    groups: int = 1  # Checked later, because a refused value would cause other mistakes.
     regrow_timeout: _Seconds = 600
     spares: Annotated[int, Checked(partial(amount_problem, whole=True))] = 0
     at_least: Annotated[int | None, Checked(partial(amount_problem, whole=True, least=1))] = None
@@ -90,7 +90,7 @@ class PoolConfig:
 
 @attrs.frozen
 class RoleConfig:
-    """A role of a group.
+    """The config entry of a role in a group.
 
     Attributes:
         use: A plugin's role, as in `ppo.actor`, or `module:Class`.
@@ -124,7 +124,7 @@ class RoleConfig:
 
 @attrs.frozen
 class GroupConfig:
-    """Roles fused over the slots of a pool; the fields are the parameters of `Pool.spawn`.
+    """The config entry of a group of roles. The fields are the parameters of `Pool.spawn`.
 
     Attributes:
         pool: The name of the group's pool.
@@ -154,7 +154,7 @@ class GroupConfig:
 
 @attrs.frozen
 class JobConfig:
-    """The job: the function that does the work.
+    """The config entry of the job, which is the function that does the work.
 
     Attributes:
         use: A plugin's job, as in `ppo.train`, or `module:function`.
@@ -167,7 +167,7 @@ class JobConfig:
 
 @attrs.frozen
 class ObserverConfig:
-    """An observer of a run.
+    """The config entry of an observer.
 
     Attributes:
         use: The observer's name: `tensorboard`, `wandb`, `mlflow`, `prometheus`, `opentelemetry`, another entry point
@@ -193,7 +193,7 @@ class PluginsConfig:
 
 @attrs.frozen
 class Config:
-    """A whole config, checked.
+    """A complete config that has been checked.
 
     Attributes:
         name: The name of the run, with the folder `runs/<name>`. Letters, digits, `-`, `_` and `.`. In a file, the stem
@@ -264,15 +264,15 @@ class Config:
 class Shape:
     """The source of a mapping's valid keys: the schema, the config's author, or a signature."""
 
-    kind: type[attrs.AttrsInstance] | None = None  # the schema's class of the mapping; None outside of the schema
+    kind: type[attrs.AttrsInstance] | None = None  # The schema's class of the mapping; None outside of the schema.
     # The class of the values, if the config's author names the entries.
     item: type[attrs.AttrsInstance] | None = None
-    arguments: bool = False  # whether the keys are arguments of an executor, a role or a job
-    named: bool = False  # whether the config's author names the entries
+    arguments: bool = False  # Whether the keys are arguments of an executor, a role or a job.
+    named: bool = False  # Whether the config's author names the entries.
 
     @classmethod
     def of(cls, annotation: Any) -> Shape:
-        """Return the shape of a mapping with this annotation."""
+        """Return the shape of a mapping with the given type annotation."""
         attrs_class: type[attrs.AttrsInstance] | None = next(
             filter(attrs.has, (annotation, *get_args(annotation))), None
         )
@@ -282,9 +282,9 @@ class Shape:
     def below(self, key: str | int) -> Shape:
         """Return the shape of a key's value.
 
-        Below an unknown key every shape is empty: the key itself is the mistake.
+        Below an unknown key every shape is empty, because the key itself is the mistake.
         """
-        if isinstance(key, int):  # an index of a list: all items are alike
+        if isinstance(key, int):  # All items of a list have the same shape.
             return self
         if self.kind is None:
             return Shape(self.item) if self.item is not None else Shape(named=self.named or self.arguments)
@@ -305,7 +305,7 @@ def key_of(field: str) -> str:
 
 
 def _plain(value: Any, place: Place, withheld: Mapping[Place, str]) -> Any:
-    """Return a value as plain data; texts with `${` are escaped, so that reading fills in nothing."""
+    """Convert a value to plain data. `${` in texts is escaped, so that reading the data fills in no variables."""
     if attrs.has(type(value)):
         value = {key_of(field.name): getattr(value, field.name) for field in keys(type(value))}
     if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ _CHANGE = re.compile(r"((?:--set=)?(?:[^=]*\.)?([^=.]+))=")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the name of a key or variable looks like a secret's."""
+    """Return whether the name of a key or variable looks like the name of a secret."""
     return _SECRET.search(name) is not None
 
 
@@ -26,7 +26,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def without_secret_values(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with hidden values in changes (`--set path=value`) of paths that look like secrets."""
+    """Hide the values in a command line's changes (`--set path=value`) if their paths look like secrets."""
     masked = []
     for arg in arguments:
         match = _CHANGE.match(arg)

@@ -1,4 +1,4 @@
-"""Read YAML 1.2 into plain data with the line of each place, and write YAML."""
+"""Read YAML 1.2 as plain data, with the line number of each value, and write YAML."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from colocate_run.config.variables import Filled, Variables
 _YAML = "tag:yaml.org,2002:"
 _MERGE = f"{_YAML}merge"
 _PLAIN_TAGS = tuple(f"{_YAML}{name}" for name in ("null", "bool", "int", "float", "str"))
-_TIMESTAMP = f"{_YAML}timestamp"  # not in YAML 1.2's core schema: text
-_MOST_DEPTH = 100  # levels; reading and checking recurse that deep
+_TIMESTAMP = f"{_YAML}timestamp"  # YAML 1.2's core schema has no timestamps, so these are texts.
+_MOST_DEPTH = 100  # The deepest nesting, because reading and checking recurse.
 _TOO_DEEP = f"more than {_MOST_DEPTH} lists and mappings inside each other"
-_MOST_BUILT = 2_000_000  # characters and values: a few nested aliases can stand for any number
-_MOST_SHOWN = 100_000  # characters of a config on a page
-_MOST_BYTES = 1_000_000  # bytes of a file: parsing a megabyte takes half a minute
+_MOST_BUILT = 2_000_000  # The most characters and values, because nested aliases can expand to any size.
+_MOST_SHOWN = 100_000  # The most characters of a config on a page.
+_MOST_BYTES = 1_000_000  # The most bytes of a file, because parsing a megabyte takes half a minute.
 
 
 @attrs.define(eq=False)
 class Document:
-    """A config on the way from text to `Config`, with the mistakes so far."""
+    """A config that is being read and checked, with the mistakes found so far."""
 
-    name: str  # the name in messages
-    variables: Variables | None = None  # variables to fill in; None to keep `${NAME}` as written
-    data: dict[str, Any] = attrs.field(factory=dict)  # plain data
-    lines: dict[Place, int] = attrs.field(factory=dict)  # the line of each place from a file
-    origins: dict[Place, str] = attrs.field(factory=dict)  # the command-line option of each changed place
-    # The places of arguments that only a command-line option gives: the config doesn't name them.
+    name: str
+    variables: Variables | None = None  # The variables to fill in; None keeps `${NAME}` as written.
+    data: dict[str, Any] = attrs.field(factory=dict)
+    lines: dict[Place, int] = attrs.field(factory=dict)  # The line number of each value from a file.
+    origins: dict[Place, str] = attrs.field(factory=dict)  # The command-line option that has set a value.
+    # Arguments that a command-line option has set, and that the config doesn't have.
     unfounded: set[Place] = attrs.field(factory=set)
-    withheld: dict[Place, str] = attrs.field(factory=dict)  # values with secrets of the environment, as written
-    lacking: set[str] = attrs.field(factory=set)  # modules that aren't installed
-    mistakes: list[Mistake] = attrs.field(factory=list)  # mistakes so far
-    warnings: list[Mistake] = attrs.field(factory=list)  # valid settings that are probably unintended
+    withheld: dict[Place, str] = attrs.field(factory=dict)  # Values with secrets, in their form before filling in.
+    lacking: set[str] = attrs.field(factory=set)  # Modules that were reported as not installed.
+    mistakes: list[Mistake] = attrs.field(factory=list)
+    warnings: list[Mistake] = attrs.field(factory=list)  # Warnings about valid settings that are probably unintended.
 
     def wrong(self, place: Place, message: str, nearest: str | None = None) -> None:
-        """Add a mistake, with the line or the command-line option of the place."""
+        """Add a mistake, with the line number or the command-line option of the wrong value."""
         mistake = self._mistake(place, message, nearest)
         if mistake not in self.mistakes:
             self.mistakes.append(mistake)
@@ -62,7 +62,7 @@ class Document:
         return Mistake(path_text(place), line, f"{message} (from {option})" if option else message, nearest)
 
     def fill(self, text: str, place: Place) -> str:
-        """Return a text with filled-in variables; record mistakes and secrets."""
+        """Return a text with variables filled in; record mistakes and secrets."""
         result = Filled(text) if self.variables is None else self.variables.filled(text)
         for problem in result.wrong:
             self.wrong(place, problem)
@@ -73,7 +73,7 @@ class Document:
         return result.text
 
     def put(self, place: Place, value: Any, option: str) -> None:
-        """Set a value by a command-line option; the parent must exist."""
+        """Set a value for a command-line option, in an existing mapping or list."""
         parent: Any = self.data
         for key in place[:-1]:
             parent = parent[key]
@@ -85,7 +85,7 @@ class Document:
         self.origins[place] = option
 
     def is_callers(self, place: Place) -> bool:
-        """Return whether a place comes from the caller's options, not from the config."""
+        """Return whether a value was set by the caller's options, and not by the config."""
         return any(place[:length] in self.origins for length in range(len(place) + 1))
 
     def error(self) -> ConfigError:
@@ -96,7 +96,7 @@ class Document:
         return ConfigError(message, mistakes=tuple(ordered))
 
     def made_at(self) -> dict[str, tuple[str, int]]:
-        """Return the source of the executor and of each pool and group, by path: file and line, or an option and 0."""
+        """Return where the executor and each pool and group were set: file and line number, or an option and 0."""
         entries = [(kind, name) for kind in ("pools", "groups") for name in self.data.get(kind) or ()]
         origins = {}
         for place in (("executor",), *entries):
@@ -117,7 +117,7 @@ class Document:
 
 
 def read_file(path: Path, variables: Variables | None = None) -> Document:
-    """Read the document of a file or a pipe."""
+    """Read a config from a file or a pipe."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -132,7 +132,7 @@ def read_file(path: Path, variables: Variables | None = None) -> Document:
 
 
 def read_text(text: str, name: str, variables: Variables | None = None) -> Document:
-    """Parse a document; the top level must be a mapping."""
+    """Parse the YAML text of a config; the top level must be a mapping."""
     document = Document(name, variables)
     value = read_value(text, document)
     if document.mistakes and value is None:
@@ -154,9 +154,9 @@ def read_dict(config: Mapping[str, Any], name: str, variables: Variables | None 
 
 
 def read_value(text: str, document: Document) -> Any:
-    """Parse any YAML value as plain data; lines and mistakes go to the document.
+    """Parse any YAML value as plain data; add line numbers and mistakes to the document.
 
-    None, with a mistake, for bad syntax.
+    Returns None, and adds a mistake, if the syntax is wrong.
     """
     try:
         yaml = YAML(typ="safe", pure=True)
@@ -180,8 +180,8 @@ def read_value(text: str, document: Document) -> Any:
 
 
 def write_yaml(data: Any) -> str:
-    """Return plain data as YAML text, keys in their order."""
-    yaml: Any = YAML(typ="safe", pure=True)  # types of settings come from the defaults, mostly None
+    """Convert plain data to YAML text; keys keep their order."""
+    yaml: Any = YAML(typ="safe", pure=True)  # Typed Any, because the settings' defaults are None.
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     yaml.allow_unicode = True
@@ -192,7 +192,7 @@ def write_yaml(data: Any) -> str:
 
 @attrs.define
 class _Builder:
-    """Builds data from YAML nodes. Every alias becomes a copy: setting one place must not change another."""
+    """A builder of plain data from YAML nodes. An alias becomes a copy, so that setting a value changes no other."""
 
     yaml: YAML
     document: Document
@@ -231,7 +231,7 @@ class _Builder:
             return None
         try:
             return self.yaml.constructor.construct_object(node)
-        except (ValueError, KeyError):  # a value that doesn't match the tag, or has more digits than Python reads
+        except (ValueError, KeyError):  # The value doesn't match the tag, or has too many digits.
             self.document.wrong(place, f"{brief(repr(node.value))} is no {node.tag.removeprefix(_YAML)}")
             return None
 
@@ -283,7 +283,7 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
 
 
 def config_text(config: str) -> str:
-    """Return a config's YAML for a page, without secrets and shortened."""
+    """Return a config's YAML for a page, shortened and without secrets."""
     if not config.strip():
         return ""
     try:

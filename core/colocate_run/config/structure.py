@@ -1,4 +1,4 @@
-"""Convert plain data to the schema's classes, strictly: mistakes are recorded, and all valid parts are built."""
+"""Convert plain data to the schema's classes. Mistakes are recorded, and all valid parts are built."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from colocate_run.config.schema import Config, key_of, keys
 from colocate_run.config.source import Document
 
 _MISSING = "is missing"
-_WRONG: Any = object()  # stands for a value that a mistake leaves undefined
+_WRONG: Any = object()  # The result for a part that can't be built because of a mistake.
 
 
 def structure(document: Document) -> Config | None:
-    """Return the valid part of the config, or None; mistakes go to the document.
+    """Build the valid part of a config, or return None; add mistakes to the document.
 
     A wrong value of a key with a default is replaced by the default, so that later checks see the rest of the entry.
     """
     wrong: list[Problem] = []
     config = _of_class(document.data, Config, (), wrong)
     reported = {mistake.path for mistake in document.mistakes}
-    # A misspelt key isn't reported as missing, too.
+    # Don't report the right name of a misspelt key as missing, too.
     meant = {(*problem.place[:-1], problem.nearest) for problem in wrong if problem.nearest is not None}
     for problem in wrong:
         is_misspelt = problem.message == _MISSING and problem.place in meant
-        if not is_misspelt and path_text(problem.place) not in reported:  # an unreadable value is null here
+        if not is_misspelt and path_text(problem.place) not in reported:  # Unreadable values are null.
             document.wrong(problem.place, problem.message, problem.nearest)
     return None if config is _WRONG else config
 

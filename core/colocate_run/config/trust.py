@@ -14,20 +14,20 @@ from typing import Any
 
 import attrs
 
-_CHECKS = "strict"  # `connect`'s own option: adds checks
+_CHECKS = "strict"  # This option of `connect` only adds checks, and so is allowed.
 
-# Numbers, switches and levels only. Variables not listed here name a file, a folder, a module, a library or a server
-# (PYTHONPATH, LD_PRELOAD, NCCL_NET_PLUGIN, OMP_TOOL_LIBRARIES, CUDA_INJECTION64_PATH, HF_HOME, HF_ENDPOINT), import
-# modules by name (PYTHONWARNINGS, TORCH_LOGS), write files (NCCL_DEBUG_FILE), open sockets to other hosts
-# (GLOO_SOCKET_IFNAME), or take devices that aren't reserved (CUDA_VISIBLE_DEVICES).
+# This list has only variables for numbers, switches and levels.
+# The list lacks variables that name a file, a library or a server, such as PYTHONPATH, LD_PRELOAD and HF_ENDPOINT.
+# The list lacks variables that import modules by name (PYTHONWARNINGS, TORCH_LOGS) or write files (NCCL_DEBUG_FILE).
+# The list lacks variables that open sockets to other hosts (GLOO_SOCKET_IFNAME) or choose GPUs (CUDA_VISIBLE_DEVICES).
 HARMLESS_VARIABLES = frozenset(
     {
         # threads
         *("OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS"),
         *("OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMEXPR_MAX_THREADS", "RAYON_NUM_THREADS"),
-        # Python and the allocator of C
+        # Variables of Python and of C's allocator.
         *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "MALLOC_ARENA_MAX"),
-        # CUDA and torch
+        # Variables of CUDA and torch.
         *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG"),
         *("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_DISTRIBUTED_DEBUG"),
         *("TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
@@ -38,7 +38,7 @@ HARMLESS_VARIABLES = frozenset(
         *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE"),
         *("NCCL_IB_DISABLE", "NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT", "NCCL_IB_GID_INDEX", "NCCL_IB_TC", "NCCL_IB_SL"),
         *("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"),
-        # libraries of models
+        # Variables of libraries for models.
         *("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
         *("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY", "TRANSFORMERS_VERBOSITY", "WANDB_MODE"),
     }
@@ -47,18 +47,18 @@ HARMLESS_VARIABLES = frozenset(
 
 @attrs.frozen
 class Trust:
-    """The imports that a config may cause besides plugins, which `plugins.allow` limits."""
+    """A policy for the code that a config may run, except for plugins, which `plugins.allow` limits."""
 
-    modules: bool  # whether "module:Class" is allowed
+    modules: bool  # Whether a config may name "module:Class".
 
     def objection(self, use: str) -> str | None:
-        """Return the reason to refuse an import, or None."""
+        """Return the reason to refuse an import, or None to allow the import."""
         if self.modules or ":" not in use:
             return None
         return f"{use!r} names a module, and this config may name plugins only"
 
     def objection_to_variable(self, name: str) -> str | None:
-        """Return the reason to refuse an environment variable, or None."""
+        """Return the reason to refuse an environment variable, or None to allow the variable."""
         if self.modules or name in HARMLESS_VARIABLES:
             return None
         return (
@@ -68,7 +68,7 @@ class Trust:
         )
 
     def objection_to_observers_option(self) -> str | None:
-        """Return the reason to refuse options of observers, or None."""
+        """Return the reason to refuse options of observers, or None to allow the options."""
         if self.modules:
             return None
         return (
@@ -77,9 +77,9 @@ class Trust:
         )
 
     def objections_to_options(self, cls: Any, options: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the reasons to refuse options of an executor or of a role with an `objection` method, by option."""
+        """Return the reason for each refused option of an executor or role, as the method `objection` decides."""
         hook = inspect.getattr_static(cls, "objection", None)
-        if self.modules or not isinstance(hook, classmethod):  # a role may have an unrelated method of this name
+        if self.modules or not isinstance(hook, classmethod):  # A role's own method `objection` may be unrelated.
             return {}
         objections = {name: cls.objection(name, value) for name, value in options.items() if name != _CHECKS}
         return {name: why for name, why in objections.items() if why is not None}

@@ -12,19 +12,19 @@ from colocate.texts import nearest
 from colocate_run.config.secrets import is_secret
 
 _OPENING = "${"
-_WRITTEN = re.compile(r"\$?\$\{(?:([^{}]*)\})?")  # a variable, an escaped sign, or a malformed variable
+_WRITTEN = re.compile(r"\$?\$\{(?:([^{}]*)\})?")  # Matches a variable, an escaped `${`, or a malformed variable.
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _SHELLS = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
 
 
 @attrs.define
 class Filled:
-    """A text with filled-in variables, with mistakes and warnings."""
+    """A text with filled-in variables, together with mistakes and a warning."""
 
     text: str
-    wrong: list[str] = attrs.field(factory=list)  # mistakes, in words
-    unlike: str | None = None  # a warning about shell syntax ($NAME), which stays as written
-    secret: bool = False  # whether a variable's name looks like a secret's
+    wrong: list[str] = attrs.field(factory=list)  # The mistakes, as texts.
+    unlike: str | None = None  # A warning about shell syntax ($NAME), which isn't filled in.
+    secret: bool = False  # Whether a variable's name looks like the name of a secret.
 
 
 @attrs.frozen
@@ -39,7 +39,7 @@ class Variables:
 
     @classmethod
     def of_caller(cls, allowed: bool = True) -> Variables:
-        """Return the variables of this process; none for a config of others, which could leak secrets."""
+        """Return this process's variables, or no variables for an untrusted config, which could leak secrets."""
         return cls(os.environ if allowed else None)
 
     def filled(self, text: str) -> Filled:
@@ -73,5 +73,5 @@ class Variables:
 
 
 def literal(text: str) -> str:
-    """Escape a text, so that reading the config fills in nothing."""
+    """Escape `${` in a text, so that reading the config fills in no variables."""
     return text.replace(_OPENING, f"${_OPENING}")

@@ -1,4 +1,4 @@
-"""verl's own trainers with a tiny model on the CPU, through a shim that isn't part of the plugin.
+"""A demo that runs verl's own trainers with a tiny model on the CPU, through a shim.
 
 `make`, `settings`, `of_v0` and `of_v1` are for scripts of your own, such as docs/examples/verl_own.py.
 """
@@ -11,7 +11,7 @@ __all__ = ["ENVIRONMENT", "NAMES", "make", "of_v0", "of_v1", "settings"]
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "colocate_verl.demo.cpu",
     "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl registers engines
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers engines under this name.
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }

@@ -1,12 +1,12 @@
-"""verl's own trainers with a tiny model on the CPU, on verl's worker groups or on colocate's: the same losses.
+"""Run verl's own trainers with a tiny model on the CPU, to compare verl's worker groups with colocate's.
 
     python -m colocate_verl.demo --trainer v1|v0|sft --executor ray|dask|local|verl --steps 3
 
-Model, tokenizer and data are made at run time. Trainers, engines (FSDP2), losses and data sets are verl's. Sampling and
-rewards aren't, since verl's own are vLLM and Ray actors: see `rollout`.
+Model, tokenizer and data are made at run time. Trainers, engines (FSDP2), losses and data sets are verl's. `rollout`
+replaces verl's sampling and rewards, which need vLLM and Ray actors.
 """
 
-# verl isn't there when types are checked.
+# Types are checked without verl installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from colocate_verl.demo.trainers import answers, of_v0, of_v1
 
 @attrs.define
 class Run:
-    """The measurements of a trainer's run: the start-up time, and the metrics of each step."""
+    """The measurements of a trainer's run: the start-up time in seconds, and the metrics of each step."""
 
     start_s: float
     steps: list[dict[str, float]]
@@ -47,7 +47,7 @@ class Run:
 
 
 def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int = 0) -> Run:
-    """Train from the start, or from the checkpoint of step `resume`."""
+    """Run a trainer from the start, or from the checkpoint of step `resume`."""
     log = folder / f"log-{resume}.jsonl"
     os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
     config = settings(trainer, folder, options.steps, options.set)
@@ -69,13 +69,14 @@ def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int =
         if options.sleep:
             have_sleep(fitted, run)
         fitted.fit() if trainer == "v0" else fitted.fit(answers(config))
-    del fitted  # errors of failed imports, which verl keeps, refer to frames with the trainer
+    # verl stores errors of failed imports, which refer to frames and would keep the trainer alive.
+    del fitted
     run.steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     return run
 
 
 def have_sleep(trainer: Any, run: Run) -> None:
-    """Put the critic to sleep while the actor trains; the critic's next call wakes it."""
+    """Put the critic to sleep while the actor trains. The critic's next call wakes the critic."""
     group, update = colocate_verl.group_of(trainer.critic_wg), trainer._update_actor
 
     def with_critic_asleep(*args: Any, **kwargs: Any) -> Any:
@@ -89,13 +90,13 @@ def have_sleep(trainer: Any, run: Run) -> None:
 
 @contextlib.contextmanager
 def a_ray() -> Iterator[None]:
-    """Run a Ray on this machine in the block, as verl's `main_ppo` does."""
+    """A context manager that runs Ray on this machine, as verl's `main_ppo` does."""
     import ray
 
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray leaves a token in the home directory
-    # Ray's sockets need a short path.
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Otherwise Ray writes a token to the home directory.
+    # Use a short path, because the paths of Ray's sockets are limited in length.
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        # These resources are only counted: verl's pools request ten CPUs per process.
+        # Offer more resources than there are, because verl's pools request ten CPUs per process.
         pretended: dict[str, Any] = {"num_cpus": 64, "num_gpus": 2 * RANKS}
         ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, **pretended)
         try:
@@ -106,7 +107,7 @@ def a_ray() -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_transfer_queue(folder: Path) -> Iterator[None]:
-    """Run V1's data plane in the block, as `TaskRunnerV1` does."""
+    """A context manager that runs the TransferQueue of verl's V1 trainer, as `TaskRunnerV1` does."""
     import transfer_queue
 
     transfer_queue.init(settings("v1", folder, 1).transfer_queue)
@@ -162,13 +163,13 @@ def main() -> None:
     """Train, and print the losses and norms of each step."""
     options = chosen()
     if options.executor != "verl":
-        # Like COLOCATE_VERL, except that Dask offers room for all ranks on small machines too.
+        # COLOCATE_VERL would do the same, but Dask wouldn't offer room for all ranks on a small machine.
         colocate_verl.install(options.executor, **{"cpus": RANKS} if options.executor == "dask" else {})
     import torch
 
-    torch.set_num_threads(1)  # in the driver, and in each worker: all share a machine
+    torch.set_num_threads(1)  # One thread, because the driver and all workers share a machine.
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # verl prints much
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # Keep verl's output out of the results.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-demo-")))
         make(folder, options.steps)
         if options.executor in ("ray", "verl"):

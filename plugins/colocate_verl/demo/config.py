@@ -1,6 +1,6 @@
-"""The inputs of the demo's trainers: a tiny model, a tokenizer and questions, made at run time, and verl's config."""
+"""Make the inputs of the demo's trainers: a tiny model, a tokenizer, questions, and verl's config."""
 
-# verl isn't there when types are checked.
+# Types are checked without verl installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def make(folder: Path, steps: int) -> None:
-    """Make models, a tokenizer and sums as data, from fixed seeds."""
+    """Write models, a tokenizer, and sums as training data, with fixed random seeds."""
     import pandas
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +30,7 @@ def make(folder: Path, steps: int) -> None:
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast  # typed Any: the signature has no types
+    fast: Any = PreTrainedTokenizerFast  # Typed Any, because the constructor's signature has no types.
     tokenizer = fast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
     )
@@ -60,7 +60,7 @@ def make(folder: Path, steps: int) -> None:
 
 
 def settings(trainer: str, folder: Path, steps: int, changes: Mapping[str, Any] | None = None) -> Any:
-    """Return verl's config for a trainer: verl's defaults, values for a tiny model on the CPU, and your changes.
+    """Return verl's config for a trainer: verl's defaults, then values for a tiny model, then your changes.
 
     Args:
         trainer: "v0", "v1" or "sft".
@@ -88,7 +88,7 @@ def settings(trainer: str, folder: Path, steps: int, changes: Mapping[str, Any] 
     def model(where: str, name: str) -> dict[str, Any]:
         return {
             f"{where}.path": folder / name,
-            f"{where}.use_remove_padding": False,  # removing padding needs flash attention
+            f"{where}.use_remove_padding": False,  # Removing padding would need flash attention.
             f"{where}.enable_gradient_checkpointing": False,
             f"+{where}.override_config.attn_implementation": "sdpa",
         }
@@ -138,7 +138,7 @@ def settings(trainer: str, folder: Path, steps: int, changes: Mapping[str, Any] 
             **engine(f"{actor}.ref.fsdp_config"),
             **engine("critic.fsdp"),
         }
-    prefixed = {key.lstrip("+"): key for key in both}  # a "+" marks a key that verl's config lacks
+    prefixed = {key.lstrip("+"): key for key in both}  # A "+" marks a key that verl's config lacks.
     values = both | {prefixed.get(key, key): value for key, value in (changes or {}).items()}
     with initialize_config_module("verl.trainer.config", version_base=None):
         try:

@@ -1,16 +1,16 @@
-"""verl on a machine without an accelerator, for tests and the demo: verl itself trains on accelerators only.
+"""A shim that lets verl train without an accelerator, for tests and the demo. verl itself needs an accelerator.
 
-A shim, and no part of the plugin. `import verl` imports this module in each process with
+The shim isn't part of the plugin. `import verl` imports this module in each process with
 `VERL_USE_EXTERNAL_MODULES=colocate_verl.demo.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda`, which is verl's own way to
 add a platform. The shim adds or replaces:
 
 - a platform "cpu", with the engines that verl registers for CUDA;
-- the default process group, which verl requests as `cpu:gloo,<device>:<backend>`: torch refuses the CPU twice;
+- the default process group, because verl requests `cpu:gloo,<device>:<backend>`, and torch refuses the CPU twice;
 - the attention of critics, which is flash attention whatever the config says;
-- the offload policy: without an accelerator there is no pinned memory.
+- the offload policy, because there is no pinned memory without an accelerator.
 """
 
-# verl isn't there when types are checked.
+# Types are checked without verl installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class _Cpu(types.ModuleType):
-    """`torch.cpu` with the functions of `torch.cuda` that verl calls: no cache, and no count of memory."""
+    """The module `torch.cpu`, extended by the functions of `torch.cuda` that verl calls."""
 
     get_rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
 
@@ -53,7 +53,7 @@ def _nothing(*_: Any) -> None: ...
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformCUDA):  # type: ignore[misc]
-    """The CPU as verl's accelerator. Ray counts each as a "GPU", as verl requests: pass `ray.init(num_gpus=)`."""
+    """The CPU as an accelerator of verl. verl requests GPUs from Ray, so pass `ray.init(num_gpus=...)`."""
 
     device_name = "cpu"
     device_module = _Cpu("cpu")
@@ -61,23 +61,23 @@ class CpuPlatform(PlatformCUDA):  # type: ignore[misc]
     nvtx_range = staticmethod(contextlib.nullcontext)
 
     def is_available(self) -> bool:
-        """Return True."""
+        """Return True for the CPU."""
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False: only VERL_PLATFORM selects this platform, and no search finds it."""
+        """Return False, so that only VERL_PLATFORM selects this platform, and verl's search never does."""
         return False
 
     def current_device(self) -> str:
-        """Return the target of `Tensor.to`."""
+        """Return the device's name, as for `Tensor.to`."""
         return "cpu"
 
     def communication_backend_name(self) -> str:
-        """Return the CPU's backend."""
+        """Return torch.distributed's backend for the CPU."""
         return "gloo"
 
 
-# Patched before any module imports the function by name.
+# Patch this function before any module imports the function by name.
 verl.utils.distributed.initialize_global_process_group_ray = functools.partial(
     verl.utils.distributed.initialize_global_process_group_ray, backend="cpu:gloo"
 )

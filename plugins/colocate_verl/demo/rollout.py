@@ -1,9 +1,10 @@
-"""Sampling and rewards of the demo's trainers, instead of verl's vLLM servers, agent loops and reward workers.
+"""Sampling and rewards of the demo's trainers, which replace verl's vLLM servers, agent loops and reward workers.
 
-Answers are sampled on the driver, with weights that the actor's workers have written to a file: no Ray, no accelerator.
+Answers are sampled on the driver, with weights that the actor's workers have written to a file. This needs neither Ray
+nor an accelerator.
 """
 
-# verl isn't there when types are checked.
+# Types are checked without verl installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ from verl.utils import tensordict_utils as tu
 RESPONSE = 12
 """Tokens of each answer."""
 ABOUT = ("data_source", "reward_model", "extra_info")
-"""Columns of a question that the reward function gets, beside the answer."""
+"""Columns of a question that the reward function gets, in addition to the answer."""
 
 
 class Rollout(verl.workers.rollout.base.BaseRollout):  # type: ignore[misc]
-    """The workers' end: writes the actor's new weights to a file, from the first rank."""
+    """The rollout object in verl's workers. The first rank writes the actor's new weights to a file."""
 
     async def resume(self, tags: list[str]) -> None:
-        """Do nothing: no engine holds memory here."""
+        """Do nothing, because there is no engine that holds memory."""
 
     release = resume
 
     async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **_: Any) -> None:
-        """Write the weights, which all ranks gather."""
+        """Gather the weights on all ranks, and write a file on the first rank."""
         whole = {name: tensor.cpu().clone() for name, tensor in weights}
         if torch.distributed.get_rank() == 0:
             torch.save(whole, self.config.custom["weights"])
@@ -44,7 +45,7 @@ verl.workers.rollout.base._ROLLOUT_REGISTRY["demo", "async"] = f"{__name__}.{Rol
 
 
 class Servers:
-    """Replaces `LLMServerManager`."""
+    """Replaces verl's `LLMServerManager`, and starts no servers."""
 
     @classmethod
     def create(cls, **_: Any) -> Servers:
@@ -52,15 +53,15 @@ class Servers:
         return cls()
 
     def get_client(self) -> None:
-        """Return None: `Answers` needs no client."""
+        """Return None, because `Answers` needs no client."""
 
     def get_replicas(self) -> list[Any]:
-        """Return an empty list: no replicas need updates."""
+        """Return an empty list, because there are no replicas to update."""
         return []
 
 
 class Rewards:
-    """Replaces `RewardLoopManager`: answers already have rewards."""
+    """Replaces verl's `RewardLoopManager`, and has no workers, because answers already have rewards."""
 
     def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
         self.reward_loop_workers: list[Any] = []
@@ -68,7 +69,7 @@ class Rewards:
 
 
 class Answers:
-    """Replaces `AgentLoopManager` in both trainers: samples an answer to each prompt, and rewards the answer.
+    """Replaces verl's `AgentLoopManager`: samples an answer to each prompt and computes the reward.
 
     The reward is the config's `reward.custom_reward_function`, or else the share of digits.
     """
@@ -90,9 +91,9 @@ class Answers:
 
     @torch.no_grad()
     def answer(self, step: int, messages: Any, about: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Sample an answer to each prompt; prompts are padded on the left, answers have one length.
+        """Sample an answer of fixed length to each prompt; prompts are padded on the left.
 
-        The step seeds the draws: a resumed run draws the same answers as an uninterrupted one.
+        The step is the random seed, so that a resumed run draws the answers of an uninterrupted run.
         """
         generator = torch.Generator().manual_seed(step)
         self.model.load_state_dict(torch.load(self.weights))
@@ -140,7 +141,7 @@ class Answers:
         return [dict(zip(ABOUT, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def generate_sequences(self, batch: Any) -> Any:
-        """Answer a batch of either trainer: V0 gets the answers, V1 reads the answers from the TransferQueue."""
+        """Answer a batch; return the answers to trainer V0, or put the answers into the TransferQueue for V1."""
         return self._of_v0(batch) if isinstance(batch, DataProto) else self._of_v1(batch)
 
     def _of_v0(self, batch: DataProto) -> DataProto:

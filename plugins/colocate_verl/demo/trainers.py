@@ -1,6 +1,6 @@
-"""verl's PPO trainers, made as in verl's task runners, with stand-ins for Ray actors (`rollout`)."""
+"""Make verl's PPO trainers as verl's task runners do, with replacements for Ray actors (see `rollout`)."""
 
-# verl isn't there when types are checked.
+# Types are checked without verl installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 def of_v0(config: Any) -> Any:
     """Make verl's `RayPPOTrainer` with the arguments of verl's task runner.
 
-    Answers are sampled on the driver, with the actor's weights: no vLLM, and no Ray. Of the config's choices, only
-    `reward.custom_reward_function` is used; without one the reward is an answer's share of digits.
+    Answers are sampled on the driver, with the actor's weights, without vLLM or Ray. Of the config's choices, only
+    `reward.custom_reward_function` is used; without a function, the reward is an answer's share of digits.
 
     Args:
         config: The result of `settings("v0", ...)`, or a config of verl's PPO with the same added keys.
@@ -44,7 +44,7 @@ def of_v0(config: Any) -> Any:
 
 
 def of_v1(config: Any) -> Any:
-    """Make `PPOTrainerSync`, as `TaskRunnerV1` does; the TransferQueue must be running."""
+    """Make verl's `PPOTrainerSync` as `TaskRunnerV1` does. The TransferQueue must be running."""
     import verl.trainer.ppo.v1.trainer_base as v1
     from omegaconf import OmegaConf
 
@@ -56,7 +56,7 @@ def of_v1(config: Any) -> Any:
 
 
 def answers(config: Any) -> Any:
-    """Make V1's source of answers; V0 makes one by name from the config."""
+    """Make the object that answers prompts for V1. V0 makes such an object by name."""
     from colocate_verl.demo import rollout
 
     return rollout.Answers(config)

@@ -1,1 +1,1 @@
-"""Rows scattered over ranks by cost: `Scatter(balance=)`. The page: docs/batches.md."""
+"""Scatters rows over ranks by their cost (`Scatter(balance=)`). See docs/batches.md."""

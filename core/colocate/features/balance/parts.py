@@ -1,4 +1,4 @@
-"""Partitions of rows over ranks into parts of nearly equal total cost."""
+"""Partitions rows over ranks into parts of nearly equal total cost."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from colocate.errors import DispatchError
 
 
 def chosen(value: Any, name: str, count: int, of: int) -> Partition | None:
-    """Return `count` parts of rows of nearly equal cost, by a parameter's costs; None: contiguous parts are as good."""
+    """Partition rows into `count` parts of nearly equal cost; return None if contiguous parts are as good."""
     costs = row_costs(value, name)
     check_sets(f"the parameter {name!r}", len(costs), of, name)
     return balanced(costs, count, of)
 
 
 def row_costs(value: Any, parameter: str) -> list[int]:
-    """Return the cost of each row: a whole number as given, or the count of true values of a mask's row.
+    """Return the cost of each row, which is a given whole number or the number of true values in the mask's row.
 
     Raises:
         DispatchError: The value is neither whole numbers from 0 up nor a mask.
@@ -50,19 +50,19 @@ def row_costs(value: Any, parameter: str) -> list[int]:
 
 
 def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
-    """Return `count` parts of the rows, of nearly equal cost; each set of `of` rows stays together.
+    """Return `count` parts of the rows with nearly equal cost. Each set of `of` consecutive rows stays together.
 
-    The largest differencing method (Karmarkar and Karp 1982): its largest part is at most 4/3 - 1/(3 count) times as
-    large as the optimum's. None: contiguous parts of as many rows (`even_sizes`) are as good.
+    This is the largest differencing method (Karmarkar and Karp 1982): its largest part is at most 4/3 - 1/(3 count)
+    times as large as the optimum's. Return None if contiguous parts of as many rows (`even_sizes`) are as good.
     """
     if count == 1:
         return None
     sets = [sum(costs[start : start + of]) for start in range(0, len(costs), of)]
-    # Every set costs at least 1 after scaling, so that sets without a cost are spread, too; these ones never add up to
-    # one real unit of cost.
+    # Each set costs at least 1 after scaling, so that sets without a cost are spread, too.
+    # The extra costs of all sets together are less than one real unit of cost.
     scale = 4 * count * len(sets) + 1
-    # The heap holds partial partitions: per part the cost and the sets, the largest part first. The least even
-    # partition is popped first.
+    # The heap holds partial partitions, each with the cost and sets of every part, the largest part first.
+    # The least even partition is popped first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, set_cost in enumerate(sets):
         cost = set_cost * scale + 1
@@ -85,7 +85,7 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
 
 
 def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> list[dict[str, Any]]:
-    """Return the parts of all arguments with the rows of a partition, which was made from the parameter `by`."""
+    """Return the parts of all arguments for a partition of rows, which was made from the parameter `by`."""
     total, count, memo = sum(map(len, partition)), len(partition), Memo()
     if scatter.empty == "error" and not all(partition):
         raise scatter.skipped(by, total, count)
@@ -108,7 +108,7 @@ def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> 
 
 
 def keeps_sets(partition: Partition, of: int) -> bool:
-    """Whether each set of `of` consecutive rows lies in one part, in order."""
+    """Return whether each set of `of` consecutive rows is in one part, in order."""
     return all(
         len(part) % of == 0
         and all(
@@ -120,7 +120,7 @@ def keeps_sets(partition: Partition, of: int) -> bool:
 
 
 def check_aligned(rows: Sequence[int], size: int, rank: int) -> None:
-    """Raise a `DispatchError` unless a rank has returned one row for each row given."""
+    """Raise a `DispatchError` unless a rank has returned one row for each given row."""
     if len(rows) != size:
         raise DispatchError(
             f"rank {rank} was given {plural(len(rows), 'row')} that were chosen by what they cost, and returned "

@@ -1,1 +1,1 @@
-"""Checkpoints of a group, complete or absent: `group.checkpoint`, `group.restore`. The page: docs/restart.md."""
+"""Checkpoints of a group, by `group.checkpoint` and `group.restore`. See docs/restart.md."""

@@ -1,4 +1,4 @@
-"""`Checkpoint`: a complete checkpoint in a folder; and the checks of a folder before a checkpoint is written there."""
+"""`Checkpoint`: a complete checkpoint in a folder. Also checks whether a checkpoint may be written to a folder."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Tag: TypeAlias = str | int | float | None
 
 @attrs.frozen
 class Checkpoint:
-    """A complete checkpoint."""
+    """A complete checkpoint, stored in a folder."""
 
-    folder: Path  # absolute
-    tag: Tag  # the user's label for the checkpoint
-    identity: str  # unique id: another checkpoint may have replaced this one in the folder
-    parts: dict[str, Any] = attrs.field(factory=dict)  # data that features saved for the group, by feature name
+    folder: Path  # The absolute path.
+    tag: Tag  # The user's label for the checkpoint.
+    identity: str  # A unique id, because another checkpoint may replace this one in the folder.
+    parts: dict[str, Any] = attrs.field(factory=dict)  # Data that features have saved, by feature name.
 
     @classmethod
     def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
-        """Return the checkpoint in a folder, for a group with these roles.
+        """Return the checkpoint in a folder, if a group with `roles` can be restored from this checkpoint.
 
         Raises:
             ConfigError: There is no checkpoint; or the checkpoint is of other roles, or of another number of ranks and
@@ -66,7 +66,7 @@ class Checkpoint:
                 "wrote it: restore one of another run, or replay the role here, too"
             )
         savable({name: role for name, role in roles.items() if name in saved or role.stands_in}, "be restored")
-        for name, ranks in saved.items():  # each rank wrote one part
+        for name, ranks in saved.items():  # `ranks` is the number of ranks that wrote the checkpoint.
             role, slot_count = roles[name], len(roles[name].slots)
             if (
                 ranks != slot_count
@@ -82,14 +82,14 @@ class Checkpoint:
                 )
         if wrong := changed_sizes(place, files):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if identity_of(read(folder)[1]) != identity:  # another checkpoint has just replaced this one
+                if identity_of(read(folder)[1]) != identity:  # Another checkpoint has just replaced this one.
                     return cls.read(folder, roles)
             raise ConfigError(refusal(folder, wrong))
         return cls(folder, tag, identity, parts)
 
 
 def found_in(folder: Path) -> dict[str, Path]:
-    """Return the folders of the checkpoints under a folder, by group; of each group the newest."""
+    """Return the folder of each group's newest checkpoint below a folder, by group name."""
     places: dict[str, tuple[int, Path]] = {}
     for place, folders, files in os.walk(folder):
         if RECORD not in files:
@@ -98,9 +98,9 @@ def found_in(folder: Path) -> dict[str, Path]:
         try:
             record = json_of(path)
             group, _ = str(record["group"]), record["roles"]
-        except (ValueError, KeyError, TypeError):  # a file of the job
+        except (ValueError, KeyError, TypeError):  # The file isn't a checkpoint's record.
             continue
-        folders.clear()  # the roles' files: no further checkpoint lies below
+        folders.clear()  # Skip the subfolders, which contain the roles' files and no other checkpoints.
         written = path.stat().st_mtime_ns
         if written >= places.get(group, (0, path))[0]:
             places[group] = written, Path(place)
@@ -108,25 +108,25 @@ def found_in(folder: Path) -> dict[str, Path]:
 
 
 def takes_other_ranks(cls: type, folder: Path) -> bool:
-    """Whether another number of ranks can restore a role's saved state."""
+    """Return whether another number of ranks can restore a role's saved state."""
     return takes_ranks(cls) or any(folder.rglob(".metadata"))
 
 
 def does_nothing(cls: type) -> bool:
-    """Whether a role's `save` has an empty body: colocate alone saves the role's state."""
+    """Return whether a role's `save` has an empty body, so that the role itself writes no files."""
     code = getattr(hook(cls, "save"), "__code__", None)
     return code is not None and not (code.co_names or code.co_freevars)
 
 
 def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dict[str, RoleInfo]:
-    """Return the roles that have a state to save.
+    """Return the roles that have both `save` and `restore`.
 
     Raises:
-        ConfigError: There is none, or one has only half of what it needs, or something else of that name.
+        ConfigError: No role has both, or a role has only one of them, or one of them has another signature.
     """
     mistakes, saved = [], {}
     for name, info in roles.items():
-        if info.stands_in:  # a replayed role has no state
+        if info.stands_in:  # A replayed role has no state to save.
             continue
         has = {which: function for which in ("save", "restore") if (function := hook(info.cls, which)) is not None}
         where, cls = f"roles.{name}", info.cls.__qualname__
@@ -162,7 +162,7 @@ def _unfit(info: RoleInfo, which: str) -> str | None:
 
 
 def refuse_others(folder: Path, roles: Collection[str]) -> None:
-    """Refuse a folder with contents that a checkpoint of these roles may not replace.
+    """Raise an error if a folder has contents that a checkpoint of these roles may not replace.
 
     Raises:
         ConfigError: The folder is neither free, nor empty, nor an earlier checkpoint of these roles.
@@ -177,7 +177,7 @@ def refuse_others(folder: Path, roles: Collection[str]) -> None:
 
 
 def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
-    """Return the obstacle to a checkpoint in this folder, in words; None if the folder may be written or replaced."""
+    """Return why no checkpoint may be written to a folder; None if the folder is free or may be replaced."""
     if not os.path.lexists(folder):
         parent = next(path for path in folder.parents if os.path.lexists(path))
         return None if parent.is_dir() else f"{parent}, in which it would lie, is no folder"
@@ -187,7 +187,7 @@ def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
         return "that is a file"
     if os.path.ismount(folder):
         return "a file system is mounted there"
-    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+    with contextlib.suppress(FileNotFoundError):  # The working directory may have been removed.
         if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
             return "the working directory is that folder, or lies in it"
     names = sorted(os.listdir(folder))

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, by name: sizes and digests, which reveal a damaged file."""
+"""Sizes and digests of a checkpoint's files, by which a damaged file is found."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from colocate.errors import ColocateError
 Look: TypeAlias = "tuple[list[str], dict[str, str]]"
 """The files of a checkpoint that a worker still writes, and the digests of the files that were read."""
 
-_TOLD = 8  # the number of files that an error names
+_TOLD = 8  # An error names at most this many files.
 
 
 def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the files of a folder, with size and time of the last change in nanoseconds."""
+    """Return the size in bytes and the time of change in nanoseconds of each file in a folder, by relative path."""
     sizes = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in sorted(names)):
-            with suppress(FileNotFoundError):  # removed meanwhile, or a broken link
+            with suppress(FileNotFoundError):  # The file may have been removed, or be a broken link.
                 if path.is_file():
                     status = path.stat()
                     sizes[path.relative_to(folder).as_posix()] = status.st_size, status.st_mtime_ns
@@ -30,7 +30,7 @@ def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 digests of files.
+    """Return the SHA-256 digests of files in a folder, by name.
 
     Raises:
         OSError: A file can't be read.
@@ -43,13 +43,13 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def being_written(folder: Path) -> list[str]:
-    """Return the files of a folder that this process or a descendant has open for writing."""
-    import psutil  # an import from disk, unlike our own modules: on failure only this call fails
+    """Return the files of a folder that this process or a descendant process has open for writing."""
+    import psutil  # Imported here, so that only this call fails if psutil can't be imported.
 
     open_files, inside = [], f"{folder.resolve()}{os.sep}"
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.Error):  # the process has ended
+        with suppress(psutil.Error):  # The process may have ended.
             open_files += [
                 file.path.removeprefix(inside)
                 for file in process.open_files()
@@ -59,7 +59,7 @@ def being_written(folder: Path) -> list[str]:
 
 
 def changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
-    """Return the files of a checkpoint that are missing or differ in size from the record, in words."""
+    """Return a description of each file that is missing or differs in size from the checkpoint's record."""
     changes = []
     for name, (size, _) in files.items():
         try:
@@ -72,7 +72,7 @@ def changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[s
 
 
 def refuse_changed(folder: Path, files: Mapping[str, Sequence[object]], cause: BaseException | None = None) -> None:
-    """Refuse a checkpoint if files differ from the record.
+    """Raise an error if files of a checkpoint differ from the checkpoint's record.
 
     Raises:
         ColocateError: Files are missing or changed; the text names them.
@@ -82,7 +82,7 @@ def refuse_changed(folder: Path, files: Mapping[str, Sequence[object]], cause: B
 
 
 def refusal(folder: Path, wrong: Sequence[str]) -> str:
-    """Return the error text for a damaged checkpoint, given the complaints about files."""
+    """Return the error text for a damaged checkpoint, given a description of each damaged file."""
     return (
         f"the checkpoint in {folder} isn't what was saved there: {'; '.join(wrong[:_TOLD])}"
         f"{f'; and {len(wrong) - _TOLD} more' * (len(wrong) > _TOLD)}. It was damaged or changed since: go on from "

@@ -1,4 +1,4 @@
-"""Checkpoints of a group on the driver: `save` of all roles, complete or not at all, and restore from a checkpoint."""
+"""The driver's half of checkpoints: saves all roles of a group or none, and restores roles from a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from colocate.features.checkpoints.worker import CheckpointsOfWorker
 
 
 class CheckpointsOfGroup(OfGroup):
-    """The driver's state of a group's checkpoints, and of the checkpoint in progress.
+    """The driver's half of a group's checkpoints: the last checkpoint, and the checkpoint in progress.
 
     Attributes:
         checkpoint: The last checkpoint, from which a restart restores; None before the first.
         written: The last checkpoint that was made since the roles started; None for none.
-        saving: The last checkpoint that was written beside calls, perhaps still in progress.
-        saves: The questions to the workers of this generation.
-        writing: A lock, held while a checkpoint is written: names are assigned in the order in which states were taken.
+        saving: The last checkpoint begun with `wait=False`, perhaps still in progress.
+        saves: The requests to the workers of this generation.
+        writing: A lock, held while a checkpoint is written, so that names are assigned in the order of the states.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -62,28 +62,26 @@ class CheckpointsOfGroup(OfGroup):
         self.saving: Saving | None = None
         self.saves = Saves(worker_group)
         self.writing = threading.Lock()
-        self._restored: Tag = None  # the tag of the checkpoint that the roles were restored from
-        self._began: str | None = None  # the identity of this checkpoint
-        self._first: Path | None = None  # the folder that the group first restores from; None after that
+        self._restored: Tag = None  # The tag of the restored checkpoint.
+        self._began: str | None = None  # The identity of the restored checkpoint.
+        self._first: Path | None = None  # The folder to restore from at the first start; None afterwards.
 
     # -- hooks
 
     def starts(self) -> tuple[str, str] | None:
-        """Check the checkpoint that the roles restore from, and return folder and identity."""
+        """Return the folder and identity of the checkpoint to restore the roles from; None without a checkpoint."""
         group, checkpoint = self._worker_group, self.checkpoint
         if self._first is not None:
             checkpoint, self._first = Checkpoint.read(self._first, group.roles), None
         elif checkpoint is not None and group.may_resize:
-            Checkpoint.read(
-                checkpoint.folder, group.roles
-            )  # raises if these roles can't be restored from the checkpoint
+            Checkpoint.read(checkpoint.folder, group.roles)  # This raises if the roles can't be restored.
         self.began_from(checkpoint)
         for name, saved in () if checkpoint is None else checkpoint.parts.items():
             group.part(name).restored(saved)
         return None if checkpoint is None else (str(checkpoint.folder), checkpoint.identity)
 
     def source(self) -> str | None:
-        """Return the last checkpoint, in words."""
+        """Return words that name the last checkpoint, for messages; None without a checkpoint."""
         return None if self.checkpoint is None else f"its checkpoint {self.checkpoint.tag!r}"
 
     def tag(self) -> Tag:
@@ -91,33 +89,33 @@ class CheckpointsOfGroup(OfGroup):
         return self._restored
 
     def renewed(self) -> None:
-        """Start a new set of questions, for the new workers."""
+        """Create a new request state after a restart, because the workers are new."""
         self.saves = Saves(self._worker_group)
 
     def failed(self, error: ColocateError) -> None:
-        """Mark a checkpoint in progress as void, and fail pending questions."""
+        """Mark a checkpoint in progress as void, and fail pending requests."""
         if self._worker_group.closed_by is None and self.saving is not None and not self.saving.done():
             self.saving.is_void = True
         self.saves.fail(error)
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Handle a worker's answer."""
+        """Pass a worker's answer to the pending request."""
         assert isinstance(message, Saved)
         self.saves.answered(worker, message, body)
 
     def under_way(self) -> str | None:
-        """Return the label of the checkpoint that is being written; None for none."""
+        """Return the label of the checkpoint that is being written; None if there is none."""
         return None if self.saving is None or self.saving.done() else self.saving.label
 
     def ending(self, grace: float) -> Sequence[BaseException]:
-        """Wait for a checkpoint in progress, at most for the grace; return an error that no caller has seen."""
+        """Wait up to `grace` seconds for a checkpoint in progress, and return the error that no caller has seen."""
         saving, group = self.saving, self._worker_group
         if saving is None:
             return []
         if not saving.done():
             deadline = Deadline(grace)
             if group.life.failure is None:
-                group.send(group.live(), to_worker.Stop())  # running calls learn that the group is closing
+                group.send(group.live(), to_worker.Stop())  # This tells running calls that the group is closing.
             group.workforce.wind_down(grace, deadline)
             saving._then(lambda _: group.workforce.stages.wake())
             group.workforce.stages.wait(lambda: group.hurried or saving.done(), group.workforce.overdue)
@@ -128,17 +126,17 @@ class CheckpointsOfGroup(OfGroup):
                 closed_by=group.closed_by,
             )
             self.saves.fail(late)
-            if not saving.wait(AFTER_FORCE_S):  # threads that write to a disk notice the close late
+            if not saving.wait(AFTER_FORCE_S):  # A thread that writes to a disk notices the close late.
                 return [late]
         error = saving.unreported_failure()
         return [] if error is None else [error]
 
     def kept(self) -> tuple[Checkpoint | None, Tag] | None:
-        """Return the last checkpoint, and the tag that the roles were restored from."""
+        """Return the last checkpoint and the tag of the restored one, for the group's next driver."""
         return None if self.checkpoint is None and self._restored is None else (self.checkpoint, self._restored)
 
     def take(self, kept: tuple[Checkpoint | None, Tag]) -> None:
-        """Adopt the last checkpoint of an earlier driver."""
+        """Adopt the checkpoint and tag that the earlier driver's `kept` has returned."""
         self.checkpoint, self._restored = kept
 
     # -- state
@@ -149,7 +147,7 @@ class CheckpointsOfGroup(OfGroup):
         Raises:
             ConfigError: The folder has no checkpoint for this group.
         """
-        Checkpoint.read(folder.absolute(), self._worker_group.roles)  # raises before any worker is started
+        Checkpoint.read(folder.absolute(), self._worker_group.roles)  # This raises before any worker is started.
         self._first = folder.absolute()
 
     def committed(self, checkpoint: Checkpoint) -> None:
@@ -158,7 +156,7 @@ class CheckpointsOfGroup(OfGroup):
         self._worker_group.restarts.progressed()
 
     def progressed(self) -> None:
-        """Record progress of another kind: reset the count of restart attempts."""
+        """Reset the count of restart attempts, because the group has made progress."""
         self._worker_group.restarts.progressed()
 
     def began_from(self, checkpoint: Checkpoint | None) -> None:
@@ -170,27 +168,27 @@ class CheckpointsOfGroup(OfGroup):
 
     @property
     def restarts(self) -> int:
-        """How often the group is restarted at most without a new checkpoint in between; 0: never."""
+        """The maximal number of restarts without a new checkpoint in between; 0 if the group never restarts."""
         return self._worker_group.restarts.limit
 
     @property
     def is_current(self) -> bool:
-        """Whether the roles started from the last checkpoint. That one may have been lost since."""
+        """Whether the roles started from the checkpoint that is now the last one."""
         return self._began == (None if self.checkpoint is None else self.checkpoint.identity)
 
     def moved(self, before: Path, after: Path) -> None:
-        """Record the new name of a folder in which the last checkpoint may lie."""
+        """Update the path of the last checkpoint after a folder was renamed."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
             folder = after / self.checkpoint.folder.relative_to(before)
             self.checkpoint = self.written = attrs.evolve(self.checkpoint, folder=folder)
 
     def lost(self, folder: Path, before: Checkpoint | None) -> None:
-        """Record the loss of a folder; the last checkpoint is `before` again if the current one lay there."""
+        """Make `before` the last checkpoint again if the lost folder contained the current one."""
         if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(folder):
             self.checkpoint, self.written = before, None
 
     def raise_unasked(self) -> None:
-        """Raise the error of the last checkpoint that was written beside calls, unless a caller has seen that error."""
+        """Raise the error of the last checkpoint begun with `wait=False`, unless a caller has seen that error."""
         saving, self.saving = self.saving, None
         if saving is not None and (error := saving.unreported_failure()) is not None:
             error.add_note(f"that was {saving.label} of group {self._worker_group.name!r}; another one wasn't begun")
@@ -199,29 +197,29 @@ class CheckpointsOfGroup(OfGroup):
     # -- for users
 
     def write(self, folder: Path, tag: Tag) -> None:
-        """See `ColocatedGroup.checkpoint`."""
+        """Write a checkpoint; see `ColocatedGroup.checkpoint`."""
         write(self._worker_group, folder, tag)
 
     def begin(self, folder: Path, tag: Tag) -> Saving:
-        """See `ColocatedGroup.checkpoint`, with `wait=False`."""
+        """Begin a checkpoint with `wait=False`; see `ColocatedGroup.checkpoint`."""
         return begin(self._worker_group, folder, tag)
 
     def restore(self, folder: Path) -> Tag:
-        """See `ColocatedGroup.restore`."""
+        """Restore the roles; see `ColocatedGroup.restore`."""
         return restore(self._worker_group, folder)
 
     def resize(self, timeout: float | None) -> int:
-        """See `ColocatedGroup.resize`."""
+        """Resize the group; see `ColocatedGroup.resize`."""
         return resize(self._worker_group, timeout)
 
 
 def checkpoints_of(worker_group: WorkerGroup) -> CheckpointsOfGroup:
-    """Return the checkpoints' half of a group on the driver."""
+    """Return the driver's half of a group's checkpoints."""
     return cast("CheckpointsOfGroup", worker_group.part("checkpoints"))
 
 
 def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
-    """Save every role of a group, between the group's calls; a restart restores from this checkpoint.
+    """Save all roles of a group, between the group's calls. A later restart restores from this checkpoint.
 
     Raises:
         ConfigError: A role has only one of `save` and `restore`, or no role has both; or the folder may not be
@@ -236,7 +234,7 @@ def write(worker_group: WorkerGroup, folder: Path, tag: Tag) -> None:
 
 
 def begin(worker_group: WorkerGroup, folder: Path, tag: Tag) -> Saving:
-    """Start a checkpoint and return when all roles have taken their states: files are written beside the calls."""
+    """Start a checkpoint, and return when all roles have copied their states. Files are written while calls run."""
     saving = Saving(worker_group, tag, folder.absolute())
     begun = _begun(worker_group, folder, tag, wait=False)
     complete = begun.__enter__()
@@ -244,7 +242,7 @@ def begin(worker_group: WorkerGroup, folder: Path, tag: Tag) -> Saving:
         checkpoints_of(worker_group).saving = saving
         name = f"colocate-checkpoint-{worker_group.name}"
         Thread(target=_go_on, args=(worker_group, saving, begun, complete), name=name).start()
-    except BaseException as error:  # no thread is available
+    except BaseException as error:  # No thread could be started.
         checkpoints_of(worker_group).saving = None
         begun.__exit__(type(error), error, error.__traceback__)
         raise
@@ -257,7 +255,6 @@ def _go_on(
     begun: contextlib.AbstractContextManager[object],
     complete: Callable[[], None],
 ) -> None:
-    """Complete a checkpoint, on a separate thread. Waiters are notified last."""
     try:
         try:
             complete()
@@ -274,16 +271,16 @@ def _go_on(
 
 @contextlib.contextmanager
 def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Iterator[Callable[[], None]]:
-    """A block that makes a checkpoint: call the yielded function to write the record; the block's end commits all.
+    """A context manager that makes a checkpoint: the yielded function writes the record, and leaving the block commits.
 
     All roles have taken their states when the block is entered. The block may be left on another thread.
     """
     if not isinstance(tag, str | int | float):
         raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
     saved = savable(worker_group.roles)
-    folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # the final rename needs a name
+    folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # The rename needs a name.
     checkpoint = Checkpoint(folder, tag, uuid.uuid4().hex)
-    with checkpoints_of(worker_group).writing:  # until the checkpoint is committed
+    with checkpoints_of(worker_group).writing:  # Hold the lock until the checkpoint is committed.
         checkpoints_of(worker_group).raise_unasked()
         _refuse_forgotten(worker_group)
         with nobody_renames(folder):
@@ -333,7 +330,7 @@ def _begun(worker_group: WorkerGroup, folder: Path, tag: Tag, wait: bool) -> Ite
 
 
 def _refuse_fixed(worker_group: WorkerGroup, part: Path, saved: Mapping[str, RoleInfo]) -> None:
-    """Refuse a checkpoint that only the same number of ranks could restore, if a restart may change that number.
+    """Refuse a checkpoint that needs the same number of ranks to restore, if a restart may change that number.
 
     Raises:
         RoleError: A role's files are of that kind.
@@ -351,7 +348,7 @@ def _refuse_fixed(worker_group: WorkerGroup, part: Path, saved: Mapping[str, Rol
 
 
 def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInfo]) -> dict[str, tuple[int, str]]:
-    """Return the files that a group has written, with size and digest, as seen by the workers.
+    """Return the size and digest of each file that a group has written, by name, after checks by the workers.
 
     Raises:
         RoleError: A file is missing, or still being written.
@@ -385,7 +382,7 @@ def _looked_at(group: str, saves: Saves, part: Path, saved: Mapping[str, RoleInf
 
 
 def restore(worker_group: WorkerGroup, folder: Path) -> Tag:
-    """Restore the roles of a group from a checkpoint, between calls; later restarts use the same checkpoint.
+    """Restore the roles of a group from a checkpoint, between calls. Later restarts use this checkpoint, too.
 
     Raises:
         ConfigError: The folder has no checkpoint for this group.
@@ -423,15 +420,15 @@ def _refuse_forgotten(worker_group: WorkerGroup) -> None:
 def _committing(
     worker_group: WorkerGroup, checkpoint: Checkpoint, saved: Collection[str], saves: Saves, wait: bool
 ) -> Iterator[None]:
-    """Hold the group's lock around the commit: a failed group restores from the last checkpoint, so no rename may race.
+    """A context manager that holds the group's lock around the commit, so that no restart runs during the rename.
 
-    A checkpoint written beside the calls also counts while the group is closing, as long as the close waits for it.
+    With `wait=False`, the commit also works while the group is closing, as long as the close waits for it.
     """
     with worker_group.order.lock:
         if wait or worker_group.alive:
             worker_group.check()
-        saves.check()  # of the workers that wrote the checkpoint: the group may have been restarted since
-        refuse_others(checkpoint.folder, saved)  # the folder may have been filled meanwhile
+        saves.check()  # This raises if the workers that wrote the checkpoint have failed since.
+        refuse_others(checkpoint.folder, saved)  # Check again, because files may have been added meanwhile.
         yield
         checkpoints_of(worker_group).committed(checkpoint)
 
@@ -450,7 +447,7 @@ def _submit(
 
 
 def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
-    """Restart a group from the last checkpoint if more slots are available; return the new number of slots.
+    """Restart a group from the last checkpoint if more slots are available, and return the new number of slots.
 
     Raises:
         ConfigError: The group doesn't restart, or has no checkpoint.
@@ -463,7 +460,7 @@ def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
     if has_more(worker_group):
         if checkpoints.checkpoint is None:
             raise ConfigError(f"group {name!r} can't be resized: there is no checkpoint to go on from; make one before")
-        with checkpoints.writing:  # waits for a checkpoint in progress
+        with checkpoints.writing:  # This waits for a checkpoint in progress.
             if pending := list(worker_group.order.pending.values()):
                 labels = ", ".join(dict.fromkeys(call.label for call in pending))
                 raise ColocateError(f"group {name!r} can't be resized while calls are pending: {labels}")
@@ -473,14 +470,14 @@ def resize(worker_group: WorkerGroup, timeout: float | None) -> int:
 
 
 def has_more(worker_group: WorkerGroup) -> bool:
-    """Whether a group can have more slots than now. Lost slots are reserved again for this."""
+    """Return whether a group can get more slots than now. This tries to reserve lost slots again."""
     has = worker_group.size
     return has < len(worker_group.whole) and worker_group.home.regrow(worker_group) > has
 
 
 def begin_resize(worker_group: WorkerGroup) -> ColocateError | None:
-    """Start the restart of a group with all available slots; return the error for callers in the meantime."""
-    worker_group.restarts.progressed()  # a resize is no failed attempt
+    """Start to restart a group with all available slots, and return the error that callers get in the meantime."""
+    worker_group.restarts.progressed()  # A resize must not count as a failed attempt to restart.
     name = worker_group.name
     worker_group.fail(ColocateError(f"group {name!r} is resized: there are more slots for it", group=name))
     return worker_group.life.told()

@@ -1,4 +1,4 @@
-"""Messages about checkpoints: `AskSaved` to workers, `Saved` from workers."""
+"""The messages about checkpoints: the driver sends `AskSaved`, and a worker answers with `Saved`."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from colocate._protocol.from_worker import Failure
 from colocate._protocol.message import Head, Message, message, values
 
 CHECKPOINT, RESTORE = "the checkpoint", "the restore"
-"""The labels of the calls on whole workers."""
+"""The labels of the two calls that run on whole workers."""
 
 
 @message
 class AskSaved(Message):
-    """Ask for the second halves of `save`, or for a check of files; answered by `Saved`."""
+    """Ask a worker to run the rest of each role's `save`, or to check files. The answer is `Saved`."""
 
-    token: int  # the question's number
-    directory: str = ""  # the checkpoint's folder
-    names: Sequence[str] | None = None  # the files to check, in the folder; None: write
+    token: int  # The number of this request.
+    directory: str = ""  # The checkpoint's folder.
+    names: Sequence[str] | None = None  # The files to check in the folder; None asks for the rest of `save`.
 
 
 @message
 class Saved(Message):
-    """The answer to `AskSaved`: the second halves ran, or files were checked. Body: the exception, if any."""
+    """Report that the rest of each role's `save` ran, or that files were checked. The body is the exception, if any."""
 
-    token: int  # the question's number
-    more: bool  # whether another step follows when all ranks have finished this one
-    open: Sequence[str]  # files that are open for writing
-    digests: Mapping[str, str]  # SHA-256 of the checked files, by name
-    failure: Failure | None  # the error, if any
+    token: int  # The number of the request.
+    more: bool  # Whether another step follows once all ranks have finished this step.
+    open: Sequence[str]  # Files that are still open for writing.
+    digests: Mapping[str, str]  # The SHA-256 of each checked file.
+    failure: Failure | None
 
     def head(self) -> Head:
-        """Return the wire format."""
+        """Return the message in the wire format, in which the failure is a plain tuple."""
         *fields, failure = values(self)
         return "Saved", *fields, None if failure is None else values(failure)
 
     @classmethod
     def of(cls, *values: Any) -> Saved:
-        """As `Message.of`."""
+        """Return the message for values in the wire format."""
         token, more, open_ones, digests, failure = values
         return cls(token, more, open_ones, digests, None if failure is None else Failure(*failure))

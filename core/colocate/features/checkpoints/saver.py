@@ -1,8 +1,8 @@
-"""`Saver`: the second half of a checkpoint, in which roles write their saved states while calls go on.
+"""`Saver`: runs the second half of a checkpoint, in which roles write their states while calls continue.
 
-A role's `save` takes its state on the lane, in the order of its calls. The remaining work (the rest of a generator, or
-a future) runs here, on a thread for nothing else. Where a generator yields once more, it resumes when all ranks have
-reached that `yield`: one rank may then write a file about all.
+In the first half, a role's `save` copies the state on the lane, in the order of the role's calls. The second half (the
+rest of a generator, or a future) runs on a separate thread. If the generator yields again, it resumes when all ranks
+have reached that `yield`, so that one rank may write a file about all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVE = "save"
 
 
 class SecondHalf:
-    """The remaining work of a role's `save`, once the state is taken.
+    """The remaining work of a role's `save` after the state was copied.
 
     Attributes:
         role: The role.
@@ -43,14 +43,14 @@ class SecondHalf:
 
     @calls_role_code
     def take_state(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
-        """Run the first half of a `save`: up to the `yield`, if there is one."""
+        """Run the first half of `save`, up to the first `yield` if `save` is a generator."""
         token = second_halves.set(self._rests)
         try:
             result = hook(*args)
             if inspect.isgenerator(result):
                 try:
                     next(result)
-                except StopIteration as end:  # the generator ended without a `yield`
+                except StopIteration as end:  # The generator ended without a `yield`.
                     result = end.value
                 else:
                     self._rests.append(result)
@@ -60,16 +60,16 @@ class SecondHalf:
             second_halves.reset(token)
 
     def add(self, going_on: Sequence[Any]) -> None:
-        """Add futures or threads to wait for."""
+        """Add futures or threads that the second half waits for."""
         self._going_on += going_on
 
     def is_left(self) -> bool:
-        """Return whether there is more to do."""
+        """Return whether work of this `save` remains."""
         return bool(self._rests or self._going_on)
 
     @calls_role_code
     def go_on(self) -> bool:
-        """Run the remaining work up to the next `yield`, and return whether there is one.
+        """Run the remaining work up to the next `yield`, and return whether more work remains.
 
         Raises:
             BaseException: The role's code or future failed.
@@ -92,16 +92,16 @@ class SecondHalf:
         return False
 
     def drop(self) -> None:
-        """Abandon the remaining work."""
+        """Abandon the remaining work by closing the generators."""
         for rest in self._rests:
             rest.close()
 
 
 class Saver:
-    """A worker's second halves of checkpoints and checks of files, on a thread of their own.
+    """The thread of a worker that runs the second halves of `save`, and checks files.
 
     Args:
-        worker: Names the thread.
+        worker: The worker's id, for the thread's name.
         device: The slot's device.
         codec: Encodes errors.
         definitions: The classes that driver and worker have exchanged.
@@ -121,27 +121,27 @@ class Saver:
         self._left: list[SecondHalf] = []
 
     def leave(self, halves: Sequence[SecondHalf]) -> None:
-        """Store second halves until the driver asks, and abandon the halves of an earlier checkpoint."""
+        """Store second halves for a later `AskSaved`, and abandon the halves of an earlier checkpoint."""
         former, self._left = self._left, [*halves]
         for half in former:
             self._thread.soon(half.drop)
 
     def asked(self, message: AskSaved) -> None:
-        """Schedule a request of the driver. On the receiving thread."""
+        """Schedule a request of the driver. Called on the receiving thread."""
         try:
             self._thread.soon(partial(self._do, message))
-        except RuntimeError as error:  # no thread is available
+        except RuntimeError as error:  # No thread could be started.
             self._refuse(message, error, None)
 
     def close(self) -> None:
-        """Close, without waiting for work in progress."""
+        """Close the thread without waiting for work in progress."""
         self._thread.close(0.0)
 
     def _do(self, asked: AskSaved) -> None:
         open_ones: Sequence[str] = ()
         digests: Mapping[str, str] = {}
         halves: list[SecondHalf] = []
-        later: list[SecondHalf] = []  # halves with another step, for when all ranks have finished this one
+        later: list[SecondHalf] = []  # Halves that continue once all ranks have finished this step.
         try:
             if asked.names is not None:
                 folder = Path(asked.directory)

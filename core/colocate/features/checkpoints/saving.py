@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the calls: the questions to workers, and the checkpoint in progress."""
+"""Checkpoints in progress: the driver's requests to workers, and the handle of a checkpoint that is being written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocate.features.checkpoints.messages import AskSaved, Saved
 
 
 class Saves:
-    """The driver's questions about a checkpoint to the workers of one generation, beside their calls."""
+    """The driver's requests about checkpoints to the workers of one generation of a group."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
@@ -31,17 +31,17 @@ class Saves:
         self._error: ColocateError | None = None
 
     def finish(self, folder: Path) -> None:
-        """Run the second halves of all ranks, and wait for the end.
+        """Run the rest of `save` on all ranks, and wait until all files are written.
 
         Raises:
-            RoleError: The second half of a `save` has failed.
+            RoleError: The rest of a `save` has failed.
             ColocateError: The group has failed or is closed.
         """
         while any(report.more for report in self._ask(dict.fromkeys(self._slots), folder)):
-            pass  # all ranks have finished this step
+            pass  # The next step begins when all ranks have finished this one.
 
     def look(self, folder: Path, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return the open files and the digests of all files of a checkpoint; each worker reads a share.
+        """Return the names of open files, and the digests of all files by name. Each worker reads a share of the files.
 
         Raises:
             RoleError: A file can't be read.
@@ -58,7 +58,7 @@ class Saves:
         return self._requests.ask(self._slots, ask, NEVER, lambda owing: owing)
 
     def answered(self, worker: Worker, told: Saved, body: Any) -> None:
-        """Handle a worker's answer."""
+        """Record a worker's answer, or fail the request with the worker's error."""
         if told.failure is None:
             self._requests.answered(told.token, worker.slot, told)
             return
@@ -66,24 +66,24 @@ class Saves:
         self._requests.refused(told.token, failure_error(self._link, call, worker.slot, told.failure, body))
 
     def fail(self, error: ColocateError) -> None:
-        """Fail all current and future questions: no answer will come, or no caller waits."""
+        """Fail all pending and future requests. The first error passed here counts."""
         if self._error is None:
             self._error = error
         self._requests.fail_all(self._error)
 
     def check(self) -> None:
-        """Raise the error that these questions failed with, if any."""
+        """Raise the error that was passed to `fail`, if there was one."""
         if self._error is not None:
             raise copy.copy(self._error)
 
 
 class Saving(Underway):
-    """A checkpoint in progress: all roles have taken their states, and files are being written.
+    """The handle of a checkpoint in progress: all roles have copied their states, and files are being written.
 
     Attributes:
         tag: The user's label.
         folder: The final folder.
-        is_void: Whether the group has failed meanwhile, which is reported elsewhere.
+        is_void: Whether the group has failed before the end; that failure is reported elsewhere.
     """
 
     __slots__ = ("_is_asked", "_link", "folder", "is_void", "tag")
@@ -99,7 +99,7 @@ class Saving(Underway):
         return not (self.is_set and (self._is_asked or self._error is None))
 
     def unreported_failure(self) -> BaseException | None:
-        """Wait for the end; return the error unless a caller has seen one."""
+        """Wait until the checkpoint ends, and return the error unless a caller has already seen the error."""
         self.wait()
         return None if self._is_asked or self.is_void else self._failure()
 

@@ -1,7 +1,7 @@
-"""A worker's share of a checkpoint: `save` and `restore` of roles, and the states of random generators.
+"""A worker's share of a checkpoint: calls `save` and `restore` of roles, and stores the states of random generators.
 
-Each role has a folder, the same for all of its ranks; colocate's own files lie beside these folders. A checkpoint has
-an identity: all ranks restore the same checkpoint, even if another one is meanwhile written to the folder.
+Each role has one folder for all its ranks, and colocate's own files have a separate folder. A checkpoint has an
+identity, so that all ranks restore the same checkpoint even if another one is meanwhile written to the folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colocate.worker.serving.failure import note
 from colocate.worker.serving.over import is_future
 from colocate.worker.serving.role_instance import RoleInstance
 
-RECORD = "checkpoint.json"  # in the folder of a complete checkpoint
+RECORD = "checkpoint.json"  # Only the folder of a complete checkpoint has this file.
 OWN = ".colocate"
 
 
@@ -39,7 +39,7 @@ def save(
     wait: bool,
     parts: Mapping[str, OfWorker],
 ) -> list[SecondHalf]:
-    """Take the roles' states, and write all files if the caller waits; return the remaining work.
+    """Take the states of all roles, and return the remaining work. With `wait`, begin to write files.
 
     Raises:
         ColocateError: The folder isn't visible on this machine.
@@ -75,7 +75,8 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
     Raises:
         ColocateError: The checkpoint isn't visible on this machine, was replaced by another one, or is damaged.
     """
-    folder = next((place for place in places(Path(directory)) * 2 if _is_there(place, identity)), None)  # see `read`
+    # Try all places twice, because a rename may be replacing the checkpoint just now.
+    folder = next((place for place in places(Path(directory)) * 2 if _is_there(place, identity)), None)
     if folder is None:
         try:
             read(Path(directory))
@@ -88,9 +89,10 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
     files: dict[str, Any] = {}
     try:
         files = _files_of(role, folder)
-        refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))  # this rank's share
+        # Each rank checks only a share of the files.
+        refuse_changed(folder, dict([*files.items()][role.ctx.rank :: role.ctx.world_size]))
         restored = _restore(role, folder)
-        # A new rank, unknown to the checkpoint, takes the common state from rank 0, and a new random seed.
+        # A rank that the checkpoint doesn't have takes the common state from rank 0, and a new random seed.
         file, first = (_own_file(role, folder, "calls", rank) for rank in (role.ctx.rank, 0))
         is_new = first.exists() and not file.exists()
         file = first if is_new else file
@@ -115,28 +117,27 @@ def restore(worker_context: WorkerContext, role: RoleInstance, directory: str, i
     except Exception as error:
         if not _is_there(folder, identity):
             raise _replaced(Path(directory)) from error
-        refuse_changed(folder, files, error)  # raises if a file is damaged, perhaps of another rank's share
+        refuse_changed(folder, files, error)  # This raises if any of the role's files is damaged.
         note(error, f"role {role.name!r} was being restored from {folder}")
         raise
-    if not _is_there(folder, identity):  # the files read may be a mix of both checkpoints
+    if not _is_there(folder, identity):  # The files that were read may be from two checkpoints.
         raise _replaced(Path(directory))
 
 
 def _files_of(role: RoleInstance, folder: Path) -> dict[str, Any]:
-    """Return the record's entries of a role's files, and of colocate's files for this rank."""
     prefixes = f"{role.name}/", str(_own_file(role, Path(), ""))
     return {name: entry for name, entry in _record(folder)["files"].items() if name.startswith(prefixes)}
 
 
 def read(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the current place of the checkpoint in a folder, and the record. Nothing is changed.
+    """Return the path where a checkpoint currently is, and the checkpoint's record.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
         OSError: The record can't be read.
         ValueError: The record isn't JSON.
     """
-    for place in places(folder) * 2:  # a rename may be replacing the checkpoint just now
+    for place in places(folder) * 2:  # Try twice, because a rename may be replacing the checkpoint.
         try:
             return place, _record(place)
         except FileNotFoundError:
@@ -145,7 +146,7 @@ def read(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def identity_of(record: Mapping[str, Any]) -> str:
-    """Return the identity of a record's checkpoint."""
+    """Return the checkpoint's identity, as contained in the checkpoint's record."""
     return str(record["id"])
 
 
@@ -170,13 +171,13 @@ def _replaced(folder: Path) -> ColocateError:
 
 
 def hook(cls: type, name: str) -> Callable[..., Any] | None:
-    """Return the function of a class's `save` or `restore`, also if that is a `@method`; None for none."""
+    """Return the plain function of a class's `save` or `restore`, also of a `@method`; None if there is none."""
     attribute = getattr(cls, name, None)
     return attribute.spec.function if isinstance(attribute, RoleMethod) else attribute if callable(attribute) else None
 
 
 def takes_ranks(cls: type) -> bool:
-    """Whether a role's `restore` takes `ranks`: the number of ranks that saved, perhaps another than now."""
+    """Return whether a role's `restore` has the parameter `ranks`, the number of ranks that saved the role."""
     restore = hook(cls, "restore")
     return restore is not None and "ranks" in inspect.signature(restore).parameters
 
@@ -189,12 +190,13 @@ def _save(role: RoleInstance, folder: Path) -> SecondHalf | None:
     half, had = SecondHalf(role), {**getattr(role.instance, "__dict__", {})}
     role.run_hook(_bound(role, "save"), str(role_folder), name="save", by=half.take_state)
     has = getattr(role.instance, "__dict__", {}).items()
-    half.add([value for key, value in has if value is not had.get(key) and is_future(value)])  # as in torch's recipe
+    # As in torch's recipe for async saves, `save` may store a future in an attribute of the role.
+    half.add([value for key, value in has if value is not had.get(key) and is_future(value)])
     return half
 
 
 def _restore(role: RoleInstance, folder: Path) -> bool:
-    """Call a role's `restore`, if the checkpoint has a state for this role; return whether it has."""
+    """Call a role's `restore` if the checkpoint has a state of the role, and return whether `restore` was called."""
     assert role.name is not None
     role_folder = folder / role.name
     if not role_folder.is_dir() or role.stands_in:

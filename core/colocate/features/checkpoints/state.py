@@ -1,4 +1,4 @@
-"""A copy of a role's state for `save`, and the second half with torch.distributed.checkpoint, beside calls."""
+"""Helpers for a role's `save`: a copy of the state in host memory, and writing by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def host_copy(state: T) -> T:
-    """Copy a state to host memory, for a role's `save` before the `yield`.
+    """Copy a state to host memory. A role's `save` calls this before the `yield`.
 
-    Tensors on a GPU are copied to pinned memory, which torch reuses. Of a DTensor this rank's part is copied. Tied
-    tensors stay tied.
+    Tensors on a GPU are copied to pinned memory, which torch reuses. Only this rank's part of a DTensor is copied.
+    Tied tensors stay tied.
 
     Args:
         state: Tensors, NumPy arrays and other values in dicts, lists and tuples, as `state_dict()` has them.
@@ -34,17 +34,17 @@ def host_copy(state: T) -> T:
 
 
 def save_state(state: Mapping[str, Any], directory: str, ctx: Context | None = None) -> None:
-    """Write a state by torch.distributed.checkpoint, as the two halves of a role's `save`, from which this is called.
+    """Write a state by torch.distributed.checkpoint. Call this in a role's `save`.
 
-    All ranks of the role write, each its part, and any number of ranks can load it, by
-    `torch.distributed.checkpoint.load`. In a checkpoint this call takes a copy (`host_copy`), and all ranks agree on a
-    plan of the writes. The files are written after `save` has returned, beside calls unless the checkpoint waits, and
-    without a process group. Called outside a checkpoint this writes at once.
+    Each rank of the role writes its part. Any number of ranks can load the state later, by
+    `torch.distributed.checkpoint.load`. In a checkpoint, this call copies the state (`host_copy`), and all ranks agree
+    on a plan. The files are written after `save` has returned, without a process group, and while calls continue
+    unless the checkpoint waits. Outside a checkpoint, this call writes the files at once.
 
     Args:
         state: The role's state, as for `torch.distributed.checkpoint.save`.
         directory: The directory given to `save`, or a folder in it.
-        ctx: The role's context; by default that of the role whose code runs.
+        ctx: The role's context; by default the context of the running role code.
     """
     ctx = context() if ctx is None else ctx
     if (halves := second_halves.get()) is None:
@@ -67,17 +67,18 @@ def _in_halves(state: dict[str, Any], directory: str, ctx: Context) -> Generator
     planner.set_up_planner(host_copy(state), writer.storage_meta(), is_first)
     writer.set_up_storage_writer(is_first)
     plans = _of_all(ctx, writer.prepare_local_plan(planner.create_local_plan()))
-    plans, metadata = planner.create_global_plan(plans)  # the same on all ranks
+    plans, metadata = planner.create_global_plan(plans)  # All ranks compute the same plan.
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[ctx.rank])
     del state, plans
     yield
     written = writer.write_data(plan, planner)
     written.wait()
     _results(folder, ctx.rank).write_bytes(pickle.dumps(written.value()))
-    yield  # until all ranks have written
+    yield  # The generator resumes when all ranks have written.
     if is_first:
         paths = [_results(folder, rank) for rank in range(ctx.world_size)]
-        writer.finish(metadata, [pickle.loads(path.read_bytes()) for path in paths])  # pickles of this role's own ranks
+        # These pickles are safe to load, because ranks of this role have written the files.
+        writer.finish(metadata, [pickle.loads(path.read_bytes()) for path in paths])
         for path in paths:
             path.unlink()
 
@@ -97,10 +98,8 @@ def _of_all(ctx: Context, plan: Any) -> list[Any]:
 
 
 class _Copies:
-    """Copies of the values of one state; a tensor that occurs twice is copied once."""
-
     def __init__(self) -> None:
-        # The source tensor is stored with the copy: the key has the address, which a living tensor keeps.
+        # The source tensor is stored with the copy, so that no other tensor gets the address, which is part of the key.
         self._done: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._devices: set[torch.device] = set()
 
@@ -108,7 +107,7 @@ class _Copies:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, dict):
-            copied = copy.copy(value)  # a state_dict() has an attribute (`_metadata`), too
+            copied = copy.copy(value)  # `copy.copy` also copies the attribute `_metadata` of a `state_dict()`.
             copied.update((key, self.of(item)) for key, item in value.items())
             return copied
         if type(value) in (list, tuple):
@@ -116,10 +115,10 @@ class _Copies:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        flatten: Any = getattr(tensor, "__tensor_flatten__", None)  # a wrapper of tensors, such as DTensor
+        flatten: Any = getattr(tensor, "__tensor_flatten__", None)  # Only wrappers such as DTensor have this.
         if flatten is not None:
             names, metadata = flatten()
-            inner = {name: getattr(tensor, name) for name in names}  # since torch 2.13 with the mesh
+            inner = {name: getattr(tensor, name) for name in names}  # Since torch 2.13, one value is the device mesh.
             inner = {name: self._tensor(it) if isinstance(it, torch.Tensor) else it for name, it in inner.items()}
             clone: torch.Tensor = type(tensor).__tensor_unflatten__(inner, metadata, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
             return clone

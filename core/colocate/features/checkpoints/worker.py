@@ -1,4 +1,4 @@
-"""Checkpoints on a worker: roles take and write states, and restore from files."""
+"""The worker's half of checkpoints: roles save states to files, and restore states from files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 
 class CheckpointsOfWorker(OfWorker, calls={CHECKPOINT: "save", RESTORE: "restore"}):
-    """The checkpoints of a worker's roles."""
+    """The worker's half of checkpoints: saves and restores the worker's roles."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
@@ -24,36 +24,36 @@ class CheckpointsOfWorker(OfWorker, calls={CHECKPOINT: "save", RESTORE: "restore
         self._saver = Saver(boot.worker, device, codec, worker_context.definitions, worker_context.say)
 
     def heard(self, message: Message, body: Any) -> None:
-        """Handle a request of the driver, beside the calls."""
+        """Pass a request of the driver to the saving thread, while calls continue to run."""
         assert isinstance(message, AskSaved)
         self._saver.asked(message)
 
     def starts(self, role: RoleInstance, plain: tuple[str, str]) -> None:
-        """Restore a role that was just constructed from a checkpoint, given by folder and identity."""
+        """Restore a newly constructed role from a checkpoint, with the folder and identity in `plain`."""
         self._restore(role, *plain)
 
     def close(self) -> None:
-        """Close, without waiting for work in progress."""
+        """Close the saving thread without waiting for work in progress."""
         self._saver.close()
 
     @method
     def save(self, directory: str, wait: bool) -> bool:
-        """Take the roles' states, and write all files if `wait`; return whether work remains.
+        """Take the states of all roles, and return whether work remains. With `wait`, begin to write files.
 
-        The driver asks for the remaining work later (`AskSaved`).
+        The driver requests the remaining work later, by `AskSaved`.
         """
         context = self._worker_context
-        self._saver.leave(())  # frees the memory of an abandoned checkpoint
+        self._saver.leave(())  # This frees the memory of an abandoned checkpoint.
         awake = partial(context.awake, why="to be saved")
         halves = share.save(self._roles(), directory, awake, wait, context.parts)
         if halves:
-            context.device.end("the checkpoint")  # another thread reads the device's copies afterwards
+            context.device.end("the checkpoint")  # Wait, because another thread reads the device's copies.
         self._saver.leave(halves)
         return bool(halves)
 
     @method
     def restore(self, directory: str, identity: str) -> None:
-        """Restore the roles from a checkpoint."""
+        """Restore all roles of this worker from a checkpoint."""
         for role in self._roles():
             self._restore(role, directory, identity)
 

@@ -1,1 +1,1 @@
-"""Processes that roles start, and that end with the role: `ctx.start`. The page: docs/children.md."""
+"""Processes that a role starts by `ctx.start`, and that end when the role ends. See docs/children.md."""

@@ -1,4 +1,4 @@
-"""`Child`: the handle of role code on a process started by the role."""
+"""`Child`: the handle by which role code controls a process that the role has started."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ Fails: TypeAlias = Literal["call", "group"] | None
 Ready: TypeAlias = "str | re.Pattern[str] | Callable[[Child], object]"
 Health: TypeAlias = "str | Callable[[Child], object]"
 
-_TAIL_LINES = 60  # enough for the stacks of the threads of a child that hung
+_TAIL_LINES = 60  # This many lines hold the thread stacks of a hung child.
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 12
 _TAIL_LENGTH = 1 << 14
 _MOST_READS = 16
 _LOOKS_S, _ANSWERS_S = 0.02, 2.0
-_ASKED_EVERY_S, _ASKED_SELDOM_S = 0.02, 5.0  # at most and at least, between two health checks
+_ASKED_EVERY_S, _ASKED_SELDOM_S = 0.02, 5.0  # The shortest and longest time between two health checks.
 
 
 class Parent(NamedTuple):
-    """The role that started a child."""
+    """The identity of the role that started a child process: group, role, rank and node."""
 
     group: str
     role: str
@@ -57,18 +57,18 @@ class Parent(NamedTuple):
 
 
 class Child:
-    """A process that a role has started, by `ctx.start`. No process that the child starts outlives the child.
+    """A process that a role has started by `ctx.start`. All processes that the child starts end with the child.
 
     Attributes:
         name: The name, unique within the role on this worker.
-        pid: Its process id.
-        port: Its port on 127.0.0.1; None if none was requested.
+        pid: The process id.
+        port: The port on 127.0.0.1; None if no port was requested.
         managed: Bytes of host memory that the role's own `managed()` reports, and that count only there.
-        connection: The role's end of the connection to a function; None for a command. The ends send each other any
-            value, with torch also tensors, without a copy in between.
+        connection: The role's end of the connection to a child that runs a function; None for a command. Each end can
+            send any value; with torch also tensors, without a copy.
     """
 
-    _colocate_barren = True  # the scan of a role's holdings stops here: a child references all roles
+    _colocate_barren = True  # A child refers to all roles, so the scan of a role's memory stops here.
 
     def __init__(
         self,
@@ -82,7 +82,6 @@ class Child:
         on_line: Callable[[Child, str], None],
         on_change: Callable[[Child], None],
     ) -> None:
-        """Created by `ctx.start`."""
         self.name = name
         self.pid = 0
         self.port: int | None = None
@@ -90,48 +89,48 @@ class Child:
         self.managed = 0
         self._parent = parent
         self._fails = fails
-        self._row = row  # the `RowState` of the row that started the child; None outside rows
-        self._ended_at = 0.0  # in seconds of time.time()
-        self._told_at = -math.inf  # the last time a running call got the error, in seconds of time.monotonic()
+        self._row = row  # The `RowState` of the row that started the child; None outside rows.
+        self._ended_at = 0.0  # The time of the child's end, in seconds of `time.time()`.
+        self._told_at = -math.inf  # When a running call last got the error, by `time.monotonic()`.
         self._loop, self._on_line, self._on_change = loop, on_line, on_change
-        self._asks, self._ends = asks, ends  # signals: to the child, and to the supervisor
-        self._popen: subprocess.Popen[bytes] | None = None  # the upper supervisor
-        self._held: socket.socket | None = None  # reserves the port until the child has bound the port
-        # Descriptors: the child's pidfd, the upper supervisor's pidfd, the output pipe.
+        self._asks, self._ends = asks, ends  # `_asks` is the signal to the child, `_ends` to the supervisor.
+        self._popen: subprocess.Popen[bytes] | None = None  # The process of the upper supervisor.
+        self._held: socket.socket | None = None  # This socket reserves the port until the child uses the port.
+        # File descriptors of the child, of the upper supervisor, and of the pipe with the child's output.
         self._itself = self._whole = self._output = -1
-        self._exitcode: int | None = None  # in subprocess's convention
+        self._exitcode: int | None = None  # As in `subprocess`, a negative number means a signal.
         self._is_ready = False
         self._expected = self._is_dead = False
-        self._waiting = 0  # the number of threads in `wait`
+        self._waiting = 0  # The number of threads that are in `wait` now.
         self._why = ""
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._rest = b""
         self._line: re.Pattern[str] | None = None
         self._said = threading.Event()
-        self._ended = threading.Event()  # the child itself has ended
-        self._over = threading.Event()  # the child has ended, and all processes below
+        self._ended = threading.Event()  # Set when the child itself has ended.
+        self._over = threading.Event()  # Set when the child and all processes below have ended.
         self._well_at = 0.0
 
     # -- for role code
 
     @property
     def alive(self) -> bool:
-        """Whether the child runs."""
+        """Whether the child process is running."""
         return not self._is_dead
 
     @property
     def _failed(self) -> bool:
-        """Whether the child has ended without a request (`stop`, `wait`)."""
+        """Whether the child has ended although nobody called `stop` or `wait`."""
         return self._is_dead and not (self._expected or self._waiting)
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code, or minus the signal that ended the child; None while the child runs, or if unknown."""
+        """The exit code, or minus the number of the signal that ended the child; None while running or if unknown."""
         return self._exitcode
 
     @property
     def output(self) -> str:
-        """The last lines of the child's output."""
+        """The last lines that the child has printed."""
         return "\n".join(list(self._tail))[-_TAIL_LENGTH:]
 
     @property
@@ -142,17 +141,19 @@ class Child:
         return self._how()
 
     def stop(self, grace: float = 5.0) -> None:
-        """End the child and all processes that the child has started. Such an end is no failure. Idempotent.
+        """End the child and all processes that the child has started. A repeated call has no effect.
+
+        A child that ends by `stop` has not failed.
 
         Args:
-            grace: Seconds from SIGTERM (for a function: until its handler returns) to SIGKILL.
+            grace: Seconds from SIGTERM to SIGKILL.
         """
         grace = seconds(grace, "child.stop: grace")
         self._expected = True
         if self.alive:
             self._why = "stopped"
         self._on_change(self)
-        if self._popen is None:  # the thread that starts the child sees the flag
+        if self._popen is None:  # The thread that is starting the child checks this flag.
             self._is_dead = True
         elif not self._over.is_set():
             self._send(self._asks)
@@ -183,17 +184,17 @@ class Child:
         return self._exitcode
 
     def abort(self, why: str) -> None:
-        """End a hung child by SIGABRT: a Python program prints the stacks of all threads then.
+        """End a hung child by SIGABRT, so that a Python program prints the stacks of all threads.
 
-        Returns at once. The child's end is an error, `ChildDied`, with the stacks.
+        Returns at once. The child's end raises `ChildDied`, which contains the stacks.
 
         Args:
-            why: The reason, for the error text: "hung: ...".
+            why: The reason for the error text, such as "hung: ...".
         """
         self._why = why
         with contextlib.suppress(OSError):
             resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
-        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process needs SIGCONT first
+        for number in (signal.SIGABRT, signal.SIGCONT):  # A stopped process handles SIGABRT only after SIGCONT.
             self._send(number)
         self._loop.later(CHILD_STACK_WITHIN_S, lambda: self._send(signal.SIGKILL))
 
@@ -210,12 +211,14 @@ class Child:
         cwd: str | None,
         fds: Sequence[int],
     ) -> None:
-        """Start the process on the event loop's thread: the child ends with this thread. Call on another thread.
+        """Start the process on the event loop's thread, because the child ends with the thread that starts the child.
+
+        Call this on another thread, because it waits for the event loop.
 
         Raises:
             ColocateError: The process can't be started.
         """
-        import subprocess  # few workers have children: imported on first use
+        import subprocess  # Imported on first use, because few workers have children.
 
         hear_of_ends()
         read_end, tell = os.pipe()
@@ -262,10 +265,10 @@ class Child:
             raise ColocateError(f"{self._label()} could not be started: {words[0]!r}: {why}")
         self.pid = int(pid)
         os.set_blocking(output, False)
-        self._whole = os.pidfd_open(self._popen.pid)  # not yet reaped
+        self._whole = os.pidfd_open(self._popen.pid)  # The pid is valid, because the process wasn't reaped yet.
         try:
             self._itself = os.pidfd_open(self.pid)
-        except ProcessLookupError:  # the child has ended already
+        except ProcessLookupError:  # The child has already ended.
             self._itself = -1
         self._loop.watch(output, self._reads)
         if self._itself >= 0:
@@ -273,15 +276,15 @@ class Child:
         self._loop.watch(self._whole, self._all_gone)
 
     def _become_ready(self, ready: Ready | None, within: float, given_up: Callable[[], bool]) -> None:
-        """Wait until the child is ready.
+        """Wait until the child meets the criterion `ready`.
 
         Args:
             ready: The criterion: a compiled pattern for output lines, a URL, or a function of the child.
             within: Seconds, at most.
-            given_up: Returns whether the call that started the child was given up.
+            given_up: Returns whether the call that started the child was cancelled.
 
         Raises:
-            ChildDied: The child has ended, or was ended since it wasn't ready in time.
+            ChildDied: The child has ended, or was ended because it wasn't ready in time.
         """
         until = time.monotonic() + within
         check = _Asked(self, ready) if callable(ready) else None
@@ -308,20 +311,19 @@ class Child:
                 if answer == "200":
                     break
                 self._ended.wait(_LOOKS_S)
-        if self._expected:  # another thread has stopped the child
+        if self._expected:  # Another thread has stopped the child.
             self._end_all()
             raise self._error()
         self._is_ready = True
 
     def _awaits(self, ready: Ready | None) -> Ready | None:
-        """Watch the output for the line in `ready`, if `ready` is a line; return `ready` with a line as a pattern."""
+        """Set the pattern to search for in the child's output, and return `ready`, with text turned into a pattern."""
         if isinstance(ready, str) and not is_url(ready):
             ready = re.compile(re.escape(ready))
         self._line = ready if isinstance(ready, re.Pattern) else None
         return ready
 
     def _look_after(self, health: Health, hung_after: float) -> None:
-        """Start health checks of the child; abort the child after `hung_after` seconds without a good answer."""
         self._well_at = looked = time.monotonic()
         every = max(_ASKED_EVERY_S, min(hung_after / 4, _ASKED_SELDOM_S))
 
@@ -338,7 +340,7 @@ class Child:
         def judge() -> None:
             nonlocal looked
             now = time.monotonic()
-            if now - looked > 2 * every:  # no check could run either: this process was stopped, or the GIL held
+            if now - looked > 2 * every:  # This process was stopped or blocked, so no check could run.
                 self._well_at = now
             looked = now
             if self.alive and not (self._expected or self._waiting):
@@ -347,33 +349,33 @@ class Child:
                 else:
                     self._loop.later(every, judge)
 
-        # The check may be role code, and may hang: the loop's thread must not run the function.
+        # The check may be role code that hangs, so the event loop's thread must not run the check.
         Thread(target=ask, name=f"child-{self.name}-health").start()
         self._loop.later(every, judge)
 
     def _settle(self, within: float, signs: bool = False) -> None:
-        """Wait for the notification of the child's end, if one is likely; `within` is in seconds."""
+        """Wait up to `within` seconds for the notification of the child's end, if there are signs of an end."""
         if self.alive and (signs or self._is_ending):
             self._ended.wait(max(0.0, within))
 
     @property
     def _is_ending(self) -> bool:
-        """Whether the child's process or connection has ended, perhaps before the notification."""
+        """Whether the child's process or connection has ended, even if the notification hasn't arrived yet."""
         poll = select.poll()
         if self._itself >= 0:
             poll.register(self._itself, select.POLLIN)
         if self.connection is not None:
-            with contextlib.suppress(OSError):  # closed on this side
+            with contextlib.suppress(OSError):  # The connection may be closed on this side.
                 poll.register(self.connection.fileno(), 0)
         return bool(poll.poll(0))
 
     @property
     def _top(self) -> int:
-        """The pid of the upper supervisor: the child and all processes of the child are below."""
+        """The pid of the upper supervisor, an ancestor of all the child's processes; 0 before the start."""
         return 0 if self._popen is None else self._popen.pid
 
     def _blamed(self, error: Exception) -> Exception:
-        """Return the error behind a broken connection: `ChildDied` if the child has ended, else `error` itself."""
+        """Return the error to raise for a broken connection: `ChildDied` if the child has died, else `error`."""
         self._settle(CHILD_TOLD_WITHIN_S, signs=True)
         if not self._failed:
             return error
@@ -385,7 +387,6 @@ class Child:
             self._held.close()
 
     def _kill(self) -> None:
-        """Kill the child and all processes below, without waiting."""
         self._expected = True
         self._signal_whole()
 
@@ -416,7 +417,7 @@ class Child:
         )
 
     def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, OSError):  # the process has ended
+        with contextlib.suppress(ProcessLookupError, OSError):  # The process may have ended.
             if self._itself >= 0 and self.alive:
                 signal.pidfd_send_signal(self._itself, number)
 
@@ -435,7 +436,7 @@ class Child:
         self._read()
 
     def _read(self) -> bool:
-        """Read a piece of the child's output; return whether there may be more."""
+        """Read some of the child's output, and return whether there may be more."""
         try:
             data = os.read(self._output, _READ_BYTES)
         except BlockingIOError:
@@ -457,14 +458,14 @@ class Child:
         return bool(data)
 
     def _gone(self) -> None:
-        """Record the end of the child. The exit code follows when all processes below have ended, too."""
+        """Schedule the report of the child's end. The exit code is known once all processes below have ended."""
         self._loop.unwatch(self._itself)
         self._loop.later(CHILD_CODE_WITHIN_S, self._finish)
 
     def _all_gone(self) -> None:
         self._loop.unwatch(self._whole)
         assert self._popen is not None
-        code = self._popen.returncode  # a thread that sent a signal may have reaped the process
+        code = self._popen.returncode  # A thread that sent a signal may have reaped the process.
         self._exitcode = wait_for(self._popen.pid) if code is None else code
         self._popen.returncode = self._exitcode or 0
         self._finish()
@@ -477,7 +478,7 @@ class Child:
     def _finish(self) -> None:
         if self._is_dead:
             return
-        for _ in range(_MOST_READS):  # the child's last output; other processes may still print
+        for _ in range(_MOST_READS):  # Limit the reads of last output, because other processes may go on printing.
             if not self._read():
                 break
         self._is_dead, self._ended_at = True, time.time()
@@ -486,14 +487,13 @@ class Child:
 
 
 class _Asked:
-    """A `ready` function on a separate thread, free to block.
+    """A separate thread that calls a `ready` function, which may block.
 
     Attributes:
-        last: The last state of the function, for error texts.
+        last: A description of the function's last answer, for error texts.
     """
 
     def __init__(self, child: Child, ready: Callable[[Child], object]) -> None:
-        """Start a thread that calls the function until the answer is true or the child has ended."""
         self._child, self._ready = child, ready
         self._answer: BaseException | bool = False
         self._is_over = threading.Event()
@@ -509,13 +509,13 @@ class _Asked:
                 if self._child._ended.wait(_LOOKS_S):
                     return
             self._answer = True
-        except BaseException as error:  # any error of role code: raised by the thread that waits
+        except BaseException as error:  # The caller of `answered` gets any error of the role's function.
             self._answer = error
         finally:
             self._is_over.set()
 
     def answered(self, within: float) -> bool:
-        """Wait for a true answer, at most `within` seconds; return whether one has come.
+        """Wait up to `within` seconds, and return whether the function has returned true.
 
         Raises:
             BaseException: The function's error; ChildDied if the child's end is the cause.
@@ -543,7 +543,7 @@ def is_url(what: object) -> bool:
 
 
 def answer_of(url: str) -> str:
-    """Return the HTTP status of a URL as text, or the text of the error."""
+    """Return the HTTP status of a GET request as text, or an error text if the request fails."""
     import http.client
     from urllib.parse import urlsplit
 

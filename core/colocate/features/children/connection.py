@@ -1,4 +1,4 @@
-"""The role's end of a function child's connection: errors of a broken connection become the child's end."""
+"""`ChildConnection`: a role's connection to a child process, which raises `ChildDied` if the child has died."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ChildConnection(Connection):
-    """A connection that raises `ChildDied` once the child has ended."""
+    """A role's connection to a child process; every method raises `ChildDied` if the child has died."""
 
     def __init__(self, handle: int, child: Child) -> None:
         super().__init__(handle)
@@ -19,7 +19,7 @@ class ChildConnection(Connection):
         self._closing = threading.Lock()
 
     def close(self) -> None:
-        """Close the connection once: the role and the worker's end may close at the same time."""
+        """Close the connection under a lock, because the role and the ending worker may close at the same time."""
         with self._closing:
             super().close()
 

@@ -1,4 +1,4 @@
-"""Children of roles (`ctx.start`), the driver's half: nodes of the graph."""
+"""The driver's record of the child processes of roles, for the ownership graph."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from colocate.features.children.messages import HasChildren
 
 
 class ChildrenOfGroup(OfGroup):
-    """Each worker's children, from the last report."""
+    """The driver's record of a group's child processes, from the last report of each worker."""
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Record a worker's children."""
+        """Store a worker's report of child processes."""
         assert isinstance(message, HasChildren)
         worker.parts["children"] = message.children
 
     def nodes(self, worker: Worker, role: str) -> Sequence[dict[str, Any]]:
-        """Return the graph's nodes for the children of a role on a worker."""
+        """Return nodes of the ownership graph for the child processes of a role on a worker."""
         return [
             {"kind": "child", "name": child, "state": state, "pid": pid or None, "port": port, "children": []}
             for owner, child, pid, port, state in worker.parts.get("children", ())

@@ -1,4 +1,4 @@
-"""Reports of workers on the processes started by roles."""
+"""The message in which a worker reports the processes that roles have started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from colocate._protocol.message import Message, message
 
 @message
 class HasChildren(Message):
-    """All processes that the worker's roles have started by `ctx.start`."""
+    """Report all processes that a worker's roles have started by `ctx.start`."""
 
-    children: Sequence[tuple[str, str, int, int | None, str]]  # role, name, pid, port, state
+    children: Sequence[tuple[str, str, int, int | None, str]]  # One tuple per process: role, name, pid, port and state.

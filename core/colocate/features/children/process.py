@@ -1,6 +1,6 @@
-"""The process of a function child: `python -m colocate.features.children.process FD NAME`.
+"""The program that runs a role's function in a child process, `python -m colocate.features.children.process FD NAME`.
 
-FD is the child's end of a connection: the function arrives there with all that it needs, and then gets the connection.
+FD is the child's end of a connection. The worker sends the function, and the function's argument is the connection.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from colocate.worker.birth.signals import end_when_asked, leave_to_the_driver
 
 
 class Start(NamedTuple):
-    """The function of a child with the environment for unpickling, as sent by the worker."""
+    """The worker's first message to a child process: a pickled function, and the settings that unpickling needs."""
 
-    version: str  # of colocate
-    authkey: bytes  # multiprocessing's key for shared tensors
-    path: list[str] | None  # the worker's sys.path; None for another interpreter
-    sources: Mapping[str, Source]  # modules beside the driver's script, which may lie on another machine
+    version: str  # The worker's version of colocate.
+    authkey: bytes  # The worker's key of multiprocessing, which shared tensors need.
+    path: list[str] | None  # The worker's `sys.path`; None if the child runs another interpreter.
+    sources: Mapping[str, Source]  # Modules from the folder of the driver's script, which may be on another machine.
     function: bytes
 
 
 def main() -> None:
-    """Receive the function and run the function with the connection."""
+    """Receive the function from the worker, and call the function with the connection."""
     leave_to_the_driver()
     end_when_asked()
     fd = int(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Weights on the way from a role to a function child (`colocate.torch.send_weights`)."""
+"""The transfer of weights from a role to a child process (`colocate.torch.send_weights`)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 _ALIGNED = 64
 _CLOSED = False
-"""The child's answer, instead of None, after a close of the iterator of weights."""
+"""The child's answer if it has closed the iterator of weights; the usual answer is None."""
 
 
 def send_weights(
     connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], bucket: str | int = "256MiB"
 ) -> None:
-    """Send weights to a child, in a role's `load_weights`; the child takes the weights by `receive_weights`.
+    """Send weights to a child process, which calls `receive_weights`. Call this in a role's `load_weights`.
 
-    Weights on the host go through shared memory, bucket by bucket; weights on a GPU by CUDA IPC, without a copy. The
-    call returns when the child has taken all weights, or has closed the iterator that it takes them from. An error of
-    `weights` is passed on to the child, too.
+    Weights in host memory go through shared memory, one bucket at a time. Weights on a GPU go by CUDA IPC, without a
+    copy. The call returns when the child has received all weights, or has closed its iterator. If iterating over
+    `weights` raises, the child gets the error, too.
 
     Args:
         connection: The `connection` of the `Child`.
         weights: The argument of `load_weights`, or any names and tensors.
-        bucket: The size of the shared memory: "256MiB", or bytes. A larger weight gets as much as it needs.
+        bucket: The size of the shared memory, as "256MiB" or in bytes. A larger weight gets a larger bucket.
     """
     try:
         _send(connection, weights, parse_bytes(bucket, "bucket"))
@@ -43,17 +43,17 @@ def send_weights(
         return
     except ChildDied:
         raise
-    except BaseException as error:  # any error: the child waits for more weights
+    except BaseException as error:  # Report every error, because the child waits for more weights.
         connection.send(error_text(error))
         raise
 
 
 class _Closed(Exception):
-    """The child has closed the iterator of weights."""
+    """Raised when the child process has closed the iterator of weights."""
 
 
 def _hand_on(connection: Connection, message: Any) -> None:
-    """Send a message and wait until the child is done with the payload."""
+    """Send a message, and wait until the child process no longer uses the message's memory."""
     connection.send(message)
     if connection.recv() is _CLOSED:
         raise _Closed
@@ -74,7 +74,7 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
     for name, weight in weights:
         tensor = weight.detach()
         if tensor.device.type != "cpu":
-            # Connections share tensors by torch.multiprocessing: the source's memory, until the child is done.
+            # The child reads this tensor's own memory (CUDA IPC), so `_hand_on` waits until the child is done.
             _hand_on(connection, (name, tensor))
             continue
         nbytes = tensor.numel() * tensor.element_size()
@@ -85,7 +85,7 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
         if nbytes:
             target = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=used)
             target.view(tensor.shape).copy_(tensor)
-            del target  # a view would keep the area mapped
+            del target  # A remaining view would keep the shared memory mapped.
         batch.append((name, tensor.dtype, tuple(tensor.shape), used))
         used += -(-nbytes // _ALIGNED) * _ALIGNED
     pass_on()
@@ -93,16 +93,16 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
 
 
 def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield names and weights from a role's `send_weights`, in the role's child.
+    """Yield the names and weights that a role sends by `send_weights`. Call this in the role's child process.
 
-    A tensor is valid until the next one is requested: copy it, as `load_weights` of engines and of
+    A tensor is only valid until the next one is requested, so copy it, as `load_weights` of engines and of
     `colocate.torch` do.
 
     Args:
         connection: The argument of the child's function.
 
     Raises:
-        ColocateError: The role has failed midway; the weights so far are not all.
+        ColocateError: The role failed before all weights were sent.
     """
     area: mmap.mmap | None = None
     try:
@@ -117,7 +117,7 @@ def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor
             else:
                 for name, dtype, shape, offset in message:
                     yield name, _at(area, dtype, shape, offset)
-            del message  # the source's memory, with CUDA IPC
+            del message  # With CUDA IPC, the message keeps the sender's memory in use.
             connection.send(None)
     except GeneratorExit:
         connection.send(_CLOSED)
@@ -133,7 +133,6 @@ def _at(area: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> t
 
 
 def _offer(connection: Connection, size: int) -> mmap.mmap:
-    """Create shared memory, pass the descriptor to the other end, and return the mapping."""
     fd = os.memfd_create("colocate-weights", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)

@@ -1,13 +1,13 @@
-"""Processes started by a worker's roles (`ctx.start`): which calls fail on the end of a child, and when children end.
+"""Starts and ends the child processes of a worker's roles (`ctx.start`), and fails calls that need a dead child.
 
-Each child has two supervisors (`birth/supervisor.py`), also if workers are threads of the driver: the child's own
-processes end with the child, and the child ends with the thread that started it, an event loop's, which ends with the
-worker.
+Each child has two supervisors (`birth/supervisor.py`), also if workers are threads of the driver. They end the child's
+own processes when the child ends, and end the child when the thread that started it ends. That thread runs an event
+loop, and ends with the worker.
 
-The end of a child fails the running calls of its role, and calls of roles that use this role. In a worker process the
-lane is the main thread: a signal interrupts a blocking wait, and the handler raises in role code. Awaits of async
-methods are cancelled. In a call with `rows=`, each row that runs here fails by itself. On `local` threads nothing can
-interrupt a wait: the call fails at its end, or through the wait itself.
+When a child dies, the running calls of its role fail, and also the calls of roles that use this role. In a worker
+process, a signal interrupts a blocking wait on the main thread, and the signal handler raises in role code. Awaits of
+async methods are cancelled. In a call with `rows=`, each row on this worker fails separately. On `local` threads
+nothing can interrupt a wait, so the call fails when the wait has ended.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NUDGE_S, _LONGEST_NUDGE_S = 0.005, 0.1
 
 
 class ChildrenOfWorker(OfWorker):
-    """The children of a worker, in the order of their starts.
+    """The child processes that the roles of one worker have started, in the order of starting.
 
     Attributes:
         dead: Children that have ended by themselves, and that the role has neither stopped nor started again.
@@ -85,8 +85,8 @@ class ChildrenOfWorker(OfWorker):
         port: int | None,
         fails: Fails,
     ) -> Child:
-        """See `Context.start`."""
-        from colocate.features.children.child import (  # few workers have children
+        """Start a child process; see `Context.start`."""
+        from colocate.features.children.child import (  # Imported here, because few workers have children.
             Child,
             Parent,
             is_url,
@@ -106,7 +106,7 @@ class ChildrenOfWorker(OfWorker):
                 raise ConfigError(f"{call}: {word}={option!r}; it is {kinds} or a function of the child")
         loop, parent = self._have_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
         for other_child in list(self._all.values()):
-            # A role that starts a child again may know of the former one's end before the notification.
+            # A role may restart a child before this worker is notified of the former child's end.
             other_child._settle(CHILD_TOLD_WITHIN_S)
         with self._lock:
             names = [name] if name else (f"{title}-{n}" if n > 1 else title for n in itertools.count(1))
@@ -126,7 +126,7 @@ class ChildrenOfWorker(OfWorker):
             child = Child(parent, child_name, fails, row, loop, asks, supervisor.ENDS, self._printed, self._changed)
             self._all[ctx.role, child_name] = child
         if row is not None:
-            import asyncio  # imported already: rows run on asyncio
+            import asyncio  # This import costs nothing, because rows already run on asyncio.
 
             row.at_end.append(partial(asyncio.to_thread, child.stop))
         try:
@@ -147,7 +147,7 @@ class ChildrenOfWorker(OfWorker):
                 environ = {item: _filled(value, values) for item, value in environ.items()}
                 child._begin(_LAUNCHER, words, environ, cwd, [int(values["{fd}"])] if "{fd}" in values else [])
                 if "{fd}" in values:
-                    child._let_go_of_port()  # the child then holds the only copy: a closed port shows the child's end
+                    child._let_go_of_port()  # Only the child keeps the socket, so the port closes when the child ends.
                 self._tell()
             child._become_ready(ready, within, lambda: self._given_up(ctx))
         except BaseException:
@@ -178,15 +178,14 @@ class ChildrenOfWorker(OfWorker):
         environ: Mapping[str, str],
         cwd: str | None,
     ) -> None:
-        """Start an interpreter for a function, and send the function. Another interpreter keeps its own path."""
         import multiprocessing
 
         from colocate.features.children.connection import ChildConnection
 
-        signal_handlers.waits_for_role_code(ChildConnection.recv)  # representative of all methods
+        signal_handlers.waits_for_role_code(ChildConnection.recv)  # All wrapped methods share this code object.
         data = _packed(function, f"ctx.start({child.name!r})")
         parent_end, child_end = socket.socketpair()
-        with child_end:  # closed here, so that the child's end closes the connection
+        with child_end:  # Close this copy, so that the connection breaks when the child ends.
             child.connection = ChildConnection(parent_end.detach(), child)
             fd = child_end.fileno()
             words = [python or sys.executable, "-P", "-m", "colocate.features.children.process", str(fd), child.name]
@@ -195,14 +194,13 @@ class ChildrenOfWorker(OfWorker):
         try:
             key = bytes(multiprocessing.current_process().authkey)
             child.connection.send((__version__, key, None if python else sys.path, own_sources(), data))
-        except OSError:  # not ready yet: the child's end is the error, not the broken pipe
+        except OSError:  # The child's end is the error to raise, not the broken pipe.
             child._settle(CHILD_TOLD_WITHIN_S, signs=True)
             raise child._error() from None
 
     def _environ(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return a child's environment: this process's, `env`, and the folders beside the driver's script."""
         boot = self._worker_context.boot
-        environ = {"PYTHONFAULTHANDLER": "1", **os.environ, **env}  # prints the stacks of a hung child
+        environ = {"PYTHONFAULTHANDLER": "1", **os.environ, **env}  # This prints the stacks of a hung child.
         environ.setdefault(supervisor.MARK, f"{os.getpid()} {boot.worker}")
         script_paths = [
             folder
@@ -213,7 +211,6 @@ class ChildrenOfWorker(OfWorker):
         return environ
 
     def _given_up(self, ctx: Context) -> bool:
-        """Return whether the running call, or the roles' construction, was cancelled."""
         last = self._worker_context.lane.last()
         if last is not None and isinstance(last.message, to_worker.Build) and last.cancelled:
             return True
@@ -235,42 +232,42 @@ class ChildrenOfWorker(OfWorker):
     # -- hooks
 
     def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
-        """Refuse a call of a role that needs a dead child."""
+        """Raise `ChildDied` for a new call if the called role needs a child that has died."""
         if self.dead:
             self._check(role, row=row)
 
     def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
-        """Refuse a sibling role that needs a dead child; functions still get the sibling, for a look inside."""
+        """Raise `ChildDied` if role code asks for a sibling that needs a dead child. `group.run` is exempt."""
         if self.dead and asking.role is not None:
             self._check(role)
 
     def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
-        """Fail a call if a child that the role needs has died during the call."""
+        """Raise `ChildDied` if a child that the called role needs died during the call."""
         if self.dead:
             self._check(role, began, row)
 
     def is_bereft(self, role: RoleInstance) -> bool:
-        """Return whether a child that all rows of a role need has died."""
+        """Return whether a dead child makes all rows of a role fail, and not only the row that started the child."""
         return any(child._row is None and child._parent.role in _used(role.ctx) for child in self.dead)
 
     def closed(self, role: str) -> None:
-        """End the children of a role, the last one first."""
+        """Stop all children of a closed role, in reverse order of starting."""
         self._stop(role)
 
     def adopted(self) -> None:
-        """Report the children to another driver."""
+        """Report all children to the worker's new driver."""
         if self._all:
             self._tell()
 
     def _check(self, role: RoleInstance, since: float = 0.0, row: RowState | None = None) -> None:
-        """Raise if a child needed by a role, or a row, has died since a time, and wasn't replaced."""
+        """Raise `ChildDied` if a child needed by a role or row died at `since` (seconds of `time.time()`) or later."""
         if role.name is not None:
             for child in self.dead:
                 if child._ended_at >= since and child._row in (None, row) and child._parent.role in _used(role.ctx):
                     raise child._error()
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Return the error of a failure in role code: `ChildDied` if a child's end is the cause.
+        """Return the cause of a failure in role code: `ChildDied` if a child's death is the cause, else `error`.
 
         Args:
             error: The exception.
@@ -293,10 +290,10 @@ class ChildrenOfWorker(OfWorker):
     def awaits_cause(
         self, error: BaseException, role: str | None, row: RowState | None, waited_s: float, is_alone: bool
     ) -> bool:
-        """Return whether to wait for the notification of a child's end that may be the cause of a failure.
+        """Return whether to wait before a failure is explained, because a child that is just ending may be the cause.
 
-        A broken connection shows before the end of the process behind it. Unless the call is alone, a child without any
-        sign of its end isn't suspected for long: the waiting row takes the place of others.
+        A connection may break before the end of the process behind it is reported. Unless the call is alone, a child
+        without a sign of its end is suspected only briefly, because the waiting row blocks other rows.
         """
         if not self._all or waited_s >= CHILD_TOLD_WITHIN_S or isinstance(error, ColocateError):
             return False
@@ -306,18 +303,17 @@ class ChildrenOfWorker(OfWorker):
         return any(child.alive and (is_suspect or child._is_ending) for child in self._used_by(role, row))
 
     def _used_by(self, role: str | None, row: RowState | None) -> list[Child]:
-        """Return the children that role code, or one row's code, may use; a function may use all children."""
         hosted = self._worker_context.roles.get(role)
         used = {role} if hosted is None else _used(hosted.ctx)
         children = [child for child in list(self._all.values()) if child._row in (None, row)]
         return [child for child in children if role is None or child._parent.role in used]
 
     def nbytes(self) -> dict[str, dict[str, int]]:
-        """Return the private memory of children in bytes, by role and name."""
+        """Return the bytes of private memory of each child's processes, by role name and child name."""
         sizes: dict[str, dict[str, int]] = {}
         for (owner, name), child in list(self._all.items()):
             if child.alive and child.pid:
-                pids = supervisor.below(child._top)[1:]  # the first is the lower supervisor
+                pids = supervisor.below(child._top)[1:]  # The first pid is the lower supervisor's.
                 sizes.setdefault(owner, {})[name] = max(0, sum(map(private_bytes, pids)) - child.managed)
         return sizes
 
@@ -327,7 +323,7 @@ class ChildrenOfWorker(OfWorker):
                 child.stop()
 
     def close(self) -> None:
-        """End all children and the event loop. On the thread that ends the worker."""
+        """Stop all children and the event loop. Called on the thread that ends the worker."""
         self._stop()
         with self._lock:
             loop, self._loop = self._loop, None
@@ -335,7 +331,7 @@ class ChildrenOfWorker(OfWorker):
             loop.close()
 
     def kill(self) -> None:
-        """Kill all children without waiting: the lane of a thread hangs."""
+        """Kill all children without waiting, because the worker was given up."""
         for child in list(self._all.values()):
             child._kill()
 
@@ -343,7 +339,7 @@ class ChildrenOfWorker(OfWorker):
         rows = tuple((role, name, child.pid, child.port, child.state) for (role, name), child in self._all.items())
         self._worker_context.say(HasChildren(rows))
 
-    # -- on their event loop's thread, mostly
+    # -- mostly on the event loop's thread
 
     def _printed(self, child: Child, line: str) -> None:
         boot, parent = self._worker_context.boot, child._parent
@@ -352,9 +348,9 @@ class ChildrenOfWorker(OfWorker):
         )
 
     def _changed(self, child: Child) -> None:
-        """Handle the end of a child, or an end that is no failure any more."""
+        """Handle a child's end, or a request (`stop`, `wait`) after which the end is no failure."""
         with self._lock:
-            # The child is just being started, or was replaced.
+            # Ignore a child that was replaced or failed to start.
             if self._all.get((child._parent.role, child.name)) is not child:
                 return
             is_new = self._note(child)
@@ -366,12 +362,12 @@ class ChildrenOfWorker(OfWorker):
             self._worker_context.broken(str(child._error().message), child.output)
             return
         lane.do(partial(self._fail_awaiting, child))
-        # On other lanes and on threads, no signal can interrupt a wait.
+        # A signal can only interrupt waits on the main lane of a worker process.
         if lane is self._worker_context.lane and not self._worker_context.in_process:
             self._nudge(child, _NUDGE_S)
 
     def _note(self, child: Child) -> bool:
-        """Update `dead` for a child; return whether the child is newly dead. The lock is held."""
+        """Update `dead` for one child, and return whether the child was added. The caller holds the lock."""
         key = child._parent.role, child.name
         is_dead = child._failed and child._is_ready and child._fails is not None and self._all.get(key) is child
         was = child in self.dead
@@ -384,7 +380,7 @@ class ChildrenOfWorker(OfWorker):
         return is_dead and not was
 
     def _nudge(self, child: Child, after_s: float) -> None:
-        """Interrupt calls that may wait for a dead child, again and again until no such call runs."""
+        """Interrupt the main thread repeatedly, until no running call may be waiting for a dead child."""
         lane, loop = self._worker_context.lane, self._loop
         if child not in self.dead or loop is None:
             return
@@ -393,7 +389,7 @@ class ChildrenOfWorker(OfWorker):
             loop.later(after_s, partial(self._nudge, child, min(2 * after_s, _LONGEST_NUDGE_S)))
 
     def _concerns(self, child: Child, work: Work) -> bool:
-        """Return whether a running call may wait for a dead child; later calls were refused at their start."""
+        """Return whether a running call may be waiting for a dead child. Calls that began later were refused."""
         if work.began > child._ended_at or (child._row is not None and work is not child._row.of):
             return False
         if not isinstance(work.message, to_worker.Call):
@@ -406,16 +402,15 @@ class ChildrenOfWorker(OfWorker):
     # -- on the lane
 
     def _fail_awaiting(self, child: Child) -> None:
-        """Fail async calls that await something of a dead child, while none of their steps runs."""
+        """Fail async calls that may await a dead child. Runs on the lane, between the steps of async calls."""
         lane = self._worker_context.lane_for(child._parent.role)
         tasks = lane.tasks
         for work in list(lane.running.values()):
             if tasks is None or not work.concurrency or child not in self.dead or not self._concerns(child, work):
                 continue
-            work.interrupt(tasks, child._error, child._row)  # rows that begin later are refused at the start
+            work.interrupt(tasks, child._error, child._row)  # Rows that begin later are refused at their start.
 
     def _raise_here(self) -> None:
-        """Raise `ChildDied` in role code, on the interrupted thread."""
         ctx, call = current(), running_call.get()
         if ctx is None:
             return
@@ -429,7 +424,6 @@ class ChildrenOfWorker(OfWorker):
 
 
 def _used(ctx: Context) -> set[str | None]:
-    """Return the roles that code with a context uses."""
     return {ctx.role, *ctx._asked, *ctx._borrowed}
 
 
@@ -444,7 +438,7 @@ def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
 
 
 def _words(program: Any, python: str | None, port: int | None) -> tuple[list[str], str]:
-    """Return a command's words (none for a function), and the default name of the child."""
+    """Return the words of a command (an empty list for a function) and the child's default name."""
     if callable(program):
         title = str(getattr(inspect.unwrap(getattr(program, "func", program)), "__name__", "function"))
         if inspect.ismethod(getattr(program, "func", program)):
@@ -487,7 +481,7 @@ def _bound(what: str, port: int) -> socket.socket:
 
 
 def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, str]:
-    """Reserve a port for a command; return the values of the placeholders in the command."""
+    """Reserve the requested port for a command, and return values for the placeholders `{port}` and `{fd}`."""
     takes_socket = any("{fd}" in word for word in words)
     if port is None:
         if takes_socket or any("{port}" in word for word in words):
@@ -515,5 +509,5 @@ def _packed(function: Callable[[Any], object], what: str) -> bytes:
     try:
         ByValue(file).dump(function)
         return file.getvalue()
-    except Exception as error:  # classes of users may raise anything
+    except Exception as error:  # Pickling objects of users' classes may raise any exception.
         raise SerializationError(f"{what}: the function can't be sent: {error}", argument="function") from error

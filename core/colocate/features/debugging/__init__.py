@@ -1,1 +1,1 @@
-"""Stops in a role: `breakpoint()` in a worker process, and `connect(debug=True)`. The page: docs/look-inside.md."""
+"""Debugging of role code by `breakpoint()` in a worker process or `connect(debug=True)`. See docs/look-inside.md."""

@@ -1,4 +1,4 @@
-"""Another terminal on this machine attaches to stopped ranks: `colocate debug`."""
+"""`colocate debug`: attaches another terminal on this machine to a stopped rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from colocate.features.debugging.terminal import PATIENCE_S, address, send, talk
 
 
 class Attached(NamedTuple):
-    """A terminal attached to a rank, or refused with a list of stopped ranks.
+    """A terminal's connection to a driver, attached to a stopped rank or refused with a list of stopped ranks.
 
     Attributes:
-        first: The first message: the rank's output so far; or all stopped ranks, with the number of ranks that match
-            and the number of these without a terminal.
+        first: The driver's first message, with the rank's output so far, or with all stopped ranks, the number of ranks
+            that match, and the number of matching ranks without a terminal.
     """
 
     sock: socket.socket
@@ -28,24 +28,24 @@ class Attached(NamedTuple):
 
     @property
     def stops(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return the stopped ranks as plain data; None if this terminal is attached."""
+        """The stopped ranks as plain data; None if this terminal is attached to a rank."""
         stops_listed: Sequence[Mapping[str, Any]] | None = self.first.get("stops")
         return stops_listed
 
     def serve(self) -> int:
-        """Run the terminal on the main thread until the end; return the process's exit code."""
+        """Run the terminal on the main thread until the session ends, and return the process's exit code."""
         return talk(self.sock, self.lines, self.first, own=False)
 
     def close(self) -> None:
-        """Close the connection."""
-        with contextlib.suppress(OSError):  # the driver has ended
-            self.sock.shutdown(socket.SHUT_RDWR)  # a reading thread holds a lock that `close` needs
+        """Close the connection to the driver."""
+        with contextlib.suppress(OSError):  # The driver may have ended.
+            self.sock.shutdown(socket.SHUT_RDWR)  # This wakes a reading thread, which holds a lock that `close` needs.
         self.lines.close()
         self.sock.close()
 
 
 def stopped_drivers() -> list[int]:
-    """Return the pids of drivers on this machine with stopped ranks, of any user."""
+    """Return the pids of all drivers on this machine that have stopped ranks, including other users' drivers."""
     return sorted({int(match[1]) for match in listening(rf"{address('')[1:]}(\d+)")})
 
 
@@ -54,7 +54,7 @@ def attach(pid: int, which: str | None) -> Attached:
 
     Args:
         pid: The driver's process.
-        which: The rank, as `[[GROUP/]ROLE/]RANK`; None for the only one.
+        which: The rank, as `[[GROUP/]ROLE/]RANK`; None for the only stopped rank.
 
     Raises:
         ConfigError: No rank is stopped there, or the driver is another user's.
@@ -65,7 +65,7 @@ def attach(pid: int, which: str | None) -> Attached:
     try:
         sock.settimeout(PATIENCE_S)
         sock.connect(address(pid))
-        if user_of(sock) != os.getuid() and os.getuid():  # keystrokes must not reach another user's process
+        if user_of(sock) != os.getuid() and os.getuid():  # Typed lines must not reach another user's process.
             raise ConnectionResetError
         send(sock, {"attach": which})
         first = lines.readline()

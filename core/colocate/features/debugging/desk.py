@@ -1,7 +1,7 @@
-"""The meeting point of this process's stopped ranks and of terminals: the driver's own, and `colocate debug`.
+"""The desk, which connects stopped ranks to terminals: the driver's own terminal, and terminals of `colocate debug`.
 
-A terminal serves one rank at a time. The driver's own, if there is one, takes the rank that stopped first; another
-terminal follows the rank it was attached to. The kernel tells the user at the other end: only this process's user.
+A terminal serves one rank at a time. The driver's own terminal, if there is one, takes the rank that stopped first.
+Any other terminal follows the rank that it was attached to, and must belong to this process's user or to root.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _AGAIN_S = 0.5
 
 @attrs.define(eq=False)
 class Stop:
-    """A stopped rank.
+    """A rank that has stopped in a debugger.
 
     Attributes:
-        tell: Sends a message to its worker.
+        tell: Sends a message to the rank's worker.
         announce: Prints a line for the driver's user.
         shown: The debugger's output while no terminal is attached.
         asks: Whether the debugger waits for a line.
-        until: The time of the resume, because the terminal is gone or the stop is over; 0 before.
-        in_editor: Whether the terminal is an editor; terminals don't get such a stop.
+        until: The time at which the rank was resumed, in seconds of `time.time()`; 0 before.
+        in_editor: Whether the stop is for an editor, and not for terminals.
     """
 
     group: str
@@ -66,7 +66,7 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """Return the argument for `--rank`."""
+        """The argument of `colocate debug --rank` that selects this stop."""
         return f"{self.group}/{self.role or 'function'}/{self.rank}"
 
     def __str__(self) -> str:
@@ -75,16 +75,16 @@ class Stop:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the rank has been resumed."""
+        """Whether the rank has been resumed."""
         return self.until > 0.0
 
     @property
     def waits(self) -> bool:
-        """Return whether a terminal can attach."""
+        """Whether a terminal can be attached to the rank."""
         return self.terminal is None and not self.goes_on
 
     def let_go(self, number: int | None = None) -> None:
-        """Resume the rank; with number 0 all ranks of the worker, without further stops."""
+        """Resume the rank. With `number=0`, resume all stops of the worker and prevent further stops."""
         self.until = self.until or time.time()
         self.tell(LetGo(self.number if number is None else number))
 
@@ -98,11 +98,11 @@ class Stop:
 
 @attrs.define(eq=False)
 class Terminal:
-    """A terminal at the other end of a socket. Attributes: follows: Group and slot of the stops for this terminal."""
+    """A terminal at the other end of a socket. Attributes: follows: The group and slot that this terminal serves."""
 
     sock: socket.socket
     name: str
-    process: subprocess.Popen[bytes] | None = None  # of the driver's own terminal
+    process: subprocess.Popen[bytes] | None = None  # The process of the driver's own terminal.
     stop: Stop | None = None
     follows: tuple[str, int] | None = None
     _writer: JobThread = attrs.field(init=False)
@@ -113,7 +113,7 @@ class Terminal:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the other end is closed; the reader notices a moment later."""
+        """Whether the other end is closed, even if the reading thread hasn't noticed yet."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -122,10 +122,10 @@ class Terminal:
             return True
 
     def say(self, told: Mapping[str, Any]) -> None:
-        """Queue output for the terminal."""
+        """Queue a message for the terminal."""
 
         def send() -> None:
-            with contextlib.suppress(OSError):  # the terminal is gone: the reader reports the end
+            with contextlib.suppress(OSError):  # If the terminal is gone, the reading thread reports this.
                 client.send(self.sock, told)
 
         self._writer.soon(send)
@@ -142,7 +142,7 @@ class Terminal:
         Thread(target=read, name="colocate-terminal").start()
 
     def close(self, why: str = "") -> None:
-        """Close the terminal after all queued output."""
+        """Close the terminal after all queued messages were sent. The user sees `why` if not empty."""
 
         def end() -> None:
             if self.process is not None:
@@ -152,7 +152,7 @@ class Terminal:
                     self.process.kill()
                     self.process.wait()
             with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)  # the other end can still read everything sent before
+                self.sock.shutdown(socket.SHUT_RDWR)  # The other end can still read everything sent before.
             self._writer.close()
 
         if why or self.process is not None:
@@ -161,7 +161,7 @@ class Terminal:
 
 
 class Desk:
-    """All stopped ranks and all terminals. Methods may be called from any thread, and don't block."""
+    """All stopped ranks and terminals of this process. Methods may be called from any thread, and don't block."""
 
     def __init__(self) -> None:
         self._jobs = JobThread("colocate-debug", lambda error: report_exception())
@@ -169,32 +169,32 @@ class Desk:
         self._terminals: list[Terminal] = []
         self._own: Terminal | None = None
         self._again = Timer(None)
-        self._undrawn = contextlib.ExitStack()  # silences progress bars on the driver's terminal during stops
+        self._undrawn = contextlib.ExitStack()  # Hides progress bars on the driver's terminal during stops.
         self._listener: socket.socket | None = None
-        self._door: threading.Thread | None = None  # accepts terminals
+        self._door: threading.Thread | None = None  # The thread that accepts terminals.
 
     def begin(self, stop: Stop) -> None:
-        """Queue a new stop."""
+        """Schedule the start of a stop."""
         self._jobs.soon(partial(self._begin, stop))
 
     def show(self, stop: Stop, text: str, asks: bool) -> None:
-        """Queue a debugger's output."""
+        """Schedule the output of a debugger's text."""
         self._jobs.soon(partial(self._show, stop, text, asks))
 
     def end(self, stop: Stop, why: str) -> None:
-        """Queue the end of a stop."""
+        """Schedule the end of a stop."""
         self._jobs.soon(partial(self._end, stop, why))
 
     def leave(self, group: str, why: str) -> None:
-        """Queue the end of a group: terminals stop following the group's ranks."""
+        """Schedule the end of a group, after which no terminal follows the group's ranks."""
         self._jobs.soon(partial(self._leave, group, why))
 
     def close(self) -> None:
-        """End the remaining terminals and this thread after all queued jobs; no rank is stopped by then."""
+        """Close all terminals and the desk's thread after the queued jobs. No rank is stopped by then."""
         self._jobs.soon(self._dismiss)
         self._jobs.close()
 
-    # -- on its thread
+    # -- on the desk's thread
 
     def _begin(self, stop: Stop) -> None:
         self._stops.append(stop)
@@ -203,7 +203,6 @@ class Desk:
             stop.announce(f"[colocate] {stop}; its prompt: colocate debug {os.getpid()} --rank {stop.name}")
 
     def _serve(self) -> None:
-        """Attach terminals to waiting stops (a follower's, or the driver's own), and accept other terminals."""
         for stop in [item for item in self._stops if item.waits]:
             followers = (item for item in self._terminals if item.follows == (stop.group, stop.slot))
             if (free := next((item for item in followers if item.stop is None and not item.is_gone), None)) is not None:
@@ -211,7 +210,7 @@ class Desk:
         try:
             self._serve_own()
             self._open()
-        except OSError:  # no free descriptor, or the name is taken in another container of this network
+        except OSError:  # No descriptor is free, or another container in this network uses the address.
             self._again.cancel()
             self._again = self._jobs.after(_AGAIN_S, self._serve)
 
@@ -256,7 +255,7 @@ class Desk:
         terminal.say({"text": head, "asks": stop.asks})
 
     def _heard(self, terminal: Terminal, told: Mapping[str, Any] | None) -> None:
-        """Handle a message from a terminal; None for a closed connection."""
+        """Handle a message from a terminal, or the end of the connection if `told` is None."""
         stop = terminal.stop
         if told is None:
             self._left(terminal)
@@ -266,14 +265,13 @@ class Desk:
             line = told["line"]
             if line is None:
                 stop.let_go()
-                if terminal is not self._own:  # the user has left, even if the program at the other end stays
+                if terminal is not self._own:  # The user has detached, although the program may still run.
                     stop.terminal = terminal.stop = None
                     self._end_terminal(terminal, f"[colocate] {stop.label} on rank {stop.rank} goes on")
             else:
                 stop.tell(Typed(stop.number, f"{line}\n"))
 
     def _left(self, terminal: Terminal) -> None:
-        """Resume the rank of a closed terminal."""
         if (stop := terminal.stop) is not None:
             stop.terminal, terminal.stop = None, None
             stop.let_go()
@@ -287,7 +285,6 @@ class Desk:
         self._close_if_idle()
 
     def _asked(self, terminal: Terminal, which: str | None) -> None:
-        """Attach a terminal to the requested rank; without a unique match, send a list."""
         words = [] if which is None else which.split("/")
         stops = [candidate for candidate in self._stops if not candidate.goes_on]
         named = [candidate for candidate in stops if not words or candidate.name.split("/")[-len(words) :] == words]
@@ -303,7 +300,6 @@ class Desk:
     # -- the driver's own terminal
 
     def _serve_own(self) -> None:
-        """Attach the driver's terminal, if there is one, to the next stop without a terminal."""
         stop = next((waiting_stop for waiting_stop in self._stops if waiting_stop.waits), None)
         if self._own is not None and self._own.stop is not None:
             return
@@ -331,10 +327,10 @@ class Desk:
         terminal.listen(lambda told: self._jobs.soon(partial(self._heard, terminal, told)))
         return terminal
 
-    # -- those of `colocate debug`
+    # -- terminals of `colocate debug`
 
     def _open(self) -> None:
-        """Open the socket for terminals if a rank is stopped and no socket is open.
+        """Start to accept terminals if a rank is stopped and the socket isn't open yet.
 
         Raises:
             OSError: No descriptor is free, or the address is taken.
@@ -357,9 +353,9 @@ class Desk:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                if self._listener is not listener:  # closed by `_close_if_idle`
+                if self._listener is not listener:  # `_close_if_idle` has closed the listener.
                     return
-                time.sleep(_AGAIN_S)  # no descriptor is free: new terminals wait
+                time.sleep(_AGAIN_S)  # No descriptor is free, so new terminals have to wait.
                 continue
             if user_of(sock) in (os.getuid(), 0):
                 self._jobs.soon(partial(self._add, Terminal(sock, "colocate debug")))
@@ -373,13 +369,13 @@ class Desk:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         if self._door is not None:
-            self._door.join()  # a thread in accept would keep the name taken for the next stop
+            self._door.join()  # A thread in `accept` would keep the address, which the next stop needs.
         listener.close()
 
 
 def _own_screen() -> int | None:
-    """Return the descriptor of the driver's screen; None without a terminal, or if another program reads there."""
-    if hasattr(sys, "ps1"):  # Python's own prompt reads there
+    """Return the file descriptor of the driver's terminal, or None if there is no terminal that is free to use."""
+    if hasattr(sys, "ps1"):  # Python's interactive prompt uses the terminal.
         return None
     try:
         if not os.isatty(0) or os.tcgetpgrp(0) != os.getpgrp():
@@ -394,13 +390,13 @@ _users: dict[object, Desk] = {}
 
 
 def desk_of(user: object) -> Desk:
-    """Return this process's desk, and register a group as a user."""
+    """Register a group as a user of this process's desk, and return the desk."""
     with _lock:
         return _users.setdefault(user, next(iter(_users.values()), None) or Desk())
 
 
 def let_go_of_desk(user: object, group: str, why: str) -> None:
-    """Remove a group from the desk; close the desk after the last group."""
+    """Remove a group from the desk, and close the desk if this was the last group."""
     with _lock:
         if (desk := _users.pop(user, None)) is not None:
             desk.leave(group, why)

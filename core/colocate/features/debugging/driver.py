@@ -1,4 +1,4 @@
-"""Stops, the driver's half: the stopped ranks, and the time that a group was stopped."""
+"""The driver's half of debugging: the stopped ranks of a group, and the total time of the stops."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from colocate.features.debugging.messages import Printed, Stopped, WentOn
 
 
 class DebuggingOfGroup(OfGroup):
-    """The stopped ranks of a group."""
+    """The driver's record of a group's stopped ranks."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._stops: dict[tuple[int, int], Stop] = {}  # by slot and number; changed on the receiving thread
-        self._stood: list[Interval] = []  # the intervals of former stops
+        self._stops: dict[tuple[int, int], Stop] = {}  # Stops by slot and number, changed on the receiving thread.
+        self._stood: list[Interval] = []  # The time intervals of former stops.
 
     def gives(self) -> Any:
         """Return the options for workers: whether errors in roles stop ranks, and the driver's PYTHONBREAKPOINT."""
         return self._worker_group.services.debugging
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Handle a worker's message on a stop."""
+        """Handle a worker's message about the begin, the output or the end of a stop."""
         assert isinstance(message, Stopped | Printed | WentOn)
         key = worker.slot, message.number
         stop = self._stops.get(key)
@@ -71,7 +71,7 @@ class DebuggingOfGroup(OfGroup):
             desk_of(self).begin(stop)
 
     def let_go(self) -> None:
-        """Resume all stopped ranks, and prevent further stops on these workers: the job is to end."""
+        """Resume all stopped ranks and prevent further stops on these workers, because the job is about to end."""
         for stop in list(self._stops.values()):
             stop.let_go(0)
 
@@ -83,24 +83,24 @@ class DebuggingOfGroup(OfGroup):
             desk_of(self).end(stop, why)
 
     def gone(self, worker: Worker) -> None:
-        """End the stops of a lost worker."""
+        """End the stops of a worker that has exited or was lost."""
         for key in [stop_key for stop_key in list(self._stops) if stop_key[0] == worker.slot]:
             self._end(key, "has ended: its worker is gone")
 
     def failed(self, error: ColocateError) -> None:
-        """Remove the group from the desk."""
+        """Remove the failed group from the desk, which connects stopped ranks to terminals."""
         let_go_of_desk(self, self._worker_group.name, error.message.partition("\n")[0])
 
     def stood(self, since: float) -> float:
-        """Return the seconds since a time in which ranks were stopped.
+        """Return for how many seconds since a time at least one rank was stopped.
 
-        A resumed rank counts no longer: it may still hang.
+        The time after a rank was resumed doesn't count, because the rank may hang then.
         """
         spans = [*self._stood, *((stop.since, stop.until or time.time()) for stop in list(self._stops.values()))]
         return length((max(begin, since), end) for begin, end in spans if end > since)
 
     def stopped(self) -> Mapping[int, str]:
-        """Return the places of stopped ranks, by slot."""
+        """Return a text about the position of each stopped rank, by slot."""
         return {
             slot: f"rank {stop.rank} is stopped at {stop.where}"
             for (slot, _), stop in list(self._stops.items())

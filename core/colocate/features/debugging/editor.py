@@ -1,6 +1,6 @@
-"""An editor as the terminal of a stopped rank: `PYTHONBREAKPOINT=debugpy.breakpoint`.
+"""Debugging of a stopped rank in an editor, by debugpy (`PYTHONBREAKPOINT=debugpy.breakpoint`).
 
-debugpy admits anybody who reaches its port, so it listens on loopback only.
+debugpy admits anybody who can connect, so it listens on the loopback address only.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _LOOKS_EVERY_S = 0.1
 
 
 class Editor:
-    """The debugpy server of this process, started by the first stop."""
+    """The debugpy server of this process, which starts at the first stop."""
 
     def __init__(
         self, ports: tuple[int, int] | None, slot: int, lanes: Collection[threading.Thread], terminal: Terminal
     ) -> None:
-        """Prepare without a port.
+        """Store the settings without opening a port yet.
 
         Args:
-            ports: The first and the last allowed port; None for any.
-            slot: The worker's slot: ranks on one machine start their search for a port at different ones.
+            ports: The first and the last allowed port; None for any port.
+            slot: The worker's slot, so that ranks on one machine start to search at different ports.
             lanes: The threads that run role code.
             terminal: Reports the stops to the driver.
         """
@@ -53,7 +53,7 @@ class Editor:
         """
         terminal = self._terminal
         if not self._is_there():
-            if not terminal.number:  # the report comes first: the import of debugpy takes time
+            if not terminal.number:  # Report the stop first, because importing debugpy takes time.
                 terminal.begin(f"{frame.f_code.co_filename}:{frame.f_lineno}", in_editor=True)
                 try:
                     self._listen()
@@ -66,7 +66,7 @@ class Editor:
             self._debugpy.wait_for_client()
         if not self._is_there():
             return terminal.flush
-        pydevd: Any = importlib.import_module("pydevd")  # debugpy's own
+        pydevd: Any = importlib.import_module("pydevd")  # This is a part of debugpy.
         options = {"suspend": True, "trace_only_current_thread": True, "patch_multiprocessing": False}
         return partial(pydevd.settrace, **options, stop_at_frame=frame)
 
@@ -76,7 +76,7 @@ class Editor:
     def _listen(self) -> None:
         if self._debugpy is not None:
             return
-        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # silences lines about frozen modules
+        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # This silences lines about frozen modules.
         try:
             import debugpy
         except ImportError as error:
@@ -90,12 +90,12 @@ class Editor:
         self._debugpy, self._address = debugpy, f"{host}:{port}"
 
     def _quiet(self, thread: Any) -> Any:
-        """Exempt a thread of the framework: debugpy suspends all other threads, but the worker must hear the driver."""
+        """Exempt a framework thread from suspension by debugpy, because the worker must still receive messages."""
         thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True
         return thread
 
     def _watch(self) -> None:
-        """End the stop once the editor has disconnected, or the driver resumes the rank; steps aren't reported."""
+        """End the stop once the editor has disconnected or the driver resumes the rank. Steps aren't reported."""
         terminal, was_there = self._terminal, False
         while not was_there or self._is_there():
             was_there = was_there or self._is_there()
@@ -104,11 +104,11 @@ class Editor:
             except queue.Empty:
                 continue
             try:
-                self._debugpy.wait_for_client.cancel()  # the driver has resumed the rank
-            except RuntimeError:  # not waiting yet
+                self._debugpy.wait_for_client.cancel()  # The driver has resumed the rank.
+            except RuntimeError:  # The other thread isn't waiting yet, so try again.
                 terminal.lines.put(None)
                 continue
-            if self._is_there():  # the editor holds the stop
+            if self._is_there():  # The editor keeps the rank stopped, so disconnect the editor.
                 api: Any = importlib.import_module("_pydevd_bundle.pydevd_api")
                 pydevd: Any = importlib.import_module("pydevd")
                 api.PyDevdAPI().request_disconnect(pydevd.get_global_debugger(), resume_threads=True)

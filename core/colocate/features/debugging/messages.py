@@ -1,4 +1,4 @@
-"""Messages of stopped ranks: the last two go to workers, the others come from workers."""
+"""Messages about stopped ranks. The driver sends `Typed` and `LetGo`, and workers send the other messages."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from colocate._protocol.message import Message, message
 
 @message
 class Stopped(Message):
-    """Report a thread of role code that has stopped for input."""
+    """Report that role code has stopped in a debugger, and waits for input."""
 
-    number: int  # the stop's number within the worker; unchanged while the user steps
-    role: str | None  # None for a function
-    label: str  # the running call
-    rank: int  # of the role
-    where: str  # file and line, or the awaited event
-    error: str  # the raised error, for a stop after an error; else ""
-    in_editor: bool  # whether the stop is for an editor, not for terminals; then `Printed` carries the editor's address
+    number: int  # The stop's number within the worker, which stays the same while the user steps.
+    role: str | None  # The role's name, or None for a function.
+    label: str  # The label of the running call.
+    rank: int  # The rank within the role.
+    where: str  # The file and line, or the event that is awaited.
+    error: str  # The error after which the rank has stopped, or an empty text.
+    in_editor: bool  # Whether the stop is for an editor. If so, `Printed` has the address for the editor.
 
 
 @message
 class Printed(Message):
-    """Output of a stop's debugger."""
+    """Report output of a stopped rank's debugger."""
 
-    number: int  # of the stop
-    text: str  # the output
-    asks: bool  # whether the debugger waits for a line; the last line of `text` is the prompt then
+    number: int  # The number of the stop.
+    text: str
+    asks: bool  # Whether the debugger waits for a line; the last line of `text` is then the prompt.
 
 
 @message
 class WentOn(Message):
-    """Report the end of a stop."""
+    """Report that a stop has ended, and that the rank continues."""
 
-    number: int  # of the stop
+    number: int  # The number of the stop.
 
 
 @message
 class Typed(Message):
-    """Send a typed line to a stop's debugger."""
+    """Send a line that the user has typed to a stopped rank's debugger."""
 
-    number: int  # of the stop
-    line: str  # with the newline
+    number: int  # The number of the stop.
+    line: str  # The line ends with a newline.
 
 
 @message
 class LetGo(Message):
-    """Resume a stopped rank: no terminal is attached any more."""
+    """Resume a stopped rank, because the terminal was detached or the job is about to end."""
 
-    number: int  # of the stop; 0 to resume all, and to prevent further stops, as the job is to end
+    number: int  # The number of the stop; 0 resumes all stops and prevents further ones, because the job ends.

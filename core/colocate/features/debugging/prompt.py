@@ -6,20 +6,20 @@ import io
 import queue
 from typing import Protocol
 
-_SHOWN_AT_ONCE = 1 << 16  # characters
+_SHOWN_AT_ONCE = 1 << 16  # The maximal number of buffered characters.
 
 
 class Teller(Protocol):
-    """Reports stops to the driver."""
+    """The interface by which a `Terminal` reports stops to the driver."""
 
     def begin(self, terminal: Terminal, where: str, in_editor: bool) -> None:
-        """Report a new stop, or a new position while the user steps."""
+        """Report a new stop to the driver, or a new position while the user steps."""
 
     def end(self, terminal: Terminal) -> None:
-        """Report the end of a stop."""
+        """Report the end of a stop to the driver."""
 
     def show(self, terminal: Terminal, text: str, asks: bool) -> None:
-        """Report output."""
+        """Send a debugger's output to the driver."""
 
 
 class Terminal(io.TextIOBase):
@@ -40,17 +40,17 @@ class Terminal(io.TextIOBase):
         self._length = 0
 
     def begin(self, where: str, in_editor: bool = False) -> None:
-        """Report a stop, for the driver's terminals or an editor."""
+        """Report to the driver that this thread has stopped, for a terminal or for an editor."""
         self._part.begin(self, where, in_editor)
 
     def over(self) -> None:
-        """Report the end of the stop, and prepare for the next one."""
+        """Report the end of the stop, and prepare for the next stop."""
         self._show(asks=False)
         self._part.end(self)
         self.number, self.lines = 0, queue.SimpleQueue()
 
     def write(self, text: str) -> int:
-        """Buffer output until a line is requested, or the buffer is full."""
+        """Buffer output, which is sent when a line is requested or the buffer is full."""
         self._text.append(text)
         self._length += len(text)
         if self._length > _SHOWN_AT_ONCE:
@@ -58,7 +58,7 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Send buffered output if the last line is complete: a prompt waits for the request of a line.
+        """Send buffered output if the last line is complete. A prompt is only sent when a line is requested.
 
         Until a line is requested, the terminal has no line editor, and Ctrl-D is ignored there.
         """
@@ -66,7 +66,7 @@ class Terminal(io.TextIOBase):
             self._show(asks=False)
 
     def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-        """Return a typed line; "" at the end of the input."""
+        """Return the next typed line, or "" at the end of the input."""
         self._show(asks=True)
         line = self.lines.get()
         if line is None:

@@ -1,6 +1,6 @@
-"""A terminal for stopped ranks: prints the debuggers' output, and sends typed lines.
+"""The terminal program for stopped ranks: prints output of debuggers, and sends typed lines to the driver.
 
-Standard library only: the driver runs this file as a script, which starts within a twentieth of a second.
+The driver runs this file as a script. It imports only the standard library, and so starts within 0.05 seconds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _AGAIN_S = 0.05
 
 
 def address(pid: int | str) -> str:
-    """Return the address of a driver's socket for terminals, an abstract one without a file."""
+    """Return the abstract socket address (without a file) at which a driver accepts terminals."""
     return f"\0colocate-debug/{pid}"
 
 
 def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, own: bool) -> int:
-    """Run the terminal on the main thread until the end; return the process's exit code.
+    """Run the terminal on the main thread until the session ends, and return the process's exit code.
 
     Args:
         sock: The connection to the driver.
@@ -61,7 +61,7 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
 
 
 class _Over(Exception):
-    """The awaited line isn't needed any more."""
+    """Raised to interrupt a prompt, because the awaited line isn't needed any more."""
 
 
 class _Terminal:
@@ -72,7 +72,7 @@ class _Terminal:
         signal.signal(signal.SIGUSR1, self._wake)
 
     def hear(self) -> None:
-        """Queue messages until the end; then interrupt the main thread's input, which restores the terminal."""
+        """Queue the driver's messages until the session ends, then interrupt the main thread's prompt."""
         message: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
@@ -82,12 +82,12 @@ class _Terminal:
         if "over" not in message:
             self.said.put({"over": "the driver has ended"})
         self._is_over = True
-        while self._asks:  # again, in case the main thread was about to wait
+        while self._asks:  # Repeat the signal, because the main thread may have been about to wait.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             time.sleep(_AGAIN_S)
 
     def answers(self, prompt: str) -> bool:
-        """Send the line typed at a prompt; return False after Ctrl-D."""
+        """Show a prompt, send the typed line, and return False if the user pressed Ctrl-D."""
         line: str | None = None
         detached = False
         try:
@@ -105,7 +105,7 @@ class _Terminal:
             self._asks = False
         except _Over:
             print()
-        with contextlib.suppress(OSError):  # the connection is closed
+        with contextlib.suppress(OSError):  # The connection may be closed.
             send(self._sock, {"line": line})
         return not detached
 
@@ -116,7 +116,7 @@ class _Terminal:
 
 
 def send(sock: socket.socket, told: Mapping[str, Any]) -> None:
-    """Send a message to the other side. Raises OSError if the connection is closed."""
+    """Send a message as a line of JSON. Raises OSError if the connection is closed."""
     sock.sendall(json.dumps(told).encode() + b"\n")
 
 

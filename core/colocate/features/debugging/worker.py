@@ -1,4 +1,4 @@
-"""Stops, the worker's half: a debugger with a terminal on the driver's side."""
+"""The worker's half of debugging: a debugger in role code, with a terminal on the driver's side."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _EDITOR = "debugpy.breakpoint"
 
 
 class DebuggingOfWorker(OfWorker):
-    """Answers `breakpoint()` in role code of a worker process, and stops at errors of role code on request."""
+    """The worker's half of debugging: handles `breakpoint()` and, if requested, stops at errors in role code."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._context = worker_context
         self._numbers = itertools.count(1)
-        self._own = threading.local()  # the debugger of each thread keeps breakpoints for the next stop
+        self._own = threading.local()  # Each thread has a debugger, which keeps breakpoints for the next stop.
         self._stops: dict[int, Terminal] = {}
         self._post_mortem = self._is_closing = False
         self._editor: Editor | None = None
-        self._hook: str | None = None  # the driver's PYTHONBREAKPOINT
+        self._hook: str | None = None  # The value of the driver's PYTHONBREAKPOINT.
         worker_context.scope.ends(lambda concerns, reason: self._look())
 
     def given(self, plain: Any) -> None:
-        """Store the driver's options."""
+        """Store the driver's options for debugging."""
         self._post_mortem, self._hook = plain
 
     # -- in role code
 
     def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
-        """Return the function that stops in a frame; the caller calls this function last."""
-        # From the driver's environment only: in this process's one, Ray sets a debugger that doesn't know workers.
+        """Return a function that stops in `frame`. The caller runs that function as the last step."""
+        # Ignore this process's own variable, because Ray sets a debugger there that doesn't know workers.
         hook = self._context.boot.env.get("PYTHONBREAKPOINT") or self._hook or ""
         if hook == "0" or self._goes_on():
             return _nothing
@@ -70,44 +70,44 @@ class DebuggingOfWorker(OfWorker):
         return lambda: debugger.set_trace(frame)
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Stop at an error of role code before the error is reported. Returns `error` in any case."""
+        """Stop in the debugger at an error of role code, if this was requested. Return `error` unchanged."""
         trace = error.__traceback__
         if self._post_mortem and trace is not None and frames_of_users(error) and not self._follows(error):
             _Debugger(Terminal(self, error_text(error))).look_at(trace)
         return error
 
     def _follows(self, error: BaseException) -> bool:
-        """Return whether an error follows from another rank's error, or from the end: nothing to debug here."""
+        """Return whether an error only results from another rank's error, or from the end of the call or the group."""
         given_up = self._context.why_not() is not None or isinstance(error, Consequence | bdb.BdbQuit)
         return given_up or self._goes_on() or self._context.is_consequence()
 
     # -- on the receiving thread
 
     def heard(self, message: Message, body: Any) -> None:
-        """Pass a typed line to the stop's debugger, or resume one or all stops."""
+        """Pass a typed line to a stop's debugger, or resume one stop or all stops."""
         assert isinstance(message, Typed | LetGo)
         if not message.number:
             self.stops()
-        elif (stop := self._stops.get(message.number)) is not None:  # None if the stop has just ended
+        elif (stop := self._stops.get(message.number)) is not None:  # The stop may just have ended.
             stop.lines.put(message.line if isinstance(message, Typed) else None)
 
     def stops(self) -> None:
-        """Resume all stops, and prevent further ones: the group is about to close, or the job is to end."""
+        """Resume all stops and prevent further ones, because the group or the job is about to end."""
         self._is_closing = True
         self._look()
 
     def adopted(self) -> None:
-        """Allow stops again: the group has another driver now."""
+        """Allow stops again, because the group has a new driver."""
         self._is_closing = False
 
     def leaves(self, seq: int) -> None:
-        """End stepping at the end of a call."""
+        """End the user's stepping when a call ends."""
         debugger: _Debugger | None = getattr(self._own, "debugger", None)
         if debugger is not None and debugger.terminal.seq == seq:
             debugger.steps_no_further()
 
     def _goes_on(self) -> bool:
-        """Return whether stops are useless here: the group closes, or the call was given up."""
+        """Return whether stops are disabled, because the group is closing or the call was cancelled."""
         scope, seq = self._context.scope, self._context.asking()
         return self._is_closing or scope.closed is not None or (seq is not None and scope.let_go(seq))
 
@@ -119,7 +119,7 @@ class DebuggingOfWorker(OfWorker):
     # -- for terminals
 
     def begin(self, terminal: Terminal, where: str, in_editor: bool) -> None:
-        """Report a new stop, or a new position while the user steps."""
+        """Report a new stop to the driver, or a new position while the user steps."""
         state, ctx = running_call.get(), current()
         work = state.of if isinstance(state, RowState) else state or self._context.lane.last()
         terminal.seq = 0 if work is None else work.seq
@@ -131,23 +131,21 @@ class DebuggingOfWorker(OfWorker):
         role = None if ctx is None else ctx.role
         arguments = terminal.number, role, terminal.label, terminal.rank, where, terminal.error, in_editor
         self._context.say(Stopped(*arguments))
-        if self._goes_on():  # since the check before the stop
+        if self._goes_on():  # The group may have begun to close since the first check.
             terminal.lines.put(None)
 
     def end(self, terminal: Terminal) -> None:
-        """Report the end of a stop."""
+        """Report the end of a stop to the driver."""
         self._stops.pop(terminal.number, None)
         self._context.say(WentOn(terminal.number))
 
     def show(self, terminal: Terminal, text: str, asks: bool) -> None:
-        """Report output."""
+        """Send a debugger's output to the driver."""
         self._context.lane.waits()
         self._context.say(Printed(terminal.number, text, asks))
 
 
 class _Debugger(pdb.Pdb):
-    """Python's debugger for one thread of a worker."""
-
     def __init__(self, terminal: Terminal) -> None:
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True)  # type: ignore[arg-type]
         self.terminal = terminal
@@ -166,55 +164,55 @@ class _Debugger(pdb.Pdb):
         try:
             super().interaction(frame, *args)
         finally:
-            # Unless the user steps, the stop is over: after `continue`, `bdb` has no line to stop at.
+            # The stop is over unless the user steps. After `continue`, `bdb` sets `stoplineno` to -1.
             if frame is None or self.quitting or self.stoplineno == -1:
                 self.terminal.over()
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
-        """Return the visible frames and the index of the current one: from the first frame of role code on, if any."""
+        """Return the frames from the first frame of role code on, and the index of the current frame."""
         stack, current = super().get_stack(f, t)
         are_roles = [is_role_code(frame) for frame, _ in stack]
         first = next((k for k in range(1, current + 1) if are_roles[k] and not are_roles[k - 1]), 0)
         return stack[first:], current - first
 
     def forget(self) -> None:
-        """Drop the frames of the last stop, with all variables: `pdb` keeps the variables until the next stop."""
+        """Drop the last stop's frames, and the variables that `pdb` would keep until the next stop."""
         super().forget()
         vars(self).pop("curframe_locals", None)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return whether a step ends in a frame: only in role code."""
+        """Return whether a step may end in `frame`, which must be a frame of role code."""
         return is_role_code(frame) and super().stop_here(frame)
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
-        """Handle a return. Stepping ends with a step out of role code, though more role code may follow."""
+        """Handle a function's return, and end the user's stepping if the caller is no role code."""
         result = super().dispatch_return(frame, arg)
         outer = frame.f_back
-        # A coroutine continues later: `leaves` notes the end of the call.
+        # A coroutine that awaits also returns here, so `leaves` handles the end of the call.
         awaits = frame.f_code.co_flags & inspect.CO_COROUTINE
         if not awaits and (outer is None or not is_role_code(outer)) and is_role_code(frame):
             self.steps_no_further()
         return result
 
     def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
-        """Handle an exception, unless raised in code of colocate's own."""
+        """Handle an exception in a frame of role code, and ignore exceptions in other frames."""
         return super().dispatch_exception(frame, arg) if is_role_code(frame) else self.trace_dispatch
 
     def steps_no_further(self) -> None:
-        """End the stop if the user was stepping."""
+        """End the stop if the user is still stepping."""
         if self.terminal.number:
             self.set_continue()
             self.terminal.over()
 
     def do_EOF(self, arg: str) -> bool:
-        """Resume without the breakpoints set here: the input has ended."""
+        """Clear all breakpoints and resume, because the input has ended."""
         self.message("")
         self.clear_all_breaks()
         self.set_continue()
         return True
 
     def do_run(self, arg: str) -> None:
-        """Refuse the command."""
+        """Refuse the commands `run`, `restart` and `interact`."""
         self.error("a role's call isn't run anew from here, and a prompt within this one has no terminal")
 
     do_restart = do_interact = do_run

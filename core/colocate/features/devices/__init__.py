@@ -1,1 +1,1 @@
-"""Samples of GPUs in use, by NVML: use, memory, power, temperature, errors. The page: docs/memory.md."""
+"""Samples the GPUs in use by NVML: utilization, memory, power, temperature and errors. See docs/memory.md."""

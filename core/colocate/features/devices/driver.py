@@ -1,4 +1,4 @@
-"""GPUs of a runtime's groups, sampled once a second: one worker per node samples for all slots there."""
+"""Samples the GPUs of a runtime's groups once a second. One worker of each node samples for all slots there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("colocate")
 
 @attrs.frozen
 class DeviceSample:
-    """The state of a GPU at one moment; None for values that the GPU doesn't report.
+    """The state of a GPU at one moment. A value that the GPU doesn't report is None.
 
     Attributes:
         time: The moment of the sample, in seconds of time.time().
@@ -76,7 +76,7 @@ class DevicesOfGroup(OfGroup):
         self.latest.clear()
 
     def heard(self, worker: Worker, message: Message, body: object) -> None:
-        """Pass a worker's samples on to the sampler."""
+        """Pass a worker's samples to the sampler."""
         assert isinstance(message, DevicesTold)
         if self.watch is not None:
             self.watch.told(worker, message)
@@ -86,11 +86,12 @@ class DeviceWatch:
     """Samples all devices in use once a second, and notifies observers (`HOOK`)."""
 
     def __init__(self, connection: Connection) -> None:
-        """Start sampling. Args: connection: The runtime's."""
+        """Start sampling. Args: connection: The runtime's connection."""
         self._connection = connection
         self._is_over = False
-        self._silent: set[str] = set()  # nodes that can't be sampled
-        self._asked: dict[str, list[tuple[DevicesOfGroup, Worker, str]]] = {}  # by node, the latest questions
+        self._silent: set[str] = set()  # Nodes that can't be sampled.
+        # Maps each node to the workers and GPUs of the last request.
+        self._asked: dict[str, list[tuple[DevicesOfGroup, Worker, str]]] = {}
         self._timer: Timer | None = None
         self._again()
 
@@ -105,7 +106,7 @@ class DeviceWatch:
             self._timer = self._connection.services.timers.after(EVERY_S, self._ask)
 
     def _ask(self) -> None:
-        """Ask one worker of each node for samples; on the timers' thread."""
+        """Ask one worker of each node for samples. Runs on the timers' thread."""
         nodes: defaultdict[str, list[tuple[DevicesOfGroup, Worker, str]]] = defaultdict(list)
         for worker_group in tuple(self._connection.worker_groups.values()):
             for worker in worker_group.workforce.workers:
@@ -125,7 +126,7 @@ class DeviceWatch:
         self._again()
 
     def told(self, worker: Worker, told: DevicesTold) -> None:
-        """Record a worker's samples and notify observers; on the receiving thread."""
+        """Record a worker's samples, and notify observers. Runs on the receiving thread."""
         node, group = worker.boot.node, self._connection.worker_groups.get(worker.boot.group)
         if told.trouble:
             if node not in self._silent:

@@ -1,4 +1,4 @@
-"""Messages of device samples: the first goes to workers, the other comes from workers."""
+"""Defines the messages about device samples. The first goes to workers, and the second comes from workers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Sampled: TypeAlias = "tuple[str, str, float | None, int | None, int | None, floa
 
 @message
 class AskDevices(Message):
-    """Sample GPUs of the worker's node; answered by `DevicesTold`."""
+    """Ask a worker to sample GPUs of the node. The worker answers with `DevicesTold`."""
 
-    uuids: Sequence[str]  # the GPUs to sample; empty to ask for the UUID of the slot's own GPU
+    uuids: Sequence[str]  # The GPUs to sample; empty to ask for the UUID of the slot's own GPU.
 
 
 @message
 class DevicesTold(Message):
-    """The answer to `AskDevices`."""
+    """The worker's answer to `AskDevices`."""
 
-    own: str  # the UUID of the slot's GPU; "" if not asked for, or unknown
+    own: str  # The UUID of the slot's GPU; "" if not asked for, or if unknown.
     samples: Sequence[Sampled]
-    trouble: str  # the reason why sampling isn't possible on this node; "" for none
+    trouble: str  # The reason why sampling isn't possible on this node; "" for none.

@@ -1,4 +1,4 @@
-"""GPUs of a node sampled by NVML, the worker's half: on one thread of one worker per node."""
+"""Samples the GPUs of a node by NVML, on a separate thread of one worker per node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDS_WITHIN_S = 1.0
 
 
 class DevicesOfWorker(OfWorker):
-    """Samples GPUs at the driver's request. NVML is loaded with the first request."""
+    """Samples GPUs at the driver's request. NVML is loaded at the first request."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
@@ -31,7 +31,7 @@ class DevicesOfWorker(OfWorker):
     def heard(self, message: Message, body: Any) -> None:
         """Queue a request for samples on the sampling thread."""
         assert isinstance(message, AskDevices)
-        with suppress(RuntimeError):  # no thread could be started: the next request comes in a second
+        with suppress(RuntimeError):  # No thread could be started. The driver asks again in a second.
             self._jobs.soon(partial(self._answer, message.uuids))
 
     def close(self) -> None:
@@ -49,13 +49,13 @@ class DevicesOfWorker(OfWorker):
                 own_uuid = self._nvml.uuid_of(self._worker_context.boot.device)
         except ModuleNotFoundError:
             trouble = f"nvidia-ml-py isn't installed: {pip_line('gpu')}"
-        except Exception as error:  # any error of NVIDIA's driver, or of a machine without one
+        except Exception as error:  # NVIDIA's driver may raise any error, or be missing.
             trouble = error_text(error)
         self._worker_context.say(DevicesTold(own_uuid, samples, trouble))
 
 
 class _Nvml:
-    """A node's GPUs, read by NVML."""
+    """Reads a node's GPUs by NVML."""
 
     def __init__(self) -> None:
         self._of: Any = importlib.import_module("pynvml")
@@ -88,7 +88,7 @@ class _Nvml:
         def asked(ask: Callable[[], Any]) -> Any:
             try:
                 return ask()
-            except library.NVMLError:  # this kind of GPU, or a part of one, doesn't report the value
+            except library.NVMLError:  # This kind of GPU, or a part of a GPU, doesn't report the value.
                 return None
 
         memory = asked(lambda: library.nvmlDeviceGetMemoryInfo(handle))
@@ -108,14 +108,14 @@ class _Nvml:
 
     def _listen(self, handle: Any) -> None:
         library = self._of
-        with suppress(library.NVMLError):  # a container may lack the permission
+        with suppress(library.NVMLError):  # A container may lack the permission.
             if self._errors is None:
                 self._errors = library.nvmlEventSetCreate()
             library.nvmlDeviceRegisterEvents(handle, library.nvmlEventTypeXidCriticalError, self._errors)
 
     def _new_errors(self) -> dict[str, list[int]]:
         library, errors = self._of, dict[str, list[int]]()
-        with suppress(library.NVMLError):  # NVMLError_Timeout: no further event
+        with suppress(library.NVMLError):  # NVML raises NVMLError_Timeout when there is no further event.
             while self._errors is not None:
                 event = library.nvmlEventSetWait_v2(self._errors, 0)
                 errors.setdefault(_text(library.nvmlDeviceGetUUID(event.device)), []).append(int(event.eventData))

@@ -1,1 +1,1 @@
-"""Plain functions on every worker: `group.run`. The page: docs/calls.md."""
+"""Runs plain functions on every worker (`group.run`). See docs/calls.md."""

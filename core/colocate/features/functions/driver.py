@@ -1,4 +1,4 @@
-"""`group.run`: a plain function on every worker, as a method of a role that has no name and lives on all slots."""
+"""Implements `group.run`, which runs a plain function on every worker, as a method of a nameless role on all slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from colocate.worker.serving.build import FUNCTION, Shipped
 def run(
     worker_group: WorkerGroup, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PendingCall:
-    """Submit a function to every worker of a group; the caller waits for the call at once."""
+    """Submit a function to every worker of a group, and return the pending call."""
     if not callable(function):
         raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
@@ -48,7 +48,7 @@ def run(
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have no signature: the workers check the arguments
+    except (TypeError, ValueError):  # Some C functions have no signature; the workers check the arguments.
         return
     try:
         signature.bind(None, *args, **kwargs)
@@ -57,6 +57,6 @@ def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
 
 
 def _ship(function: Callable[..., Any], name: str, in_process: bool) -> Shipped:
-    """Pack the function for the way: by name only if that name leads back to the function."""
+    """Pack a function for the workers. It is sent by name only if that name leads back to the function."""
     by_name = not in_process and path_of(function) is not None
     return ship(function, name, in_process=False) if by_name else Shipped(name, cls=function)

@@ -1,4 +1,4 @@
-"""Functions of `group.run`, the worker's half: run with the context of the worker."""
+"""Runs the functions of `group.run` in a worker, with the worker's context."""
 
 from __future__ import annotations
 

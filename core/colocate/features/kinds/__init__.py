@@ -1,1 +1,1 @@
-"""Rows of TensorDicts, and of types registered by `register_batch`. The page: docs/batches.md."""
+"""Handles rows of TensorDicts and of types registered by `register_batch`. See docs/batches.md."""

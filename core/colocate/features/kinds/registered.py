@@ -1,4 +1,4 @@
-"""`register_batch`: the rows of types that users define."""
+"""Implements `register_batch`, which registers users' types as batches of rows."""
 
 from __future__ import annotations
 

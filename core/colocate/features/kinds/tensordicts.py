@@ -1,4 +1,4 @@
-"""The rows of TensorDicts and tensorclasses."""
+"""Cuts and joins rows of TensorDicts and tensorclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from colocate._values.kinds import Kind, Memo, concat_jagged, slice_jagged
 
 
 class _TensorDict(Kind):
-    """The rows of a TensorDict or tensorclass. Jagged entries, which TensorDict can't index, are cut one by one."""
+    """Handles rows of TensorDicts and tensorclasses.
+
+    Jagged entries, which TensorDict can't index, are cut one by one.
+    """
 
     def length(self, value: Any) -> int | None:
         return int(value.batch_size[0]) if value.batch_size else None
@@ -31,14 +34,17 @@ class _TensorDict(Kind):
 
 
 def _each_way(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[list[Any]], Any]) -> Any:
-    """Make one TensorDict of several: `jagged` for jagged entries, `usual` for the others; key order of the first."""
+    """Make one TensorDict of several, in the key order of the first.
+
+    `jagged` joins jagged entries, `usual` all others.
+    """
     ragged = _ragged_entries(parts[0])
     if not ragged:
         return usual(parts)
     result = usual([part.exclude(*ragged) for part in parts])
     for key in ragged:
         result.set(key, jagged([part.get(key) for part in parts]))
-    for place in {key[:-1] for key in ragged}:  # restores the order: `set` appended the keys
+    for place in {key[:-1] for key in ragged}:  # This restores the key order, because `set` has appended the keys.
         like = parts[0].get(place) if place else parts[0]
         (result.get(place) if place else result).select(*like.keys(), inplace=True)
     return result
@@ -48,7 +54,7 @@ def _device_of(value: Any) -> Any:
     """Return the device of a TensorDict, or else of the first tensor; None without tensors."""
     if value.device is not None:
         return value.device
-    if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # access to entries would stack the rows
+    if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # Reading the entries would stack the rows.
         return _device_of(value.tensordicts[0])
     return next((item.device for item in value.values(True, True) if hasattr(item, "is_cpu")), None)
 
@@ -56,7 +62,7 @@ def _device_of(value: Any) -> Any:
 def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     tensordict = sys.modules["tensordict"]
     if isinstance(value, tensordict.LazyStackedTensorDict):
-        return []  # a list of rows: access to entries would stack all rows
+        return []  # The value is a list of rows, and reading entries would stack all rows.
     entries = []
     for key, item in value.items():
         if tensordict.is_tensor_collection(item):

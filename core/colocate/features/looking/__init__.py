@@ -1,1 +1,1 @@
-"""Looking into a run: `runtime.graph`, `runtime.audit()`, `colocate top`. The page: docs/ownership.md."""
+"""The inspection of a run: `runtime.graph`, `runtime.audit()` and `colocate top`. See docs/ownership.md."""

@@ -1,4 +1,4 @@
-"""The audit compares the ownership graph with the processes and reservations that the cluster really has."""
+"""The audit: a comparison of the ownership graph with the processes and reservations that the cluster has."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 _STEP_S = 0.05
 
-_Key: TypeAlias = tuple[str, str]  # kind and id
+_Key: TypeAlias = tuple[str, str]  # The kind and the id of a process, reservation or other object.
 
 
 @attrs.frozen
 class Finding:
-    """One difference between a graph and the cluster.
+    """One difference between the ownership graph and the cluster.
 
     Attributes:
-        kind: "worker", "reservation", or another kind of the cluster's ("Ray actor", "folder").
+        kind: "worker", "reservation", or another kind of object in the cluster ("Ray actor", "folder").
         id: "runtime/group/slot" of a worker, "runtime/pool" of a reservation, the cluster's own name otherwise.
-        node: Name of the machine; "" for none.
-        pid: The process; None for none.
+        node: Name of the machine; empty if there is none.
+        pid: The process id; None if there is no process.
         since: The start, in seconds of time.time(); None if unknown.
         what: The difference, in words.
         todo: The remedy, in words.
@@ -61,11 +61,13 @@ class Finding:
 
 @attrs.frozen
 class Audit:
-    """The findings of an audit; false if there are none. As text: one line per difference.
+    """The differences that an audit has found.
+
+    The object is false if there are no differences. As text it has one line for each difference.
 
     Attributes:
-        leaked: What the cluster has under colocate's name without an owner in any graph.
-        missing: What the graph claims, but the cluster lacks or doesn't confirm.
+        leaked: Objects of colocate that the cluster has, but no graph owns.
+        missing: Objects that the graph claims, but the cluster lacks or doesn't confirm.
     """
 
     leaked: tuple[Finding, ...] = ()
@@ -92,8 +94,6 @@ class Audit:
 
 @attrs.frozen
 class _Claim:
-    """A worker or reservation that the cluster must have according to the graph."""
-
     node: Owned | Worker
     label: str
     place: str = ""
@@ -101,17 +101,20 @@ class _Claim:
 
 
 def audit(connection: Connection) -> Audit:
-    """Compare the graph of a runtime with the cluster. Differences that disappear within seconds don't count."""
+    """Compare the ownership graph of a runtime with the cluster.
+
+    Differences that disappear within seconds are ignored.
+    """
     return _settled(lambda: _look(connection))
 
 
 def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
-    """Return processes and reservations of drivers that are gone; only finds of every call of `strays` count."""
+    """Return processes and reservations of drivers that are gone. Each must be found by every call of `strays`."""
     return _settled(lambda: Audit(leaked=_unique(_stray(process) for process in strays())))
 
 
 def _settled(look: Callable[[], Audit]) -> Audit:
-    """Repeat `look` until nothing is found or the time is up; return the findings common to all looks."""
+    """Repeat `look` until nothing is found or the time is up, and return the findings common to all repetitions."""
 
     def still(before: Iterable[Finding], after: Iterable[Finding]) -> tuple[Finding, ...]:
         keys = {(finding.kind, finding.id, finding.pid) for finding in before}
@@ -128,7 +131,7 @@ def _settled(look: Callable[[], Audit]) -> Audit:
 
 
 def _look(connection: Connection) -> Audit:
-    """Compare graph and cluster once. Changes during the comparison count as no difference."""
+    """Compare graph and cluster once. Objects that change during the comparison are ignored."""
     executor = connection.services.executor
     graph_keys, claimed = _graph(connection)
     engine = list(executor.running())
@@ -158,14 +161,14 @@ def _look(connection: Connection) -> Audit:
 
 
 def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
-    """Return all keys of the graph, and the claims: nodes that are up, and neither starting nor ending."""
+    """Return all keys of the graph, and the claims of objects that are up: neither starting nor ending."""
     keys, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
     for pool in [child for child in list(connection.children.values()) if isinstance(child, Slots)]:
         key = "reservation", pool.request.id
         keys.add(key)
         if pool.reservation is not None and pool.closed_by is None:
             claims[key] = _Claim(pool, f"pool {pool.name!r} made at {at(pool.line)}")
-        # Children of the pool, not users of slots: a closing group is still a child.
+        # All children of the pool are read, because a closing group no longer uses slots but is still a child.
         for group in [child for child in list(pool.children.values()) if isinstance(child, WorkerGroup)]:
             for worker in list(group.workforce.workers):
                 key = "worker", worker.boot.worker

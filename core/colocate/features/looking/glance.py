@@ -1,4 +1,4 @@
-"""A status of a runtime's groups at this moment: `colocate top`."""
+"""The present status of a runtime's groups, as shown by `colocate top`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ _STACKS_WITHIN_S = STACKS_WITHIN_S + 1.0
 
 
 class Recent(RecentSpans[tuple[str, str, int]]):
-    """An observer of the last seconds: how long each role ran on each slot, by group, role and rank."""
+    """An observer that records how long each role ran on each slot within the last seconds."""
 
     def __init__(self, slot_of: Callable[[str, str, int], int]) -> None:
-        """Start observing. Args: slot_of: Returns the slot of a group, a role and a rank."""
+        """Start observing.
+
+        Args:
+            slot_of: Returns the slot of a rank, given the group, the role and the rank.
+        """
         super().__init__()
         self._since = time.time()
         self._idling = Idling(slot_of, _MOST_RANKS)
         self._of_idling = threading.Lock()
 
     def idle(self, now: float, running: Iterable[Called], slots: Iterable[Slot]) -> dict[Slot, dict[str, float]]:
-        """Return the share of the last seconds in which slots ran nothing, by cause; see `idle`."""
+        """Return the share of the last seconds in which each slot ran nothing, by cause."""
         since = max(self._since, now - RECENT_S)
         with self._of_idling:
             self._idling.forget(since)
@@ -54,7 +58,7 @@ class Recent(RecentSpans[tuple[str, str, int]]):
             self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """Record a sleep or wake. Its time counts as busy, unless a call's own time includes it."""
+        """Record a sleep or wake of a role. The time counts as busy, unless a call's time includes it."""
         with self._of_idling:
             self._idling.move(record)
         if not record.in_call:
@@ -62,10 +66,11 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 
 
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
-    """Return the status of a runtime's groups as plain data: each slot's call, queue, and memory by role."""
+    """Return the status of a runtime's groups as plain data: each slot's call and queue, and memory by role."""
     now, worker_groups = time.time(), list(connection.worker_groups.values())
     more: list[tuple[tuple[str, str, int], float, float]] = []
-    unfinished: dict[PendingCall, dict[Slot, Interval]] = {}  # per rank that has begun: start and end, or now
+    # Start and end on each slot that has begun the call. The end of a running call is now.
+    unfinished: dict[PendingCall, dict[Slot, Interval]] = {}
     for worker_group in worker_groups:
         running = [(call, slot, since, now) for slot, (call, since) in _running(worker_group, recent).items()]
         for call, slot, start, end in [*_done(worker_group), *running]:
@@ -86,13 +91,13 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
 
 
 def stacks(connection: Connection) -> list[dict[str, Any]]:
-    """Return stacks of a runtime's workers as plain data, from the workers or, for silent ones, from the keepers."""
+    """Return the stacks of a runtime's workers as plain data. Stacks of silent workers are read by the keepers."""
     results: list[dict[str, Any]] = []
     for worker_group in list(connection.worker_groups.values()):
         answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
         slots = worker_group.live()
         worker_group.order.stacks.ask(slots, answers.put)
-        with suppress(queue.Empty):  # the runtime has just been closed
+        with suppress(queue.Empty):  # The runtime may have just been closed.
             reports, stopped = answers.get(timeout=_STACKS_WITHIN_S), worker_group.stopped()
             for slot in slots:
                 words = [f"{stopped[slot]}\n"] if slot in stopped else []
@@ -104,23 +109,27 @@ def stacks(connection: Connection) -> list[dict[str, Any]]:
 
 
 def _running(worker_group: WorkerGroup, recent: Recent) -> dict[int, tuple[PendingCall, float]]:
-    """Return each slot's running call and start time; no start lies before the end of the slot's previous call."""
+    """Return each slot's running call and the call's start, which is never before the end of the previous call."""
     first: dict[int, PendingCall] = {}
-    ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(worker_group)}  # by slot: the last call
+    # `done` has the end of the last call, by slot.
+    ends, done = recent.ends(), {slot: end for _, slot, _, end in _done(worker_group)}
     for call in list(worker_group.order.pending.values()):
         for slot in call.missing():
             first.setdefault(slot, call)
     calls = {}
     for slot, call in first.items():
         ranks = {name: info.slots.index(slot) for name, info in worker_group.roles.items() if slot in info.slots}
-        ranks[""] = slot  # functions run on all slots
+        ranks[""] = slot  # For a function, the rank is the slot, because functions run on all slots.
         ended = (ends.get((worker_group.name, name, rank), 0.0) for name, rank in ranks.items())
         calls[slot] = call, max(call.submitted, done.get(slot, 0.0), *ended)
     return calls
 
 
 def _done(worker_group: WorkerGroup) -> list[tuple[PendingCall, int, float, float]]:
-    """Return the finished parts of calls that other slots still run: observers only get records of finished calls."""
+    """Return the finished parts of calls that are unfinished on other slots.
+
+    Observers get records of finished calls only.
+    """
     calls = list(worker_group.order.pending.values())
     return [(call, call.targets[index], start, end) for call in calls for index, start, end in list(call.spans)]
 
@@ -131,13 +140,14 @@ def _group(
     recent: Recent,
     waits: Mapping[Slot, Mapping[str, float]],
 ) -> dict[str, Any]:
-    # A worker that starts or hangs doesn't answer: the status is of use without the memory.
+    # A worker that starts or hangs doesn't report memory, but the rest of the status is still useful.
     try:
         held, trouble = cast("Any", worker_group.part("memory")).asked_each(Deadline(_LEDGERS_WITHIN_S))
     except CapabilityError as error:
         held, trouble = {}, error
     waiting = Counter(slot for call in list(worker_group.order.pending.values()) for slot in call.missing())
-    now, running = time.time(), _running(worker_group, recent)  # read again: calls were made while the workers answered
+    # The running calls are read again, because calls were made while the workers answered.
+    now, running = time.time(), _running(worker_group, recent)
     slots = []
     stopped = worker_group.stopped()
     behind = getattr(worker_group.parts.get("weights"), "last_behind", {})

@@ -1,4 +1,4 @@
-"""The ownership graph, as text or data."""
+"""The ownership graph, as text, HTML or plain data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
 
 Measured: TypeAlias = Mapping[str, Any]
-"""By group: its memory (`GroupMemory`), or the exception that prevented the measurement."""
+"""The memory of each group (`GroupMemory`), by name, or the exception that prevented the measurement."""
 
 
 class Graph:
-    """The ownership tree, read anew at each call."""
+    """The ownership tree of a runtime. The tree is read anew at each call."""
 
     def __init__(self, root: Owned) -> None:
         self._root = root
@@ -34,7 +34,7 @@ class Graph:
 
         Args:
             memory: Whether to ask workers for the memory of their roles, in bytes; see `ColocatedGroup.memory`.
-                "unmeasured" gives the reason where a group didn't answer.
+                "unmeasured" has the reason if a group didn't answer.
 
         Raises:
             ForkedError: This is a forked child, and workers don't answer forks (`memory`).
@@ -49,10 +49,10 @@ class Graph:
 
         Args:
             format: "tree", "mermaid" or "json".
-            memory: Whether to show the memory of each role, and the own memory of each worker.
+            memory: Whether to show the memory of each role, and the memory of each worker process.
 
         Raises:
-            ConfigError: `format` is none of these.
+            ConfigError: `format` is none of these values.
             ForkedError: This is a forked child, and workers don't answer forks (`memory`).
         """
         if format not in FORMATS:
@@ -79,7 +79,7 @@ def _measured(node: Owned, deadline: Deadline) -> Measured:
 
 
 def _node(node: Owned, measured: Measured) -> dict[str, Any]:
-    """Return a node with children. A group's children include workers, residents and calls."""
+    """Return a node of the graph with all children. A group's children include workers, residents and calls."""
     data: dict[str, Any] = {
         "kind": node.kind,
         "name": node.name,
@@ -166,7 +166,8 @@ def _known(data: Mapping[str, Any]) -> list[str]:
     if data.get("weights"):
         notes.append(data["weights"])
     if "unmeasured" in data:
-        notes.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")  # `data` has the whole text
+        # Only the first line is shown. `data` has the full text.
+        notes.append(f"its memory isn't known: {data['unmeasured'].partition(chr(10))[0]}")
     if "age_s" in data:
         notes.append(f"{data['age_s']:.0f} s")
     if "line" in data:
@@ -175,7 +176,7 @@ def _known(data: Mapping[str, Any]) -> list[str]:
 
 
 def shown(root: Owned, *more: str) -> str:
-    """Return a node as HTML for a notebook: reasons against further use, the parts in `more`, and the children."""
+    """Return a node as HTML for a notebook: the reasons against further use, the parts in `more`, and the children."""
     data = Graph(root).data()
     why = [] if root.closed_by is None else [html.reason(f"closed by {root.closed_by}")]
     if root.life.failure is not None:

@@ -1,4 +1,4 @@
-"""The causes of idle slots, from the order of calls alone: no device is sampled."""
+"""The causes of idle slots, computed only from the times of calls. No device is sampled."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from colocate._system.recent import Interval, length, merged, without
 from colocate.features import CALLS
 
 Slot: TypeAlias = tuple[str, int]
-"""A group's name and the index of a slot."""
+"""The name of a group and the index of a slot."""
 
 DRIVER = "the driver"
 MOVES = "memory that sleeps or wakes"
 _SLACK_S = 0.01
-"""Clocks of machines differ: a call that ended up to this long after the next one was made may be its cause."""
+"""Clocks of machines differ: a call that seems to end this much after another call's start may still be the cause."""
 
 
 @attrs.frozen
 class Called:
-    """The timing of a call; all times in seconds of time.time().
+    """The times of one call, in seconds of `time.time()`.
 
     Attributes:
         label: Role and method.
         submitted: The time of the submission.
-        ready: The time from which it could run: all kept results among its arguments existed.
-        ran: Start and end on each of its slots.
+        ready: The time from which the call could run, because all residents among the arguments existed.
+        ran: Start and end of the call on each slot.
     """
 
     label: str
@@ -40,12 +40,12 @@ class Called:
 
     @property
     def start(self) -> float:
-        """The start of the first rank."""
+        """The start of the call on the first rank."""
         return min(start for start, _ in self.ran.values())
 
     @property
     def end(self) -> float:
-        """The end of the last rank."""
+        """The end of the call on the last rank."""
         return max(end for _, end in self.ran.values())
 
 
@@ -54,15 +54,15 @@ def idle(
 ) -> dict[Slot, dict[str, float]]:
     """Return how many seconds each slot ran nothing, by cause.
 
-    While memory moves, also amid a call, a slot waits for the move. Between two calls it waits for calls that ran
-    elsewhere and had ended when the later one was made: the other ranks of its own call ("the last ranks of
-    rollout.run"), or another call. The driver can't have waited for a call that ended later. The rest is the driver's:
-    its own work, and the way of the message.
+    While memory moves, even during a call, a slot waits for the move. Between two calls, a slot waits for calls that
+    ran on other slots and had ended when the later call was made. These are other ranks of the slot's own call ("the
+    last ranks of rollout.run"), or another call. The driver can't have waited for a call that ended later. The
+    remaining time counts as the driver's: for its own work, and for sending the message.
 
     Args:
-        calls: All calls of the time, of all groups, with functions; no sleeps and wakes: `moves` has these.
+        calls: All calls of all groups in the windows, including functions. Sleeps and wakes are in `moves` instead.
         moves: The slot and the interval of each move of memory.
-        windows: The slots to report on, each with its interval.
+        windows: The slots to report on, each with an interval.
     """
     history = Known(calls, moves)
     waits: dict[Slot, dict[str, float]] = {}
@@ -76,10 +76,10 @@ def idle(
 
 
 class Known:
-    """Calls and moves of memory, sorted by time."""
+    """The calls and moves of memory within a time, sorted for queries by slot."""
 
     def __init__(self, calls: Iterable[Called], moves: Iterable[tuple[Slot, Interval]]) -> None:
-        """Sort calls and moves; see `idle`."""
+        """Sort calls and moves by time. The arguments are those of `idle`."""
         self._by_end = sorted([each for each in calls if each.ran], key=lambda each: each.end)
         self._ends = [each.end for each in self._by_end]
         self._moved: dict[Slot, list[Interval]] = {}
@@ -91,11 +91,11 @@ class Known:
         return cut(merged(self._moved.get(slot, ())), *window)
 
     def own(self, slot: Slot) -> list[tuple[Interval, Called]]:
-        """Return a slot's calls, sorted by their start there."""
+        """Return a slot's calls with their intervals, sorted by start on this slot."""
         return sorted([(each.ran[slot], each) for each in self._by_end if slot in each.ran], key=lambda each: each[0])
 
     def gaps(self, slot: Slot, window: Interval) -> Iterator[tuple[Called | None, str, float]]:
-        """Yield the idle gaps of a slot: the call after the gap, the cause, and the seconds."""
+        """Yield the idle gaps of a slot, each as the call after the gap, the cause, and the seconds."""
         since, until = window
         moving, last = self.moving(slot, window), since
         gaps: list[tuple[float, float, Called | None]] = []
@@ -114,7 +114,10 @@ class Known:
 def _why(
     slot: Slot, gap: Interval, then: Called | None, by_end: Sequence[Called], ends: Sequence[float]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the causes of a gap before the call `then` (None for no call yet), with their seconds."""
+    """Yield the causes of a gap, with the seconds.
+
+    `then` is the call after the gap; None for no call yet.
+    """
     start, end = gap
     submitted = end if then is None else min(end, max(start, then.submitted))
     could = end if then is None else min(end, max(submitted, then.ready))
@@ -133,22 +136,22 @@ def _why(
 
 
 def cut(intervals: Iterable[Interval], since: float, until: float) -> list[Interval]:
-    """Return the parts of intervals that lie between two times."""
+    """Return the parts of intervals that are between two times."""
     return [(max(start, since), min(end, until)) for start, end in intervals if start < until and end > since]
 
 
 @attrs.define(eq=False)
 class Idling:
-    """The last calls and moves of memory. Not thread-safe."""
+    """A record of the last calls and moves of memory, with a limited size. Not thread-safe."""
 
-    slot_of: Callable[[str, str, int], int]  # from group, role and rank
-    most: int  # the limit on recorded ranks of calls, and on moves
+    slot_of: Callable[[str, str, int], int]  # Returns the slot of a rank, given the group, the role and the rank.
+    most: int  # The limit on the recorded ranks of calls, and on moves.
     _calls: deque[Called] = attrs.field(factory=deque, init=False)
-    _ranks: int = attrs.field(default=0, init=False)  # the ranks in `_calls`
+    _ranks: int = attrs.field(default=0, init=False)  # The number of ranks in `_calls`.
     _moves: deque[tuple[Slot, Interval]] = attrs.field(factory=deque, init=False)
 
     def add(self, record: CallRecord) -> None:
-        """Record a finished call, except a sleep or wake: `move` records these."""
+        """Record a finished call, except sleeps and wakes, which `move` records."""
         if record.ran and CALLS.get(record.method) != "memory":
             self._calls.append(self._called(record))
             self._ranks += len(record.ran)
@@ -163,14 +166,14 @@ class Idling:
         return Called(label_of(record.role, record.method), record.submitted, record.ready, ran)
 
     def move(self, record: MoveRecord) -> None:
-        """Record a move of memory."""
+        """Record a move of a role's memory."""
         slot = record.group, self.slot_of(record.group, record.role, record.rank)
         self._moves.append((slot, (record.start, record.end)))
         if len(self._moves) > self.most:
             self._moves.popleft()
 
     def forget(self, before: float) -> None:
-        """Drop calls and moves that ended before a time."""
+        """Remove calls and moves that ended before a time."""
         while self._calls and self._calls[0].end < before:
             self._ranks -= len(self._calls.popleft().ran)
         while self._moves and self._moves[0][1][1] < before:
@@ -181,10 +184,10 @@ class Idling:
         return {slot for call in self._calls for slot in call.ran} | {slot for slot, _ in self._moves}
 
     def copy(self) -> tuple[list[Called], list[tuple[Slot, Interval]]]:
-        """Return calls and moves in the order of the records, as arguments for `idle`."""
+        """Return copies of the recorded calls and moves, as arguments for `idle`."""
         return list(self._calls), list(self._moves)
 
 
 def label_of(role: str, method: str) -> str:
-    """Return a call's label from role and method."""
+    """Return the label of a call as "role.method", or only the method if there is no role."""
     return f"{role}.{method}" if role else method

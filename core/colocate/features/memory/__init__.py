@@ -1,1 +1,1 @@
-"""Memory of roles: usage, budgets and sleep. The pages: docs/memory.md."""
+"""The memory feature: memory use of roles, budgets, and sleep. The user's page is docs/memory.md."""

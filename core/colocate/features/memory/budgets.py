@@ -1,4 +1,4 @@
-"""Memory budgets of a pool's slots, a group and the roles: the check for contradictions, and the limits for workers."""
+"""Checks that the memory budgets of slots, groups and roles don't contradict each other, and derives the limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def budgets(
     step: Sequence[str] | None = None,
     is_shared: bool = False,
 ) -> Budgets:
-    """Return the budgets of a group, for the workers.
+    """Check the declared memory budgets, and return the limits that a group's workers enforce.
 
     Args:
         slot: The budget of the pool's slots.

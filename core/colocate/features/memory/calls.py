@@ -1,4 +1,4 @@
-"""`group.sleep` and `group.wake`: calls in the group's order like any other, done by all workers or by none."""
+"""Implements `group.sleep` and `group.wake` as ordinary calls that either all workers carry out or none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start_sleep(
     on_call: str = "wake",
     discard: Sequence[str] = (),
 ) -> PendingCall:
-    """Send a sleep to all workers."""
+    """Send a sleep to all workers, and return the pending call."""
     require(type(worker_group.services.executor), OwnProcess, "have a role sleep (group.sleep)")
     chosen = _tags(worker_group, role, tags, "sleep")
     lost = _discarded(chosen, discard)
@@ -63,7 +63,7 @@ def start_sleep(
     worker_group.home.changed()
     parameters = {**_arguments(role, chosen), "discard": lost}
     call = _start(worker_group, SLEEP, f"sleep of {role}", parameters, timeout)
-    mark()  # again: wakes that came before this sleep don't count
+    mark()  # Renew the marks, so that a wake sent before this sleep can't remove these.
     return call
 
 
@@ -74,7 +74,7 @@ def wake(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, timeo
 
 
 def start_wake(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, timeout: float | None) -> PendingCall:
-    """Send a wake to all workers."""
+    """Send a wake to all workers, and return the pending call."""
     chosen = _tags(worker_group, role, tags, "wake")
     sleepers = _sleepers(worker_group)
     marks = sleepers.seen(role, chosen)
@@ -122,7 +122,7 @@ def _start(
 
 
 def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) -> int:
-    """Return the bytes that were moved on all ranks.
+    """Return the number of bytes that all ranks have moved.
 
     Raises:
         ColocateError: A rank refused, so no rank has moved memory.
@@ -144,7 +144,7 @@ def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) 
 
 
 def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence[Draft]) -> Sequence[Draft]:
-    """Insert a wake before each call that needs memory which may sleep; return all calls."""
+    """Insert a wake before each call that needs possibly sleeping memory, and return all calls."""
     result: list[Draft] = []
     waking: dict[Mark, Draft] = {}
     for draft in drafts:
@@ -153,16 +153,16 @@ def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence
             if marks := {mark: slept for mark, slept in role_marks.items() if mark not in waking}:
                 result.append(_waking(worker_group, sleepers, role, marks, draft))
                 waking.update(dict.fromkeys(marks, result[-1]))
-            for mark in role_marks:  # a shared wake gets the longest timeout of the calls behind
+            for mark in role_marks:  # A wake for several calls gets the longest of the calls' timeouts.
                 waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
         result.append(draft)
     return result if waking else drafts
 
 
 def note(sleepers: Sleepers, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
-    """Remove the marks of a role after a successful wake, so that later calls send none.
+    """Remove the marks of a role after a successful wake, so that later calls send no other wake.
 
-    An unreadable outcome is reported by the call behind the wake.
+    If the outcome can't be read, the call after the wake reports the error.
     """
     if call.peek_error() is None and all(outcome.refusal is None for outcome in _outcomes(call)):
         sleepers.woken(dict(marks))

@@ -1,4 +1,4 @@
-"""Memory of a group's roles on the driver: budgets, marks of sleeping roles, and questions to workers."""
+"""The driver's side of the memory feature: budgets, marks for sleeping roles, and questions to workers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from colocate.features.memory.tables import GroupMemory, SlotMemory, slot_memory
 
 
 class MemoryOfGroup(OfGroup):
-    """The driver's state of the memory of a group's roles.
+    """The driver's part of the memory feature for one group.
 
     Attributes:
-        sleepers: The roles that may have sleeping memory: the workers know exactly, the driver errs on the safe side.
+        sleepers: Marks for roles that may have sleeping memory. A mark may outlast the sleep; workers know the truth.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -35,48 +35,49 @@ class MemoryOfGroup(OfGroup):
         self._ledgers = Ledgers(worker_group)
         self.sleepers = Sleepers()
         for role in worker_group.roles if worker_group.home.attachment is not None else ():
-            self.sleepers.mark(role, TAGS, until_woken=False)  # an earlier driver may have put the role to sleep
+            self.sleepers.mark(role, TAGS, until_woken=False)  # An earlier driver may have put the role to sleep.
         if worker_group.declared.budgets:
             worker_group.frees_first = True
 
     # -- hooks
 
     def gives(self) -> tuple[Any, str | None]:
-        """Return the budgets, and the folder for sleeping memory (None: the worker chooses)."""
+        """Return the budgets and the folder for sleeping memory. The folder is None if workers may choose one."""
         return self._worker_group.declared.budgets.plain(), self._worker_group.services.spill_dir
 
     def builds(self) -> Mapping[str, bool]:
-        """Return the roles with fixed addresses of memory across a sleep (`sleep="vmm"`)."""
+        """Return True for each role with `sleep="vmm"`, by name: memory of such a role keeps fixed addresses."""
         return {name: True for name, spec in self._worker_group.declared.specs.items() if spec.sleep == "vmm"}
 
     def renewed(self) -> None:
-        """Start anew with the new workers: no memory sleeps, and no question is pending."""
+        """Reset the state for new workers, which have no sleeping memory and no pending questions."""
         self._ledgers = Ledgers(self._worker_group)
         self.sleepers.renew()
 
     def failed(self, error: ColocateError) -> None:
-        """Fail pending questions."""
+        """Fail the pending questions about memory."""
         self._ledgers.fail(error)
 
     def drafted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Insert wakes before calls that need memory which may sleep."""
+        """Insert a wake before each call that may need sleeping memory."""
         return calls.behind_wakes(self._worker_group, self.sleepers, drafts) if self.sleepers.marks else drafts
 
     def greets(self, worker: Worker) -> None:
-        """Send a new worker the holdings of the other groups' roles on the slot."""
+        """Send a new worker the memory use of other groups' roles on the slot."""
         home = self._worker_group.home
         with home.telling:
             for other in home.beside(self._worker_group, worker.slot):
                 holds = other.parts.get("memory", {})
-                if holds or other.exit is not None:  # if empty, an earlier driver may have sent more
+                # Send the empty holdings of an exited worker, too: an earlier driver may have sent outdated ones.
+                if holds or other.exit is not None:
                     worker.send(Beside(other.boot.group, holds))
 
     def gone(self, worker: Worker) -> None:
-        """Notify the other workers on a slot that an ended worker holds nothing."""
+        """Notify other groups on the slot that an exited worker holds no memory any more."""
         self._share(worker, Holds({}))
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Handle a worker's ledger, holdings, or notification of moved memory."""
+        """Handle a worker's report on memory use, or a notification that memory of a role was moved."""
         match message:
             case LedgerTold():
                 if message.ledger is not None:
@@ -96,11 +97,11 @@ class MemoryOfGroup(OfGroup):
                 raise AssertionError(message)
 
     def kept(self) -> dict[str, list[str]] | None:
-        """Return the tags that stay asleep during calls, by role."""
+        """Return the tags of memory that calls leave asleep, by role; None if there are none."""
         return self.sleepers.until_woken or None
 
     def take(self, kept: dict[str, list[str]]) -> None:
-        """Adopt the tags that stay asleep during calls, from an earlier driver."""
+        """Restore the tags of memory that calls leave asleep, as recorded by an earlier driver."""
         for role, tags in kept.items():
             self.sleepers.mark(role, tags, until_woken=True)
 
@@ -108,7 +109,7 @@ class MemoryOfGroup(OfGroup):
         group, home = self._worker_group, self._worker_group.home
         with home.telling:
             worker.parts["memory"] = message.roles
-            # The workers of a detached pool run on after this driver's close, and so keep their memory.
+            # After this driver's close, workers of a detached pool keep running with their memory, so don't send.
             for other in home.beside(group, worker.slot) if home.closed_by is None else ():
                 other.send(Beside(group.name, message.roles))
 
@@ -126,7 +127,7 @@ class MemoryOfGroup(OfGroup):
         )
 
     def asked_each(self, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
-        """Return the memory use of each slot that answers, and the first error of the others; see `asked`."""
+        """Return the memory use of each slot that answers, and the first error, or None if all slots answer."""
         group = self._worker_group
         workers = {worker.slot: worker for worker in group.workforce.workers}
         answers = self._ledgers.each([*workers], deadline)
@@ -145,18 +146,18 @@ class MemoryOfGroup(OfGroup):
         on_call: str,
         discard: Sequence[str],
     ) -> int:
-        """See `ColocatedGroup.sleep`."""
+        """Put memory of a role to sleep; see `ColocatedGroup.sleep`."""
         with self._telling_who_has_it():
             return calls.sleep(self._worker_group, role, tags, timeout, on_call, discard)
 
     def wake(self, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
-        """See `ColocatedGroup.wake`."""
+        """Wake memory of a role; see `ColocatedGroup.wake`."""
         with self._telling_who_has_it():
             return calls.wake(self._worker_group, role, tags, timeout)
 
     @contextmanager
     def _telling_who_has_it(self) -> Iterator[None]:
-        """Add the group's memory table to an error about a lack of memory, if workers answer in time."""
+        """A context manager that adds the group's memory table to a `MemoryBudgetError`, if workers answer in time."""
         try:
             yield
         except MemoryBudgetError as error:

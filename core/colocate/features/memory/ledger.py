@@ -1,4 +1,4 @@
-"""The memory of a worker's roles, each byte counted once, and the check against their budgets."""
+"""Counts the memory of a worker's roles, each byte once, and compares the result with the memory budgets."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.failure import LOOKING
 from colocate.worker.serving.role_instance import RoleInstance
 
-# The time that a look waits for the lane, which a long call may occupy. Users expect an answer within a second.
+# Seconds that an inspection waits for the lane, which a long call may occupy. Users expect an answer within a second.
 _WITHIN_S = 0.2
 _CHILDREN = "children"
 
 
 class LookError(Exception):
-    """A role's holdings can't be inspected: `device_state()` or a tensor subclass raised.
+    """Raised if a role's memory can't be inspected, for example because `device_state()` has raised an error.
 
-    A concurrent change of the role may raise, too. The arguments: the role's name, and the traceback.
+    A tensor subclass or a concurrent change of the role may be the cause, too. The arguments are the role's name and
+    the traceback.
     """
 
     def __init__(self, role: str, trace: str) -> None:
@@ -51,19 +52,19 @@ class LookError(Exception):
 def _looking_at(role: str) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # a `device_state()` may even raise SystemExit
+    except BaseException as error:  # Role code such as `device_state()` may even raise SystemExit.
         raise LookError(role, traceback.format_exc()) from error
 
 
 @attrs.frozen
 class Shares:
-    """The memory of roles, each byte counted once.
+    """The memory of a worker's roles, with each byte counted for one role only.
 
     Attributes:
         owned: Bytes by role, kind and device.
         shared: Bytes that a role holds and that count with another role, by role.
         asleep: Bytes that sleep, by role.
-        emptied: Bytes of `asleep` without a copy: they come back as zeros.
+        emptied: Bytes of `asleep` without a copy; a wake fills this memory with zeros.
         children: Bytes of the processes that roles have started, by role and name.
     """
 
@@ -75,14 +76,14 @@ class Shares:
 
 
 class Accounts:
-    """The memory of a worker's roles, compared with their budgets.
+    """Measures the memory of a worker's roles, and compares the result with the memory budgets.
 
-    A role is inspected on the lane after its holdings may have changed: by its methods, functions, a sleep, a wake.
-    Other threads inspect all roles beside the lane (`ledger`).
+    The lane inspects a role after a method, a function, a sleep or a wake, because the role's memory may have changed.
+    Other threads inspect all roles (`ledger`).
 
     Attributes:
-        budgets: The budgets.
-        gradients: The gradients, as known beside the lane.
+        budgets: The memory budgets.
+        gradients: The last known gradients, for threads other than the lane.
         beside: The last reported holdings of other groups' roles on this slot, by group.
     """
 
@@ -98,14 +99,14 @@ class Accounts:
         self._last_told: Sizes = {}
 
     def ledger(self) -> Ledger:
-        """Return all memory that the worker holds; for threads beside the lane."""
+        """Return the worker's memory use. Called on any thread but the lane."""
         worker_context, asleep = self._worker_context, self._sleeper.asleep
         held: dict[str, Holdings] = {}
         leaves: dict[str, list[weakref.ref[Any]]] = {}
         partly: list[str] = []
         for name, role in named(worker_context).items():
             with _looking_at(name):
-                declared = role.declared()  # before the lock: this may take long
+                declared = role.declared()  # Role code may be slow, so the lock is taken afterwards.
                 with worker_context.looking:
                     held[name], leaves[name], is_all = self._held_beside_lane(role, declared)
             if not is_all:
@@ -128,12 +129,13 @@ class Accounts:
         )
 
     def _process(self) -> dict[str, int] | None:
-        """Return the memory of the worker's process; None if that is the driver's process."""
+        """Return the memory of the worker's process, or None if the worker runs in the driver's process."""
         if self._worker_context.empty is None:
             return None
-        with open("/proc/self/smaps_rollup") as file:  # dirty pages shared with the template process and other forks
+        # `Shared_Dirty` counts the pages that are shared with the template process and other forks.
+        with open("/proc/self/smaps_rollup") as file:
             shared = next(1024 * int(line.split()[1]) for line in file if line.startswith("Shared_Dirty:"))
-        pinned = self._sleeper.offload.pinned  # for sleeping memory of the device
+        pinned = self._sleeper.offload.pinned
         return {"private": private_bytes(), "empty": self._worker_context.empty, "pinned": pinned, "shared": shared}
 
     def _of_features(self) -> dict[str, dict[str, Any]]:
@@ -147,7 +149,7 @@ class Accounts:
     def _held_beside_lane(
         self, role: RoleInstance, declared: Sequence[Any]
     ) -> tuple[Holdings, list[weakref.ref[Any]], bool]:
-        """Return a role's holdings, tensors that may have gradients, and whether the search was complete."""
+        """Return a role's holdings, the tensors that may have gradients, and whether the search was complete."""
         search_result = search(role.instance, apart=beside(self._worker_context, role.name))
         search_result.noted[Purpose.DECLARED] += declared
         return search_result.holdings(), [weakref.ref(leaf) for leaf in search_result.leaves], search_result.complete
@@ -155,7 +157,7 @@ class Accounts:
     # -- on the lane
 
     def changed(self, role: str | None) -> None:
-        """Mark a role's holdings as perhaps changed; None for all roles."""
+        """Mark a role for a new inspection, or all roles if `role` is None."""
         roles = named(self._worker_context)
         if role is None:
             self._changed.update(roles)
@@ -163,27 +165,30 @@ class Accounts:
             self._changed.update({role, *roles[role].ctx._asked})
 
     def moved(self, role: str) -> None:
-        """Mark a role's holdings as changed, after a sleep or wake."""
+        """Mark a role for a new inspection after a sleep or wake, and record the role's gradients again."""
         self.changed(role)
         self.gradients.moved(role)
 
     @property
     def count_others(self) -> bool:
-        """Whether a budget counts the holdings of other groups' roles on this slot."""
+        """Whether a budget also counts the memory of other groups' roles on this slot."""
         return any(limit.is_shared for limit in self.budgets.limits)
 
     def tell(self, anew: bool = False) -> None:
-        """Send the roles' holdings to other groups on this slot, if a budget counts these. `anew`: resend."""
+        """Send changes of the roles' memory use to other groups on this slot, if a budget is shared between groups.
+
+        With `anew`, unchanged figures are sent, too.
+        """
         if self.count_others:
             if anew:
                 self._last_told = {}
-            with contextlib.suppress(RoleError):  # the next call raises the same error
+            with contextlib.suppress(RoleError):  # The next call raises this error again.
                 self.shares()
 
     def shares(self, more: Mapping[str, Any] | None = None) -> Shares:
-        """Look again at changed roles, and return the memory of all roles; `more`: values that are about to be kept.
+        """Inspect changed roles again, and return the memory of all roles.
 
-        Other groups on this slot are notified of a change.
+        Results that are about to be stored (`more`) count, too. Other groups on this slot are notified of a change.
         """
         try:
             for name, role in named(self._worker_context).items():
@@ -215,8 +220,8 @@ class Accounts:
                 raise self.exceeded(shares, limit, f"after {what}{reserve}", activations)
 
     def refuse_more(self, role: str, nbytes: int, device: bool, wakes: bool) -> None:
-        """Raise a `MemoryBudgetError` if a budget has no room for `nbytes` more of a role that sleeps or wakes."""
-        # A waking role's own limits are checked after calls: an earlier check would keep the role from freeing memory.
+        """Raise a `MemoryBudgetError` if a budget has no room for the `nbytes` that a role's sleep or wake needs."""
+        # A waking role's own limit is checked after calls, because the role may free memory in a call.
         owners = (None,) if wakes else (None, role)
         limits = [
             role_limit
@@ -234,10 +239,10 @@ class Accounts:
                 raise self.exceeded(shares, limit, f"{action} needs {size_text(nbytes)}", nbytes)
 
     def has_outgrown(self, shares: Shares, role: str, limit: Limit, nbytes: int) -> bool:
-        """Whether a waking role exceeds a limit by itself, and no other role could make room.
+        """Return whether a waking role alone exceeds a limit while no other role has memory that could be moved.
 
-        Such a role wakes all the same: its next call may free memory, and is checked afterwards. A refusal would make
-        its memory unreachable forever.
+        Such a role wakes nonetheless, because a refusal would make its memory unreachable forever. Its next call may
+        free memory, and is checked afterwards.
         """
         if sum(self._parts(shares, role, limit.device).values()) + nbytes <= limit.nbytes:
             return False
@@ -260,7 +265,7 @@ class Accounts:
                 yield group, role, on_device if limit.device else on_host
 
     def exceeded(self, shares: Shares, limit: Limit, what: str, more: int) -> MemoryBudgetError:
-        """Return the error about an exceeded limit; `more`: bytes that were asked for besides."""
+        """Return the error about an exceeded limit. `more` is the number of requested bytes that aren't in use yet."""
         place = self._worker_context.boot.device if limit.device else "the host"
         used = self.used(shares, limit)
         roles = shares.owned.keys() | shares.asleep.keys()
@@ -269,7 +274,7 @@ class Accounts:
         holders_text = "; ".join(filter(None, holders))
         if not limit.device:
             cure = "What sleeps counts, too: let go of something, or allow more"
-        elif limit.role is not None or self.budgets.swap or self._worker_context.in_process:  # no sleep possible
+        elif limit.role is not None or self.budgets.swap or self._worker_context.in_process:  # Roles can't sleep here.
             cure = "Let go of something, or allow more"
         else:
             turns = "have a role sleep (group.sleep), let roles take turns (residency='swap')"
@@ -281,7 +286,7 @@ class Accounts:
         )
 
     def told(self) -> str:
-        """Return the memory of all roles in words, as a note for an error."""
+        """Return a text about the memory of all roles, to be added to an error."""
         self.changed(None)
         shares = self.shares()
         places = (False,) if self._worker_context.boot.device == "cpu" else (True, False)
@@ -298,7 +303,7 @@ class Accounts:
         return f"{_words(role, parts)}{why}"
 
     def _parts(self, shares: Shares, role: str, device: bool) -> dict[str, int]:
-        """Return the bytes of a role, by kind. Sleeping memory counts as the host's."""
+        """Return a role's bytes on the device or the host, by kind. Sleeping memory counts as host memory."""
         place = self._worker_context.boot.device if device else "cpu"
         parts = {kind: size for (kind, where), size in shares.owned.get(role, {}).items() if where == place}
         if not device and (asleep := shares.asleep.get(role, 0) - shares.emptied.get(role, 0)):
@@ -308,11 +313,11 @@ class Accounts:
         return parts
 
     def _counted(self, held: Mapping[str, Holdings], more: Mapping[str, Any] | None = None) -> Shares:
-        """Return the memory of roles with their residents, and with values that are about to be kept (`more`)."""
+        """Return the memory of roles and residents, including results that are about to be stored (`more`)."""
         combined: dict[str, Holdings] = {
             name: {**role_holdings, Purpose.RESIDENTS: Storages()} for name, role_holdings in held.items()
         }
-        residents: dict[str, list[Any]] = {}  # "": of functions
+        residents: dict[str, list[Any]] = {}  # The key "" holds the residents of functions.
         for maker, value in [*self._worker_context.store.values(), *(more or {}).items()]:
             owner, _, method = maker.partition(".")
             residents.setdefault(owner if method else "", []).append(value)
@@ -347,16 +352,17 @@ def _words(role: str, parts: Mapping[str, int]) -> str:
 
 
 def _could_go(parts: Mapping[str, int]) -> int:
-    """Return the bytes of a role that a sleep could move."""
+    """Return how many bytes of a role a sleep could move."""
     return sum(parts.values()) - parts.get(Purpose.RESIDENTS.word, 0) - parts.get(_CHILDREN, 0)
 
 
 def _shares(
     held: Mapping[str, Holdings], absent: Collection[int]
 ) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
-    """Return each role's owned and shared bytes; `absent`: addresses of storages that sleep in place.
+    """Return each role's own bytes by kind and device, and the bytes that each role shares with others.
 
-    Memory that several roles hold counts once: as the first of its kinds, with the first role that holds it as that.
+    Memory that several roles hold counts once, under its first kind and for the first role that holds it as that kind.
+    Storages at the addresses `absent` sleep in place and count as 0 bytes.
     """
     owners: dict[str, dict[int, str]] = {}
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
@@ -381,7 +387,7 @@ def _shares(
 
 
 def _once(held: Mapping[str, Holdings]) -> dict[int, int]:
-    """Return the sizes of host storages without their overlaps, by address; empty if none can overlap."""
+    """Return the sizes of host storages by address, with overlapping bytes counted once; empty if none can overlap."""
     storages = [pieces for holdings in held.values() for pieces in holdings.values()]
     if not any(pieces.has_arrays for pieces in storages):
         return {}
@@ -404,10 +410,10 @@ def _gpu(device: str, in_process: bool = False, parts: Iterable[OfWorker] = ()) 
         free, total = module.mem_get_info(device)
     without_memory, of_tensors = absent(device)
     sizes = {"used": total - free, "total": total}
-    with contextlib.suppress(RuntimeError):  # another allocator has replaced torch's and has no statistics
+    with contextlib.suppress(RuntimeError):  # An allocator that replaces torch's may have no statistics.
         sizes["allocated"] = module.memory_allocated(device) - of_tensors
         sizes["reserved"] = module.memory_reserved(device) - without_memory
-    if in_process:  # the figures would include other slots' groups
+    if in_process:  # In one process for all slots, the figures below would include other slots' groups.
         return sizes
     with LOOKING:
         for part in parts:
@@ -416,11 +422,11 @@ def _gpu(device: str, in_process: bool = False, parts: Iterable[OfWorker] = ()) 
 
 
 class Gradients:
-    """The gradients of a worker's roles, for threads that must not read `.grad` while role code runs.
+    """Records the gradients of a worker's roles for threads that mustn't read `.grad` while role code runs.
 
-    During `parameter.grad = None` torch releases the GIL while `parameter.grad` still leads to the freed tensor: a read
-    on another thread gets a tensor without a storage, and the process a SIGSEGV. So gradients are recorded between two
-    calls, and after their role's memory has moved.
+    During `parameter.grad = None` torch releases the GIL while `parameter.grad` still refers to the freed tensor. A
+    read on another thread gets a tensor without a storage, and the process crashes (SIGSEGV). So gradients are
+    recorded between two calls, and after their role's memory has moved.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -432,7 +438,7 @@ class Gradients:
         self._known: Mapping[str, Storages] = {}
 
     def of(self, leaves: Mapping[str, list[weakref.ref[Any]]]) -> Mapping[str, Storages]:
-        """Return the gradients by role: current ones if the lane answers soon, otherwise the last known."""
+        """Return the gradients by role. If the lane doesn't answer in time, return the last known gradients."""
         with self._lock:
             request = self._asked
             if request.is_set():
@@ -440,16 +446,16 @@ class Gradients:
                 self._leaves = leaves
                 self._worker_context.lane.do(partial(self._look, request))
         request.wait(_WITHIN_S)
-        self._leaves = None  # drop the references: a long call may replace these tensors
+        self._leaves = None  # Drop the list, because a long call may replace the tensors before the inspection runs.
         return self._known
 
     @property
     def is_due(self) -> bool:
-        """Whether the lane has yet to finish a queued inspection of gradients."""
+        """Whether a queued inspection of gradients is still pending."""
         return not self._asked.is_set()
 
     def moved(self, role: str) -> None:
-        """Look at a role's gradients again, after a sleep or wake. On the lane."""
+        """Record a role's gradients again after a sleep or wake. Called on the lane."""
         if role in self._known:
             self._known = {
                 **{name: gradients for name, gradients in self._known.items() if name != role},
@@ -465,7 +471,7 @@ class Gradients:
     ) -> dict[str, Storages]:
         gradients_by_role: dict[str, Storages] = {}
         for name in names if leaves is None else leaves:
-            with contextlib.suppress(Exception):  # the caller's own search reports such an error
+            with contextlib.suppress(Exception):  # The caller's own search reports such an error.
                 if leaves is None:
                     tensors = search(
                         named(self._worker_context)[name].instance, apart=beside(self._worker_context, name)

@@ -1,4 +1,4 @@
-"""The roles of a group that may have sleeping memory: the workers know exactly, the driver errs on the safe side."""
+"""The driver's marks for roles that may have sleeping memory. Only the workers know for certain."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ Mark: TypeAlias = tuple[str, str]
 
 @attrs.frozen(eq=False)
 class Slept:
-    """A mark for one sleep of a role; compared by identity."""
+    """A mark for one sleep of a role. Marks are compared by identity."""
 
-    until_woken: bool = False  # whether calls leave the memory asleep
+    until_woken: bool = False  # Whether calls leave the memory asleep.
 
 
 class Sleepers:
-    """Marks for memory that may sleep. A call of a marked role is sent behind a wake, or fails (`until_woken`).
+    """Marks for memory that may be asleep. A call of a marked role is sent after a wake, or fails (`until_woken`).
 
-    A mark is made before a sleep is sent and renewed afterwards, and a wake removes only marks that it has seen. So in
-    a race a mark stays too long at worst.
+    A mark is made before a sleep is sent and renewed afterwards, and a wake removes only marks that it has seen. So a
+    race may leave a mark too long, but never removes a mark too early.
     """
 
     def __init__(self) -> None:
-        self.marks: dict[Mark, Slept] = {}  # by role and tag
-        self._lock = threading.Lock()  # held while marks change
+        self.marks: dict[Mark, Slept] = {}  # The key is a role and a tag.
+        self._lock = threading.Lock()
 
     def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
-        """Mark memory that is about to sleep, or was told to."""
+        """Mark memory as possibly asleep, before and after a sleep is sent."""
         with self._lock:
             for tag in tags:
                 self.marks[role, tag] = Slept(until_woken)
 
     def seen(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
-        """Return the marks of a role."""
+        """Return a role's marks for these tags."""
         return {mark: slept for mark, slept in list(self.marks.items()) if mark[0] == role and mark[1] in tags}
 
     def for_call(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
-        """Return the marks of a role for which a call sends a wake."""
+        """Return a role's marks for memory that a call must wake first."""
         return {mark: slept for mark, slept in self.seen(role, tags).items() if not slept.until_woken}
 
     @property
     def until_woken(self) -> dict[str, list[str]]:
-        """Return the tags that calls leave asleep, by role."""
+        """The tags of memory that calls leave asleep, by role."""
         tags: dict[str, list[str]] = {}
         for (role, tag), slept in list(self.marks.items()):
             if slept.until_woken:
@@ -54,13 +54,13 @@ class Sleepers:
         return tags
 
     def woken(self, seen: dict[Mark, Slept]) -> None:
-        """Remove the marks that a wake has seen, except marks renewed by a later sleep."""
+        """Remove marks after a wake, except marks that a later sleep has renewed."""
         with self._lock:
             for mark, slept in seen.items():
                 if self.marks.get(mark) is slept:
                     del self.marks[mark]
 
     def renew(self) -> None:
-        """Remove all marks: the roles were constructed anew."""
+        """Remove all marks, because all roles were constructed again."""
         with self._lock:
             self.marks.clear()

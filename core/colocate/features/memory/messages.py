@@ -1,4 +1,4 @@
-"""Messages about memory: `AskLedger` and `Beside` to workers, the others from workers."""
+"""Messages about memory. `AskLedger` and `Beside` go to workers, and all other messages come from workers."""
 
 from __future__ import annotations
 
@@ -18,84 +18,102 @@ Sizes: TypeAlias = "Mapping[str, Sequence[Mapping[str, int]]]"
 
 @attrs.frozen
 class Ledger:
-    """A worker's memory in bytes."""
+    """The memory use of one worker, in bytes.
 
-    # By role, kind (see `Purpose`) and device; residents of functions belong to a role without a name.
+    Attributes:
+        roles: Bytes by role, kind (see `Purpose`) and device; residents of functions belong to a role without a name.
+        shared: Bytes that a role holds and that count with another role, by role.
+        asleep: Bytes that sleep (`group.sleep`), by role.
+        kept_awake: Bytes that should have slept but stay awake, by role and reason.
+        partial: Roles with more objects than the search visits.
+        process: Bytes of the worker's process: "private" is all memory but files and shared memory. Of this, "empty"
+            existed before the first role was constructed, "pinned" is pinned for sleeping memory of a device, and
+            "shared" is shared with other forks. None if the process is the driver's.
+        gpu: Torch's figures for the slot's device: "allocated" and "reserved" by this process, "used" by all
+            processes, "total", and "nccl" by this process's communicators, if reported. None for a slot without a
+            device. Excludes memory that sleeps in place (`sleep="vmm"`).
+        peaks: The most that a method has allocated on the device while running, by role and method; None if unknown.
+        children: Private bytes of the processes that roles have started, by role and name.
+        told: The features' reports on roles, by feature and role (`OfWorker.told`).
+    """
+
     roles: Mapping[str, Mapping[tuple[str, str], int]]
-    shared: Mapping[str, int]  # bytes that a role holds and that count with another role, by role
-    asleep: Mapping[str, int]  # bytes that sleep (`group.sleep`), by role
-    # Memory that was to sleep with the rest and stays awake, by role and reason.
+    shared: Mapping[str, int]
+    asleep: Mapping[str, int]
     kept_awake: Mapping[str, Mapping[str, int]]
-    partial: tuple[str, ...]  # roles with more objects than the search visits
-    # Bytes of the worker's process. "private": all but files and shared memory; of this, "empty" existed before the
-    # first role was constructed, "pinned" is pinned for sleeping memory of a device, and "shared" is shared with other
-    # forks. None if the process is the driver's.
+    partial: tuple[str, ...]
     process: Mapping[str, int] | None
-    # Torch's figures for the slot's device: "allocated" and "reserved" by this process, "used" by all processes,
-    # "total", and "nccl" by this process's communicators, if reported. None for a slot without a device. Excludes
-    # memory that sleeps in place (`sleep="vmm"`).
     gpu: Mapping[str, int] | None
-    # The most that a method has allocated on the device while running, by role and method; None if unknown.
     peaks: Mapping[str, int] | None
-    # Private bytes of the processes that roles have started, by role and name.
     children: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
-    # The features' reports on roles, by feature and role (`OfWorker.told`).
     told: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
 
 
 @message
 class AskLedger(Message):
-    """Ask for the worker's memory use; answered by `LedgerTold`."""
+    """The driver's question for a worker's memory use, answered by `LedgerTold`."""
 
-    token: int  # the question's number
+    token: int  # The number of this question, which the answer repeats.
 
 
 @message
 class Beside(Message):
-    """The holdings of another group's roles on this slot."""
+    """The memory that the roles of another group hold on the same slot."""
 
-    group: str  # the group's name
-    roles: Sizes  # empty once the other worker has ended
+    group: str  # The name of the other group.
+    roles: Sizes  # The mapping is empty once the other group's worker has exited.
 
 
 @message
 class LedgerTold(Message):
-    """The answer to `AskLedger`: the worker's memory use."""
+    """A worker's answer to `AskLedger`, with the worker's memory use or the error of the inspection."""
 
-    token: int  # the question's number
-    ledger: Ledger | None  # None if a role's holdings can't be inspected
-    role: str = ""  # the role that can't be inspected
-    trace: str = ""  # the traceback of the failed inspection
+    token: int
+    ledger: Ledger | None  # None if the inspection of the worker's memory failed.
+    role: str = ""  # The name of the role that can't be inspected.
+    trace: str = ""  # The traceback of the failed inspection.
 
     def head(self) -> Head:
-        """Return the wire format."""
+        """Return this message in the wire format."""
         ledger = None if self.ledger is None else attrs.astuple(self.ledger, recurse=False)
         return "LedgerTold", self.token, ledger, self.role, self.trace
 
     @classmethod
     def of(cls, *values: Any) -> LedgerTold:
-        """As `Message.of`."""
+        """Return the message for values from the wire; see `Message.of`."""
         token, ledger, role, trace = values
         return cls(token, None if ledger is None else Ledger(*ledger), role, trace)
 
 
 @message
 class Holds(Message):
-    """The roles' holdings have changed; for the workers of other groups on this slot."""
+    """A notification that the memory use of a worker's roles has changed, for other groups on the same slot."""
 
     roles: Sizes
 
 
 @message
 class Moved(Message):
-    """Memory of a role has gone to sleep, or was woken."""
+    """A worker's notification that memory of a role was put to sleep or woken.
 
-    role: str  # the role's name
-    asleep: bool  # True for a sleep, False for a wake
-    nbytes: int  # bytes moved
-    start: float  # start, in seconds of time.time()
-    end: float  # end, in seconds of time.time()
-    whole: bool  # whether all of the role's memory sleeps now
-    why: str  # the reason, in words
-    in_call: bool = False  # whether a call waited for this
-    kept_awake: Mapping[str, int] = attrs.field(factory=dict)  # bytes that were to sleep and stayed, by reason
+    Attributes:
+        role: The role's name.
+        asleep: True for a sleep, False for a wake.
+        nbytes: The number of bytes moved.
+        start: The start of the move, in seconds of time.time().
+        end: The end of the move, in seconds of time.time().
+        whole: Whether all of the role's memory sleeps now.
+        why: The reason for the move, as text.
+        in_call: Whether a call waited for the move.
+        kept_awake: Bytes that should have slept but stay awake, by reason.
+    """
+
+    role: str
+    asleep: bool
+    nbytes: int
+    start: float
+    end: float
+    whole: bool
+    why: str
+    in_call: bool = False
+    kept_awake: Mapping[str, int] = attrs.field(factory=dict)

@@ -1,10 +1,10 @@
-"""Copies of a worker's sleeping memory: a device's in pinned memory of the host, the host's in a file.
+"""Copies of sleeping memory: device memory is copied to pinned host memory, and host memory to a file.
 
-Storages lose their memory and get it again: tensors and storages stay the same objects, and so do views and tied
-weights. Addresses change, except with `sleep="vmm"` (`vmm.py`). Meanwhile nothing may be computed with such tensors.
+A sleep frees only the memory of storages: tensors, storages, views and tied weights stay the same objects. Addresses
+change, except with `sleep="vmm"` (`vmm.py`). Until the wake nothing may be computed with such tensors.
 
 Torch pins powers of two, one page after the other. Here several threads touch the pages first, and the pages are huge
-if the kernel supports these: that takes a fifth of the time (docs/internals/gpu.md).
+if the kernel supports these, which takes a fifth of the time (docs/internals/gpu.md).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from colocate.features.memory.vmm import Mapped
 from colocate.gpus import in_use
 from colocate.worker.holdings import WeakStorage, name_of
 
-GRAIN = 512  # bytes; the alignment of pieces
+GRAIN = 512  # The alignment of copies in their store, in bytes.
 _THREADS = 8
 _TOUCHED_BYTES = 64 << 20
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14
+_WIPE_ON_FORK = 18  # The number of MADV_WIPEONFORK, which Linux has since 4.14.
 HOST = "cpu"
 
 Key: TypeAlias = int
@@ -39,21 +39,21 @@ Key: TypeAlias = int
 
 
 class Resized:
-    """Storages that are resized to zero bytes. The memory returns to torch, for other tensors."""
+    """Frees the memory of storages by resizing storages to zero bytes. Torch can reuse the memory."""
 
     def has(self, storage: Any) -> bool:
-        """Whether a storage can be resized: not one from another library, nor one exported as an array."""
-        # torch always calls a device's storage shared.
+        """Return whether a storage can be resized. Storages of other libraries or exported as arrays can't."""
+        # On a device `is_shared` says nothing, because torch reports all storages there as shared.
         return bool(storage.resizable()) and not (place_of(storage) == HOST and storage.is_shared())
 
     def take(self, storages: Collection[Any]) -> int:
-        """Free the memory of storages; return the bytes that stay allocated: 0."""
+        """Free the memory of storages, and return how many of their bytes couldn't be freed (always 0)."""
         for storage in storages:
             storage.resize_(0)
         return 0
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
-        """Give memory of the given sizes to storages without memory: to all, or to none."""
+        """Restore the memory of storages with the given sizes. On an error, no storage gets memory."""
         filled: list[Any] = []
         try:
             for storage, nbytes in storages:
@@ -65,7 +65,7 @@ class Resized:
                         )
                     storage.resize_(nbytes)
                     filled.append(storage)
-                    if place_of(storage) == HOST:  # with small pages most of a wake's time goes to the kernel
+                    if place_of(storage) == HOST:  # With small pages the kernel would take most of a wake's time.
                         start = storage.data_ptr()
                         advise_large(start, start + storage.nbytes(), mmap.MADV_HUGEPAGE)
         except RuntimeError:
@@ -75,13 +75,13 @@ class Resized:
 
 @attrs.define(eq=False)
 class _Copy:
-    """A copy of a storage's contents.
+    """The copy of a sleeping storage's contents.
 
     Attributes:
         nbytes: The size.
-        kept: The place of the copy; None if the contents were discarded.
+        kept: The store with the copy; None if the contents were discarded.
         start: The offset in `kept`.
-        storage: The storage, while without memory; None afterwards, so that this record doesn't keep it alive.
+        storage: The storage while it has no memory; None afterwards, so that this record doesn't keep it alive.
         reference: A weak reference to the storage.
         backing: The way in which the storage loses its memory.
     """
@@ -95,7 +95,7 @@ class _Copy:
 
 
 class Offload:
-    """Storages of a worker that sleep, and their copies."""
+    """Copies the storages of a worker for a sleep, frees their memory, and restores both for a wake."""
 
     def __init__(
         self, device: str, free: Callable[[], int] = free_memory, spill_dir: Callable[[], str | None] = lambda: None
@@ -110,11 +110,11 @@ class Offload:
 
     @property
     def pinned(self) -> int:
-        """Bytes of the process's own memory that are reserved for copies, in use or not."""
+        """The bytes of the process's own memory that are reserved for copies, in use or not."""
         return self._pinned.own
 
     def file(self) -> SpillFile:
-        """The file for the host's memory, created at first use."""
+        """Return the file for copies of host memory. The first call creates the file."""
         if self._file is None:
             self._file = SpillFile.somewhere(self._spill_dir())
         return self._file
@@ -122,16 +122,16 @@ class Offload:
     def write(
         self, storages: Mapping[Key, Any], emptied: Mapping[Key, Any] = MappingProxyType({})
     ) -> Mapping[Key, _Copy]:
-        """Copy storages to the host or the file, and return the copies.
+        """Copy storages to host memory or to the file, and return the copies.
 
-        The storages keep their memory until `put_away`. Copies are abandoned by dropping them.
+        The storages keep their memory until `put_away`. To abandon the copies, drop them.
 
         Args:
             storages: The storages to copy.
-            emptied: Storages with contents to discard, with or without memory: they will come back as zeros.
+            emptied: Storages with contents to discard, with or without memory; a wake fills these with zeros.
 
         Raises:
-            MemoryError: The host has no room: nothing has changed.
+            MemoryError: The host has no room. Nothing has changed.
             OSError: The disk has no room.
             ValueError: There is no folder for the file.
         """
@@ -158,28 +158,28 @@ class Offload:
         return copies
 
     def away(self, key: Key) -> bool:
-        """Whether a storage sleeps."""
+        """Return whether a storage sleeps."""
         copy = self._copies.get(key)
         return copy is not None and copy.storage is not None
 
     def can_take(self, storage: Any) -> bool:
-        """Whether the memory of an awake storage can be freed."""
+        """Return whether the memory of an awake storage can be freed."""
         return any(backing.has(storage) for backing in self._backings)
 
     def keeps_address(self, storage: Any) -> bool:
-        """Whether an awake storage keeps the same address across a sleep."""
+        """Return whether an awake storage will have the same address after a sleep."""
         return any(isinstance(backing, Mapped) and backing.has(storage) for backing in self._backings)
 
     def put_away(self, copies: Mapping[Key, _Copy]) -> int:
-        """Free the memory of copied storages; return the bytes that the device keeps nonetheless.
+        """Free the memory of copied storages, and return how many of their bytes couldn't be freed.
 
-        Other users of the device can take that memory: for this the device first finishes all its work.
+        The device first finishes all its work, and the memory becomes available to other users of the device.
 
         Raises:
-            RuntimeError: A storage can't be freed: all have their memory again.
+            RuntimeError: A storage can't be freed. All storages have their memory again.
         """
         new = {key: copy for key, copy in copies.items() if not self.away(key)}
-        self._copies.update(copies)  # first: from here on the copies are the only ones
+        self._copies.update(copies)  # Record the copies now, because `_take` frees the originals.
         try:
             retained = self._take(new.values())
         except RuntimeError:
@@ -190,11 +190,11 @@ class Offload:
         return retained
 
     def bring_back(self, keys: Collection[Key]) -> None:
-        """Give storages their memory and contents; the copies stay.
+        """Restore the memory and the contents of sleeping storages. The copies stay.
 
         Raises:
-            MemoryError: There isn't enough memory: nothing has changed.
-            OSError: The file can't be read: nothing has changed.
+            MemoryError: There isn't enough memory. Nothing has changed.
+            OSError: The file can't be read. Nothing has changed.
         """
         restored: list[_Copy] = []
         try:
@@ -208,7 +208,7 @@ class Offload:
                         _view(copy.storage).zero_()
                     else:
                         copy.kept.read(_view(copy.storage), copy.start)
-        except (OSError, RuntimeError) as error:  # RuntimeError includes torch.OutOfMemoryError
+        except (OSError, RuntimeError) as error:  # `torch.OutOfMemoryError` is a RuntimeError.
             self._take(restored)
             self._give_back()
             if isinstance(error, OSError):
@@ -225,7 +225,7 @@ class Offload:
             del self._copies[key]
 
     def undo(self, keys: Iterable[Key]) -> None:
-        """Put storages to sleep again that were just brought back and still have their copies."""
+        """Undo `bring_back`: free the storages' memory again. The copies must still exist."""
         copies = [self._copies[key] for key in keys]
         for copy in copies:
             copy.storage = copy.reference.storage()
@@ -233,7 +233,7 @@ class Offload:
         self._give_back()
 
     def close(self) -> None:
-        """Drop all copies and their memory. No storage sleeps afterwards."""
+        """Drop all copies and free their memory. The contents of sleeping storages are lost."""
         self._copies.clear()
         self._pinned.close()
         if self._file is not None:
@@ -251,16 +251,16 @@ class Offload:
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """Run a block's copies on the side stream, and synchronize at the end."""
+        """A context manager that runs copies on the side stream, and waits for the copies at the end."""
         module = in_use(self._device)
-        # New memory may just have been freed by kernels that still run: the side stream waits for these kernels.
+        # The side stream first waits for running kernels, because these may still use memory that was just freed.
         with contextlib.nullcontext() if module is None else self._side.after(module):
             yield
 
     def _give_back(self) -> None:
         """Release torch's cached memory to other users of the device."""
         if (module := in_use(self._device)) is not None:
-            with contextlib.suppress(RuntimeError):  # torch can't while another thread captures a graph
+            with contextlib.suppress(RuntimeError):  # Torch raises while another thread captures a CUDA graph.
                 module.empty_cache()
 
 
@@ -270,12 +270,12 @@ def _view(storage: Any) -> Any:
 
 
 def place_of(storage: Any) -> str:
-    """Return the name of a storage's device, as in torch."""
+    """Return torch's name for a storage's device."""
     return name_of(storage.device)
 
 
 class _Kept(Protocol):
-    """A place for the bytes of sleeping storages."""
+    """A store for the bytes of sleeping storages: pinned memory or a file."""
 
     def grow(self, nbytes: int) -> None:
         """Grow to at least `nbytes` bytes.
@@ -292,7 +292,7 @@ class _Kept(Protocol):
 
 
 def starts_beside(taken: Iterable[tuple[int, int]], sizes: Iterable[int]) -> list[int]:
-    """Return the offsets of new pieces, each in the first gap that fits, beside existing pieces.
+    """Return an offset for each new piece, in the first gap between existing pieces that is large enough.
 
     Args:
         taken: Offset and size of each existing piece.
@@ -317,24 +317,24 @@ def starts_beside(taken: Iterable[tuple[int, int]], sizes: Iterable[int]) -> lis
 
 
 class Pinned:
-    """Pinned host memory for a device's copies: as much as has ever slept at once."""
+    """Pinned host memory for copies of device memory. The memory grows when needed, and never shrinks."""
 
     def __init__(self, device: str, free: Callable[[], int]) -> None:
-        """Args: device: The device's name in torch. free: Returns the free bytes of the host."""
+        """Start without pinned memory for `device`. The function `free` returns the free bytes of the host."""
         self._device = device
         self._free = free
-        self._regions: list[Any] = []  # one after the other
+        self._regions: list[Any] = []  # The regions in the order of their offsets.
 
     @property
     def own(self) -> int:
-        """The bytes that belong to the process itself: memory that torch pins is shared with the driver."""
+        """The bytes of the process's own memory. Memory that torch pins doesn't count: the CUDA driver shares it."""
         return sum(region.numel() for region in list(self._regions) if not region.untyped_storage().resizable())
 
     def grow(self, nbytes: int) -> None:
         """Grow to at least `nbytes` bytes.
 
         Raises:
-            MemoryError: The host has less.
+            MemoryError: The host has too little free memory.
         """
         present = sum(region.numel() for region in self._regions)
         more = -(-(nbytes - present) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
@@ -361,7 +361,7 @@ class Pinned:
             part.copy_(piece, non_blocking=True)
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the pinned memory."""
         self._regions = []
 
     def _along(self, view: Any, start: int) -> Iterator[tuple[Any, Any]]:
@@ -376,15 +376,15 @@ class Pinned:
 
 
 class _Pages(mmap.mmap):
-    """Anonymous pages that stay pinned as long as the mapping exists."""
+    """A mapping of anonymous pages that stay pinned until the mapping is deleted."""
 
     pinned_by: Any = None
     address: int
 
     def __del__(self) -> None:
-        # A weak reference's callback would come too late: after the mapping is gone.
+        # Unpin here, because a weak reference's callback would run after the mapping is deleted.
         if self.pinned_by is not None:
-            with contextlib.suppress(DriverError):  # the context is lost
+            with contextlib.suppress(DriverError):  # Unpinning fails if the CUDA context is lost.
                 self.pinned_by.unpin(self.address)
 
 
@@ -394,15 +394,15 @@ def pinned(nbytes: int, device: str) -> list[Any]:
         return [_memory(nbytes)[1]]
     if (cuda := driver(device)) is not None:
         pages, memory = _memory(nbytes)
-        # Torch itself uses several threads for a tensor that is larger than a part.
+        # The parts are small, because torch itself would use several threads for a larger tensor.
         by_threads(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.split(_TOUCHED_BYTES), _THREADS)
-        with contextlib.suppress(DriverError):  # pinning fails in some virtual machines, and leaves nothing behind
+        with contextlib.suppress(DriverError):  # Pinning fails in some virtual machines, without side effects.
             cuda.pin(memory.data_ptr(), nbytes)
             pages.pinned_by, pages.address = cuda, memory.data_ptr()
             return [memory]
         del pages, memory
     torch, regions = imported("torch"), []
-    while nbytes:  # torch pins powers of two: 64 GiB for one piece of 33
+    while nbytes:  # Use several pieces, because torch rounds the size of a piece up to a power of two.
         regions.append(torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, pin_memory=True))
         nbytes -= regions[-1].numel()
     return regions
@@ -411,13 +411,13 @@ def pinned(nbytes: int, device: str) -> list[Any]:
 def _memory(nbytes: int) -> tuple[_Pages, Any]:
     torch = imported("torch")
     pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # The kernel may not support huge pages.
         pages.madvise(mmap.MADV_HUGEPAGE)
-    # A forked process sees zeros here: otherwise copy-on-write could move the pages from under the device. The
-    # addresses stay mapped in the fork, which may collect the objects there.
+    # A fork must see zeros here, because copy-on-write could replace the pages that the device uses.
+    # The addresses stay mapped in the fork, because Python may collect the objects there.
     try:
         pages.madvise(_WIPE_ON_FORK)
-    except OSError:  # gVisor
+    except OSError:  # gVisor doesn't support MADV_WIPEONFORK.
         pages.madvise(mmap.MADV_DONTFORK)
     return pages, torch.frombuffer(pages, dtype=torch.uint8)
 

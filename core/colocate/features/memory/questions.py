@@ -1,4 +1,4 @@
-"""The driver's questions about memory to the workers of a group."""
+"""The driver's questions to a group's workers about their memory use."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from colocate.features.memory.messages import AskLedger, Ledger, LedgerTold
 
 
 class Ledgers:
-    """The questions about memory to one generation of a group's workers."""
+    """Asks a group's workers for their memory use and collects the answers, until the group is restarted."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._requests: Requests[int, Ledger] = Requests(link.base)
 
     def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
-        """Return the ledgers of some slots, in order.
+        """Ask the workers on some slots for their memory use, and return the ledgers in the order of the slots.
 
         Raises:
             TimeoutError: A worker hasn't answered in time.
-            RoleError: A role's holdings can't be inspected, as when `device_state` has raised.
+            RoleError: A role's memory can't be inspected, for example because `device_state` has raised an error.
             ColocateError: The group has failed or is closed.
         """
         tell = self._link.teller()
@@ -41,7 +41,7 @@ class Ledgers:
         )
 
     def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
-        """Return a ledger or an error for each slot; see `get`."""
+        """Ask the workers on some slots for their memory use, and return a ledger or an error for each slot."""
         tell = self._link.teller()
         requests = {slot: self._requests.open([slot]) for slot in slots}
         answers: dict[int, Ledger | Exception] = {}
@@ -61,7 +61,7 @@ class Ledgers:
         return answers
 
     def answered(self, worker: Worker, told: LedgerTold) -> None:
-        """Handle a worker's answer."""
+        """Complete the question that a worker has answered, or fail the question if the inspection failed."""
         if told.ledger is not None:
             self._requests.answered(told.token, worker.slot, told.ledger)
             return
@@ -79,5 +79,5 @@ class Ledgers:
         self._requests.refused(told.token, error)
 
     def fail(self, error: ColocateError) -> None:
-        """Fail the pending questions: no worker will answer."""
+        """Fail all pending questions, because no worker will answer."""
         self._requests.fail_all(error)

@@ -1,8 +1,8 @@
-"""Memory of roles that sleeps: a role's tensors go from a device to the host's memory, and from the host to a file.
+"""Sleep and wake: a role's tensors are moved from the device to host memory, or from host memory to a file.
 
-All ranks of the role move memory, or none: each rank does the steps that may fail, then all ranks meet at the driver,
-and only when all are ready the move becomes final. Only torch's own tensors go. Memory in use by others stays, and so
-does memory that can't be freed. `offload.py` has the copies.
+Either all ranks of a role move memory, or none. Each rank does the steps that may fail, then all ranks meet at the
+driver, and the move becomes final only if all are ready. Only torch's own tensors move. Memory that others use stays,
+and so does memory that can't be freed. `offload.py` makes the copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from colocate.worker.holdings import (
 from colocate.worker.serving.failure import is_out_of_memory
 from colocate.worker.serving.role_instance import RoleInstance
 
-_SMALL = 4096  # bytes of host memory; of a role on a GPU
+_SMALL = 4096  # Host storages with fewer bytes stay awake if the role is on a GPU.
 _PINNED = "pinned: the device uses it by itself"
 _FOREIGN = "of an array, a file or another library"
 _SHARED = "shared with other processes"
@@ -57,12 +57,12 @@ Kept: TypeAlias = Mapping[str, Mapping[Key, tuple[int, str, WeakStorage | None]]
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Whether memory couldn't move for lack of room."""
+    """Return whether an error means that memory or disk space ran out."""
     return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM or is_out_of_memory(error)
 
 
 def reason(error: Exception) -> tuple[str, str | None]:
-    """Return the reason why memory couldn't move, and a traceback; None for errors of colocate or the system."""
+    """Return why memory couldn't move, and a traceback. The traceback is None for errors of colocate or the system."""
     if isinstance(error, ColocateError):
         cause = error.__cause__ or error
         return error.message, told(cause, whole=False) if frames_of_users(cause) else None
@@ -76,16 +76,16 @@ def reason(error: Exception) -> tuple[str, str | None]:
 
 @attrs.frozen
 class EvictionPlan:
-    """The memory of a role that goes to sleep.
+    """The plan for a role's sleep: the memory that moves, and the memory that stays.
 
     Attributes:
-        by_tag: All memory that was to sleep, by tag.
+        by_tag: All memory under the tags of the sleep, by tag.
         tags: The tags that had no sleeping memory before.
-        pieces: The sizes of storages that go.
+        pieces: The sizes of the storages that move.
         storages: The storages that are copied.
-        emptied: The storages to discard, also sleeping ones: they come back as zeros.
-        to_host: Bytes that go from the device to the host.
-        kept: The storages that were to sleep and stay.
+        emptied: The storages with discarded contents, also sleeping ones; a wake fills these with zeros.
+        to_host: Bytes that move from the device to the host.
+        kept: The storages that should have slept but stay awake.
     """
 
     by_tag: Mapping[str, Objects]
@@ -98,22 +98,22 @@ class EvictionPlan:
 
     @property
     def size(self) -> int:
-        """The bytes that go."""
+        """The number of bytes that the sleep moves."""
         return sum(self.pieces.values())
 
 
 @attrs.frozen
 class RestorePlan:
-    """The memory of a role that wakes.
+    """The plan for a role's wake: the memory that is restored.
 
     Attributes:
         by_tag: All memory under the tags, by tag.
         tags: The tags that wake.
-        pieces: The sizes of storages that come back.
-        emptied: The storages that come back as zeros.
-        on_host: Bytes that come back on the host.
-        on_device: Bytes that come back on the slot's device.
-        anew: Bytes of the host's that come back as zeros: without a copy.
+        pieces: The sizes of the storages that are restored.
+        emptied: The storages that are filled with zeros.
+        on_host: Bytes that are restored on the host.
+        on_device: Bytes that are restored on the slot's device.
+        anew: Bytes of host memory that are filled with zeros, because there is no copy.
         kept: The storages under the same tags that stayed awake, as in `EvictionPlan`.
     """
 
@@ -128,7 +128,7 @@ class RestorePlan:
 
     @property
     def size(self) -> int:
-        """The bytes that come back."""
+        """The number of bytes that the wake restores."""
         return sum(self.pieces.values())
 
 
@@ -141,7 +141,7 @@ def plan(
     device: str,
     asleep: Collection[str] = (),
 ) -> EvictionPlan:
-    """Return the memory of a role that goes to sleep.
+    """Return the plan for a sleep: the storages that move, and the reasons why other storages stay.
 
     Args:
         by_tag: The memory that is to sleep, by tag; each storage once.
@@ -165,8 +165,8 @@ def plan(
                     if key in lost:
                         emptied[key] = storage
                     continue
-                if not size or (place == HOST != device and size < _SMALL):  # such as an optimizer's
-                    continue  # step: not worth a file
+                if not size or (place == HOST != device and size < _SMALL):
+                    continue  # Tiny storages, such as an optimizer's step counters, aren't worth a file.
                 using = [user for user, keys in users.items() if key in keys]
                 if using or key in immovable or storage is None or place not in {HOST, device}:
                     why = f"on {place}" if place not in {HOST, device} else immovable.get(key, _FOREIGN)
@@ -184,7 +184,7 @@ def plan(
 
 
 def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
-    """Return holdings by tag; a storage with several purposes counts for the first."""
+    """Group a role's holdings by tag. A storage with several purposes counts for the first purpose."""
     by_tag = {tag: Objects() for tag in TAGS}
     assigned: set[Key] = set()
     for purpose in filter(_TAG_OF.__contains__, Purpose):
@@ -204,10 +204,10 @@ def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
 def unneeded(
     found: Mapping[Purpose, Storages], discard: Collection[str], others: Iterable[Mapping[str, Mapping[Key, int]]]
 ) -> set[Key]:
-    """Return a role's storages with disposable contents: held under discarded tags only, and by no other holder.
+    """Return the storages that a role holds under discarded tags only and that no other holder has.
 
-    Excluded are trained tensors and tensors in autograd graphs, which torch may keep too; and indices of sparse and
-    jagged tensors, which zeros would make invalid.
+    Trained tensors and tensors in autograd graphs are excluded, because torch may keep these, too. Indices of sparse
+    and jagged tensors are excluded, because zeros would make the tensors invalid.
 
     Args:
         found: The role's holdings, asleep or not.
@@ -229,17 +229,17 @@ def _keys(found: Iterable[Mapping[str, Mapping[Key, int]]]) -> set[Key]:
 
 
 class Asleep:
-    """The sleeping memory of a worker's roles. Changed on the lane, read on any thread.
+    """The record of the sleeping memory of a worker's roles. The lane changes the record, and any thread may read it.
 
     Attributes:
         roles: The sleeping storages by role and tag, also those that other roles hold too.
         away: The sizes of storages without memory, by key.
-        emptied: The storages of `away` without a copy: they come back as zeros.
+        emptied: The storages of `away` without a copy; a wake fills these with zeros.
         why: The reason of the last failed wake, by role.
     """
 
     def __init__(self, device: str, offload: Offload) -> None:
-        """Args: device: The slot's device. offload: Moves memory."""
+        """Create an empty record for the slot's `device`. `offload` moves the memory."""
         self._device = device
         self._offload = offload
         self.roles: dict[str, dict[str, Objects]] = {}
@@ -252,13 +252,13 @@ class Asleep:
         return bool(self.roles)
 
     def tags(self, role: str | None) -> Sequence[str]:
-        """Return the tags of a role with sleeping memory."""
+        """Return the tags under which a role has sleeping memory."""
         return () if role is None else tuple(self.roles.get(role, ()))
 
     def kept_awake(self, role: str, tags: Collection[str] | None = None) -> dict[str, int]:
-        """Return the bytes of a sleeping role that stayed awake, by reason, most first.
+        """Return how many bytes of a sleeping role stayed awake, by reason, with the largest number first.
 
-        As of the role's last sleep, without storages that were collected or went to sleep with another role since.
+        The role's last sleep decides. Storages that were collected or slept with another role since don't count.
         """
         sizes_by_reason: dict[str, int] = {}
         by_tag = self.roles.get(role, {})
@@ -272,7 +272,7 @@ class Asleep:
         return dict(sorted(sizes_by_reason.items(), key=lambda each: -each[1]))
 
     def by_role(self) -> dict[str, tuple[int, int]]:
-        """Return the sleeping bytes by role, in all and without a copy (back as zeros). Each storage counts once."""
+        """Return each role's sleeping bytes, and how many of these have no copy. Each storage counts once."""
         counted: set[Key] = set()
         result: dict[str, tuple[int, int]] = {}
         for role, by_tag in list(self.roles.items()):
@@ -283,12 +283,12 @@ class Asleep:
         return result
 
     def kept_addresses(self) -> set[int]:
-        """Return the addresses of sleeping storages that keep their addresses."""
+        """Return the addresses of the sleeping storages that keep their addresses during a sleep."""
         storages_by_role = [pieces.storages for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]
         return {storage.data_ptr() for storages in storages_by_role for storage in storages.values()} - {0}
 
     def coming(self, name: str, tags: Iterable[str]) -> RestorePlan:
-        """Return the memory of a role that a wake of these tags brings back. All tags must sleep."""
+        """Return the plan for a wake of these tags of a role. All tags must be asleep."""
         self.forget_gone()
         by_tag = {tag: self.roles[name][tag] for tag in tags}
         places = {key: place for objects in by_tag.values() for place, sizes in objects.items() for key in sizes}
@@ -307,22 +307,23 @@ class Asleep:
         )
 
     def add(self, name: str, moved: EvictionPlan | RestorePlan) -> None:
-        """Record that a role's memory has gone to sleep, or still sleeps."""
+        """Record the memory of a role that was put to sleep."""
         self.away.update(moved.pieces)
         self.emptied.update(moved.emptied)
         asleep = self.roles.setdefault(name, {})
         for tag, pieces in moved.by_tag.items():
-            joined = Objects()  # a new object: other threads read the present one
+            joined = Objects()  # Build a new object, because other threads may be reading the old one.
             for objects in (asleep.get(tag), pieces):
                 if objects is not None:
                     joined.include(objects)
-                    # Only sleeping storages are stored: roles may free the others.
+                    # Refer to sleeping storages only, so that roles can free all other storages.
                     joined.storages |= {key: storage for key, storage in objects.storages.items() if key in self.away}
             asleep[tag] = joined
-        self._kept[name] = {**self._kept.get(name, {}), **moved.kept}  # a new object: other threads read this
+        # Build a new mapping, because other threads may be reading the old one.
+        self._kept[name] = {**self._kept.get(name, {}), **moved.kept}
 
     def remove(self, name: str, moved: RestorePlan | EvictionPlan) -> None:
-        """Record that a role's memory is awake again, or still."""
+        """Record that a role's memory is awake again."""
         for key in moved.pieces:
             self.away.pop(key, None)
         self.emptied -= moved.pieces.keys()
@@ -335,12 +336,12 @@ class Asleep:
             del self.roles[name], self._kept[name]
 
     def add_own(self, name: str, tags: Collection[str], why: str) -> None:
-        """Record a role as asleep under these tags: the role's own `wake` has failed, though storages are back."""
+        """Record tags as asleep after the role's `wake` hook has failed, although all storages were restored."""
         self.roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
         self.why[name] = why
 
     def forget_gone(self) -> None:
-        """Drop the records of sleeping storages that were collected."""
+        """Drop the records of sleeping storages that no role refers to any more."""
         if not (collected := {key for key in self.away if _is_gone(key)}):
             return
         for by_tag in self.roles.values():
@@ -353,16 +354,16 @@ class Asleep:
 
 
 def _is_gone(key: Key) -> bool:
-    """Whether only colocate refers to a sleeping storage. The Python object counts as one use."""
+    """Return whether a sleeping storage has only one user left, which is colocate's own Python object."""
     uses: int = imported("torch")._C._storage_Use_Count(key)
     return uses == 1
 
 
 class Ranges:
-    """Ranges of memory, merged."""
+    """A set of memory ranges, in which overlapping ranges are merged."""
 
     def __init__(self, pieces: Iterable[tuple[int, int]]) -> None:
-        """Args: pieces: Addresses and sizes, which may overlap."""
+        """Merge `pieces`, which are pairs of address and size and may overlap."""
         self._starts: list[int] = []
         self._stops: list[int] = []
         for start, size in sorted(pieces):
@@ -373,8 +374,9 @@ class Ranges:
                 self._stops.append(start + size)
 
     def meet(self, start: int, size: int) -> bool:
-        """Whether a piece overlaps a range."""
-        place = bisect.bisect_left(self._starts, start + size) - 1  # the last range that starts before the piece's end
+        """Return whether a piece of memory overlaps one of the ranges."""
+        # Find the last range that starts before the piece ends.
+        place = bisect.bisect_left(self._starts, start + size) - 1
         return place >= 0 and self._stops[place] > start
 
 
@@ -403,7 +405,7 @@ class Outcome:
 
 
 class Sleeper:
-    """Puts roles of a worker to sleep, and wakes roles. On the lane.
+    """Puts roles of a worker to sleep, and wakes roles. Both happen on the lane.
 
     Attributes:
         asleep: The sleeping memory.
@@ -423,7 +425,7 @@ class Sleeper:
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
     def begin(self, in_turns: bool) -> None:
-        """Open the file for sleeping memory before roles are constructed: a missing folder is an error at once."""
+        """Open the file for sleeping memory before roles are constructed, so that errors are reported early."""
         if self.spill_dir is not None or (in_turns and self._worker_context.boot.device == "cpu"):
             try:
                 self.offload.file()
@@ -432,7 +434,7 @@ class Sleeper:
                 raise ConfigError(f"{where}{error} (on node {self._worker_context.boot.node})") from None
 
     def check(self, role: RoleInstance, spec: MethodSpec) -> None:
-        """Raise a `SleepingError` if a method needs sleeping memory, of the role or of a sibling kept by the role."""
+        """Raise a `SleepingError` if a method needs sleeping memory of the role or of a sibling stored in the role."""
         if not self.asleep:
             return
         asleep = [tag for tag in self.asleep.tags(role.name) if spec.awake is None or tag in spec.awake]
@@ -442,7 +444,7 @@ class Sleeper:
             raise SleepingError(
                 f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
             )
-        if spec.awake == () or role.name is None:  # functions keep no sibling
+        if spec.awake == () or role.name is None:  # Functions don't store siblings.
             return
         for name in sorted(role.ctx._asked & self._worker_context.roles.keys()):
             asleep = list(self.asleep.tags(name))
@@ -454,7 +456,7 @@ class Sleeper:
                 )
 
     def refuse(self, role: str, tags: Collection[str] = _ALL) -> None:
-        """Raise a `SleepingError` if role code asks for a role with sleeping memory of these tags."""
+        """Raise a `SleepingError` if a requested role has sleeping memory under one of these tags."""
         if asleep := [tag for tag in self.asleep.tags(role) if tag in tags]:
             raise SleepingError(
                 f"memory of role {role!r} sleeps ({', '.join(asleep)}): wake it with group.wake({role!r}), or call one "
@@ -468,7 +470,7 @@ class Sleeper:
         discard: Collection[str],
         members: int,
     ) -> Outcome:
-        """Put memory of a role to sleep, if all ranks can."""
+        """Put memory of a role to sleep if all ranks can. Otherwise undo the sleep on this rank."""
         role = self._worker_context.roles.get(name)
         if role is None:
             return Outcome(self._agree(members, None))
@@ -486,14 +488,14 @@ class Sleeper:
         outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
         if outcome.refusal is None:
             self.asleep.add(name, plans[0])
-            trim()  # returns freed memory that `malloc` has kept, too
+            trim()  # Without this call, `malloc` would keep some of the freed memory.
         elif not set(new).isdisjoint(self.asleep.tags(name)):
             raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
             return attrs.evolve(outcome, left=f"{raised}, and is called again when the role is woken")
         return outcome
 
     def wake(self, name: str, tags: Sequence[str], members: int) -> Outcome:
-        """Wake memory of a role, if all ranks can."""
+        """Wake memory of a role if all ranks can. Otherwise undo the wake on this rank."""
         role = self._worker_context.roles.get(name)
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         if role is None or not asleep:
@@ -519,10 +521,9 @@ class Sleeper:
         return outcome
 
     def sleep_alone(self, name: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None) -> int:
-        """Put a role to sleep on this rank, regardless of other ranks. Wake the role before any use.
+        """Put a role to sleep on this rank only, and return the number of moved bytes. Wake the role before any use.
 
-        Returns the bytes that sleep now, including bytes that the device keeps. `only`: the memory that may go, as it
-        came.
+        The number includes bytes that the device keeps. `only` is the plan of an earlier wake; no other memory sleeps.
         """
         role = self._worker_context.roles[name]
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
@@ -538,7 +539,7 @@ class Sleeper:
         return going.size
 
     def wake_alone(self, role: RoleInstance, tags: Sequence[str] = _ALL) -> int:
-        """Wake memory of a role on this rank, regardless of other ranks; return the bytes."""
+        """Wake memory of a role on this rank only, and return the number of restored bytes."""
         asleep = [tag for tag in self.asleep.tags(role.name) if tag in tags]
         if not asleep:
             return 0
@@ -550,20 +551,20 @@ class Sleeper:
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
-        """Return the bytes of the device that a wake of a role's tags needs."""
+        """Return how many bytes of device memory a wake of a role's tags needs."""
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         return self.asleep.coming(name, asleep).on_device if asleep else 0
 
     def going(
         self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: RestorePlan | None = None
     ) -> EvictionPlan:
-        """Return the memory of a role that goes to sleep.
+        """Return the plan for a role's sleep.
 
         Args:
             name: The role.
             tags: The tags to put to sleep.
             discard: Tags with contents to discard, also of sleeping memory.
-            only: The memory that may go, as it came; None for all.
+            only: The plan of an earlier wake; no other memory may sleep. None for all memory.
 
         Raises:
             MemoryBudgetError: The destination has no room.
@@ -576,7 +577,7 @@ class Sleeper:
         )
         every = by_tags(holdings)
         by_tag = {tag: every[tag] for tag in tags}
-        # Storages in use by others and awake, by user; and all holdings of others.
+        # `users` has the awake storages of other holders, and `other_holdings` all storages of other holders.
         users: dict[str, Collection[Key]] = {}
         other_holdings: list[Mapping[str, Mapping[Key, int]]] = []
         for other in [item for item in named(worker_context) if item != name]:
@@ -603,7 +604,7 @@ class Sleeper:
         return going
 
     def _immovable(self, found: Collection[Objects], noted: Collection[Objects]) -> dict[Key, str]:
-        """Return the storages of `found` that can't or mustn't be freed, with reasons; `noted`: all holdings."""
+        """Return the reasons why storages in `found` mustn't be freed, by key. `noted` has the worker's holdings."""
         worker_context, can_take = self._worker_context, self.offload.can_take
 
         def there(among: Iterable[Objects]) -> Iterable[tuple[Key, Any]]:
@@ -612,7 +613,7 @@ class Sleeper:
 
         graphs = any(item.parts.get("memory") for item in list(worker_context.roles.values()))
         why = {key: _PINNED for item in found for key in item.pinned}
-        # Another library may share a part of torch's memory, and torch may have imported that part again.
+        # Compare address ranges, because another library may use a part of a torch storage.
         arrays = [piece for item in noted for piece in item.arrays.items()]
         fixed = [(item.data_ptr(), item.nbytes()) for _, item in there(noted) if not can_take(item)]
         foreign = Ranges([*arrays, *fixed])
@@ -626,11 +627,11 @@ class Sleeper:
                 and not self.offload.keeps_address(storage)
                 and worker_context.device.is_private(storage.data_ptr())
             ):
-                why[key] = _OF_A_GRAPH  # a replay of the CUDA graph would write to the former address
+                why[key] = _OF_A_GRAPH  # A replay of the CUDA graph would write to the old address.
         return why
 
     def _free_for(self, wanted: int) -> int:
-        """Return the free bytes of the host; if fewer than wanted, `malloc` first returns unused memory."""
+        """Return the free bytes of the host. If these are too few, first release unused memory of `malloc`."""
         if (free := self.free()) >= wanted:
             return free
         trim()
@@ -639,15 +640,15 @@ class Sleeper:
     def _all_or_none(
         self, role: RoleInstance, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
     ) -> Outcome:
-        """Run `begin` on this rank, then the returned function if all ranks have begun, otherwise `undo`."""
+        """Run `begin` on this rank, then the function that `begin` returns. If any rank fails, run `undo` instead."""
         refusal: str | None = None
         end: Callable[[], int] | None = None
         fits, moved, trace = True, 0, None
         try:
             end = begin()
-        except Consequence as error:  # a peer failed while this rank waited
+        except Consequence as error:  # Another rank failed while this rank was waiting.
             raise PutBack(error.message) from error
-        except Exception as error:  # includes errors of the role's own hook
+        except Exception as error:  # An error of the role's own hook is a refusal, too.
             fits = not lacks_room(error)
             why, trace = reason(error)
             refusal = f"{_rank(role)}: {why}"
@@ -664,7 +665,7 @@ class Sleeper:
         return Outcome(refusal, end is None, fits, moved, trace=trace)
 
     def _agree(self, members: int, refusal: str | None) -> str | None:
-        """Meet the other ranks; return the first refusal, or None if all are ready."""
+        """Wait for the other ranks, and return the first refusal, or None if all ranks are ready."""
         call = running_call.get()
         assert call is not None
         try:
@@ -684,11 +685,11 @@ class Sleeper:
         discard: Collection[str] = (),
         only: RestorePlan | None = None,
     ) -> tuple[EvictionPlan, Mapping[Key, Any]]:
-        """Return the memory of a role that goes to sleep, and the copies."""
+        """Copy the memory of a role that goes to sleep, and return the plan and the copies."""
         for part in self._worker_context.parts.values():
             part.settles()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
-        if new:  # first: memory that the hook frees may belong to somebody else afterwards
+        if new:  # Call the hook before the plan is made, because the hook may free memory.
             role.call_hook("sleep", tuple(new))
         try:
             going = self.going(name, tags, discard, only)
@@ -698,9 +699,10 @@ class Sleeper:
             raise
 
     def _put_away(self, going: EvictionPlan, copies: Mapping[Key, Any]) -> int:
-        """Free the memory of copied storages; return the bytes that have gone."""
+        """Free the memory of copied storages, and return the number of freed bytes."""
         retained = self.offload.put_away(copies)
-        for pieces in going.by_tag.values():  # a backward pass may have saved an emptied tensor: autograd must notice
+        # Mark emptied tensors as modified, so that a backward pass with such a saved tensor raises an error.
+        for pieces in going.by_tag.values():
             for reference in (tensor_ref for key in going.emptied for tensor_ref in pieces.tensors.get(key, ())):
                 tensor = reference()
                 if tensor is not None and not tensor.is_inference():
@@ -708,7 +710,7 @@ class Sleeper:
         return going.size - retained
 
     def _undo(self, role: RoleInstance, tags: Sequence[str], error: BaseException | None = None) -> None:
-        """Call the role's `wake` hook after an abandoned sleep. If the hook raises, `error` gets a note."""
+        """Call the role's `wake` hook after an abandoned sleep. If the hook raises, add a note to `error`."""
         try:
             self._tell_woken(role, tags)
         except Exception as second:
@@ -716,14 +718,14 @@ class Sleeper:
                 error.add_note(f"then its wake() raised {error_text(second)}")
 
     def _has_come(self, role: RoleInstance, coming: RestorePlan) -> None:
-        """Record a completed wake: drop the copies, and call the role's hook."""
+        """Complete a wake: drop the copies, and call the role's `wake` hook."""
         assert role.name is not None
         self.offload.let_go(coming.pieces)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, coming.tags)
 
     def _tell_woken(self, role: RoleInstance, tags: Sequence[str]) -> None:
-        """Call the role's `wake` hook. If the hook raises, the tags count as asleep: the next wake calls it again."""
+        """Call the role's `wake` hook. If the hook raises, mark the tags as asleep, so that the next wake retries."""
         try:
             if tags:
                 role.call_hook("wake", tuple(tags))
@@ -736,7 +738,7 @@ class Sleeper:
 def _held(
     worker_context: WorkerContext, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True
 ) -> Holdings:
-    """Return a role's holdings.
+    """Return the storages that a role holds.
 
     Raises:
         ColocateError: `device_state` raised, or the role holds too many objects to search.

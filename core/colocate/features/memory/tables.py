@@ -1,4 +1,4 @@
-"""`group.memory()`: the memory of all roles, as a table for people and programs."""
+"""The result of `group.memory()`: a table with the memory of all roles, for people and programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SOMETIMES = ("asleep", "activations")
 
 @attrs.frozen
 class RoleMemory:
-    """The memory of one rank of a role, in bytes. Memory that several roles hold counts with one of them.
+    """The memory of one rank of a role, in bytes. Memory that several roles share counts for one role only.
 
     Attributes:
         role: The role's name; "" for results kept by `group.run`.
@@ -51,7 +51,7 @@ class RoleMemory:
 
     @property
     def total(self) -> int:
-        """Add up all kinds, without shared or sleeping bytes."""
+        """The sum of all kinds in bytes, without shared and sleeping memory."""
         return sum(self.device.values()) + sum(self.host.values())
 
 
@@ -65,7 +65,7 @@ class SlotMemory:
         device: The slot's device.
         roles: The memory of the worker's roles.
         process: The process's own memory; None for threads, which share the driver's process.
-        empty: The part of `process` from before the first role.
+        empty: The part of `process` that existed before the first role.
         pinned: The part of `process` that is pinned for sleeping memory of the device, and reused.
         gpu: "allocated" and "reserved" by torch, if its own allocator is in use; "used" by all processes, "total";
             "nccl", the memory of process groups, if torch reports it (2.12, with NCCL 2.29.7 on). None without a GPU.
@@ -88,7 +88,7 @@ class SlotMemory:
 
     @property
     def unowned(self) -> dict[str, int]:
-        """Return the bytes without an owner, by purpose.
+        """The bytes that belong to no role, by purpose.
 
         "empty worker" (Python and torch), "pinned" (if any: reused for sleeping memory) and "other" of the process:
         Python objects, memory of libraries, imports of roles, and freed memory that `malloc` keeps; less than 0 if
@@ -120,7 +120,7 @@ class SlotMemory:
 
 @attrs.frozen
 class GroupMemory:
-    """The memory of a group: `print` shows a table.
+    """The memory of a group's workers. `print` shows a table.
 
     Attributes:
         group: The group's name.
@@ -136,16 +136,16 @@ class GroupMemory:
     stale: Mapping[str, str] = attrs.field(factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row with numbers for each role and rank, and for each child process: for pandas, for example."""
+        """Return a row of numbers for each rank of a role and each child process, for example for pandas."""
         return [row for slot in self.slots for row in _rows(slot)]
 
     def data(self) -> dict[str, Any]:
-        """Return the whole table as plain data."""
+        """Return the table as plain data, ready for JSON."""
         slots = [attrs.asdict(slot) | {"unowned": slot.unowned} for slot in self.slots]
         return {"group": self.group, "slots": slots, "weights": dict(self.weights), "stale": dict(self.stale)}
 
     def json(self) -> str:
-        """Return the whole table as JSON."""
+        """Return the table as JSON."""
         return json.dumps(self.data(), indent=2)
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ class GroupMemory:
         )
 
     def texts(self) -> list[dict[str, str]]:
-        """Return the printed table: a row per role and rank, and per purpose of unowned memory; without empty kinds."""
+        """Return the rows of the printed table as texts, without the columns that are empty in all rows."""
         sizes = (*KINDS, "total", "shared", *_SOMETIMES)
         shown: list[dict[str, Any]] = []
         for slot in self.slots:
@@ -178,7 +178,7 @@ class GroupMemory:
         ]
 
     def notes(self) -> list[str]:
-        """Return the lines below the printed table: each slot's total, and the awake memory of sleeping roles."""
+        """Return the lines below the printed table, for example each slot's total memory."""
         roles = {**self.weights, **self.stale}
         lines = [f"role {role!r} has {weights_age(self.weights.get(role), self.stale.get(role))}" for role in roles]
         for slot in self.slots:
@@ -202,7 +202,7 @@ class GroupMemory:
 
 
 def slot_memory(worker_group: WorkerGroup, worker: Worker, ledger: Ledger) -> SlotMemory:
-    """Return the memory of one worker, from the worker's ledger."""
+    """Convert a worker's ledger to a `SlotMemory`."""
     slot, boot = worker.slot, worker.boot
     roles = []
     for name, held in ledger.roles.items():
@@ -214,7 +214,7 @@ def slot_memory(worker_group: WorkerGroup, worker: Worker, ledger: Ledger) -> Sl
             place[kind] = place.get(kind, 0) + size
         shared = ledger.shared.get(name, 0)
         asleep = ledger.asleep.get(name, 0)
-        if not (name or held or shared or asleep):  # functions that keep no results
+        if not (name or held or shared or asleep):  # Functions without stored results get no row.
             continue
         activations = None
         if ledger.peaks is not None:

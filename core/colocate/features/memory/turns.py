@@ -1,11 +1,11 @@
-"""Roles of a worker that take turns within a budget (`residency="swap"`).
+"""Turns of a worker's roles within a memory budget (`residency="swap"`): idle roles sleep while another role runs.
 
-Each worker decides for itself, on the lane: the place of a role's memory makes no difference to results, so ranks
-needn't agree. Before a call, idle roles make room and the called role is woken; after the call, if its role has grown,
-others make room again.
+Each worker decides for itself, on the lane. Results don't depend on the place of a role's memory, so ranks needn't
+agree. Before a call, idle roles are put to sleep and the called role is woken. If the role grows in the call, more
+roles are put to sleep afterwards.
 
-The role with the farthest next turn makes room (Belady 1966), if the order of calls in a step was declared; otherwise
-the least recently called role.
+If the order of calls in a step was declared, the role with the farthest next turn sleeps first (Belady 1966),
+otherwise the least recently called role.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _TOLD_BY_THEMSELVES = ("sleep", "wake")
 
 
 class Order:
-    """The order in which roles are called: the declared step, and the order of past calls."""
+    """Predicts which role is needed last, from the declared step or from past calls."""
 
     def __init__(self, declared: Sequence[str] = ()) -> None:
-        """Args: declared: The roles of a step."""
+        """Start before the first call of a step. `declared` has the roles of the step in order."""
         order = [role for before, role in zip((None, *declared), declared, strict=False) if role != before]
         self._step = order[:-1] if len(order) > 1 and order[0] == order[-1] else order
-        self._place = -1  # the index of the current turn in the step
-        self._past: dict[str, None] = {}  # the called roles, the latest last
+        self._place = -1  # The index of the current turn in the step.
+        self._past: dict[str, None] = {}  # All roles called so far; the latest one is the last.
 
     def begins(self, role: str) -> None:
         """Record a call of a role, which starts the role's turn."""
@@ -56,7 +56,7 @@ class Order:
                 self._place = (self._place + 1 + self._ahead().index(role)) % len(self._step)
 
     def by_need(self, roles: Iterable[str]) -> list[str]:
-        """Sort roles by need, the one needed last first."""
+        """Sort roles so that the role needed last comes first."""
         if turns := self._ahead():
             places = {role: place for place, role in reversed([*enumerate(turns)])}
             return sorted(roles, key=lambda role: (-places.get(role, len(turns)), role))
@@ -64,17 +64,17 @@ class Order:
         return sorted(roles, key=lambda role: (last.get(role, -1), role))
 
     def _ahead(self) -> Sequence[str]:
-        """Return the turns after the current one, for one step; the current turn is the last."""
+        """Return the next turns in their order, for one full step. The current turn is the last."""
         return [*self._step[self._place + 1 :], *self._step[: self._place + 1]]
 
 
 @attrs.define
 class _Use:
-    """A use of roles, by a call or a block.
+    """A record that a call or a block needs certain roles awake.
 
     Attributes:
         awake: The roles that must stay awake.
-        is_call: Whether a user's call.
+        is_call: Whether a user's call needs the roles.
     """
 
     awake: frozenset[str] = frozenset()
@@ -82,13 +82,13 @@ class _Use:
 
 
 class TurnScheduler:
-    """Wakes the roles of a worker for their calls, and keeps all roles within the budget.
+    """Wakes the roles of a worker for calls, and keeps the memory of all roles within the budget.
 
     Attributes:
         takes_turns: Whether roles take turns.
     """
 
-    _limits: Sequence[Limit]  # the limits of all roles together, if roles take turns
+    _limits: Sequence[Limit]  # The limits on all roles together, set if roles take turns.
 
     def __init__(self, worker_context: WorkerContext, sleeper: Sleeper, accounts: Accounts) -> None:
         self._worker_context = worker_context
@@ -97,12 +97,12 @@ class TurnScheduler:
         self.takes_turns = False
         self._order = Order()
         self._declared: Sequence[str] = ()
-        self._peaks: dict[str, int] = {}  # the most that a role has held, in bytes
-        self._uses: dict[object, _Use] = {}  # by call number, or by role name for other uses
-        self._known: set[tuple[str, str]] = set()  # role and name of each method that has run
+        self._peaks: dict[str, int] = {}  # The largest size of each role so far, in bytes.
+        self._uses: dict[object, _Use] = {}  # The key is a call's number, or the name of a role used by a block.
+        self._known: set[tuple[str, str]] = set()  # The role and the name of each method that has run before.
 
     def begin(self) -> None:
-        """Read the budgets."""
+        """Read the settings from the memory budgets."""
         budgets = self._accounts.budgets
         self.takes_turns, self._declared = budgets.swap, budgets.step
         if budgets.swap:
@@ -114,14 +114,17 @@ class TurnScheduler:
 
     @contextlib.contextmanager
     def constructing(self, name: str) -> Iterator[None]:
-        """Make room for the constructor of a role, a block: the role's size is unknown, so all other roles sleep."""
+        """A context manager that offloads all other roles while a role's constructor runs, if roles take turns.
+
+        The size of the new role is still unknown.
+        """
         with self._holding(name):
             if self.takes_turns:
                 self._clear(name)
             yield
 
     def enter(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Wake the memory that a method needs, before the method runs."""
+        """Wake the memory that a method needs before the method runs."""
         if not self.takes_turns:
             return
         use = self._uses[seq] = _Use(is_call=role.name is not None or spec.name not in _TOLD_BY_THEMSELVES)
@@ -131,12 +134,12 @@ class TurnScheduler:
         if spec.awake == ():
             return
         tags = _ALL if spec.awake is None else spec.awake
-        if self._declared:  # roles on other slots have no turn here
+        if self._declared:  # Roles on other slots have no turn in this worker.
             self._order = Order([other for other in self._declared if other in self._worker_context.roles])
             self._declared = ()
         self._order.begins(name)
         use.awake, why = self._with_siblings(name), f"needed by {role.label(spec.name)}"
-        if (name, spec.name) not in self._known:  # a first run may add gradients and an optimizer's state
+        if (name, spec.name) not in self._known:  # A first run may create gradients and optimizer state.
             self._known.add((name, spec.name))
             self._clear(name)
         for other in sorted(use.awake - {name}):
@@ -144,11 +147,11 @@ class TurnScheduler:
         self._awaken(name, tags, why)
 
     def leave(self, seq: int) -> None:
-        """End the use of roles by a call."""
+        """Release the roles that a call has kept awake."""
         self._uses.pop(seq, None)
 
     def have_awake(self, name: str, tags: Sequence[str]) -> None:
-        """Keep these tags of a role awake until the current call ends, or refuse without turns if one sleeps."""
+        """Keep memory of a role awake until the current call ends. Without turns, refuse if the memory sleeps."""
         if not self.takes_turns:
             self._sleeper.refuse(name, tags)
             return
@@ -163,10 +166,10 @@ class TurnScheduler:
 
     @contextlib.contextmanager
     def awake(self, role: RoleInstance, why: str) -> Iterator[None]:
-        """Keep all of a role awake in a block, on this rank as on all others. The role's holdings may change inside.
+        """A context manager that keeps all memory of a role awake. The block may change the role's holdings.
 
-        Without turns, sleeping memory sleeps again after the block: a caller who has put several roles to sleep has no
-        room for all of them at once.
+        All ranks do the same. Without turns, sleeping memory sleeps again after the block, because a caller who has put
+        several roles to sleep has no room for all roles at once.
         """
         name = role.name
         assert name is not None
@@ -194,11 +197,11 @@ class TurnScheduler:
     def make_room(self, name: str) -> None:
         """Put other roles to sleep before a role is woken, as far as possible."""
         if self.takes_turns:
-            with contextlib.suppress(MemoryBudgetError):  # the wake raises the same error, for all ranks
+            with contextlib.suppress(MemoryBudgetError):  # The wake raises this error again, on all ranks.
                 self._make_room(name, self._sleeper.size(name, _ALL))
 
     def check(self, role: str | None, what: str, more: Mapping[str, Any] | None = None) -> None:
-        """Check the budgets after a call or constructor: other roles make room first; raise if that isn't enough."""
+        """Check the budgets after a call or constructor. Raise an error if other roles can't free enough memory."""
         if not self._accounts.budgets:
             return
         self._accounts.changed(role)
@@ -213,7 +216,7 @@ class TurnScheduler:
 
     @contextlib.contextmanager
     def _holding(self, name: str) -> Iterator[None]:
-        """Keep a role awake in a block, with all siblings that the role asks for."""
+        """A context manager that keeps a role and all requested siblings awake."""
         self._uses[name] = _Use(frozenset({name}))
         try:
             yield
@@ -224,7 +227,7 @@ class TurnScheduler:
         return frozenset().union(*(use.awake for use in self._uses.values()))
 
     def _with_siblings(self, name: str) -> frozenset[str]:
-        """Return a role and all siblings asked for by role code, also by siblings' code: a role may keep these."""
+        """Return a role, the siblings that the role has requested, and the siblings that these have requested."""
         members: set[str] = set()
         todo = [name]
         while todo:
@@ -240,11 +243,11 @@ class TurnScheduler:
             self._wake(name, asleep, why)
 
     def _clear(self, name: str) -> None:
-        with contextlib.suppress(MemoryBudgetError):  # the room may not be needed; otherwise a later check raises
+        with contextlib.suppress(MemoryBudgetError):  # If the room is needed, a later check raises an error.
             self._have_others_go(self._accounts.shares(), name, lambda shares: 1)
 
     def _make_room(self, name: str, coming: int) -> None:
-        """Free `coming` bytes, and room for the role's growth while running."""
+        """Put other roles to sleep until a role has room for `coming` bytes and for growth while running."""
 
         def excess(shares: Shares) -> int:
             return self._over(shares, name) + coming + self._growth(name, shares)
@@ -267,7 +270,7 @@ class TurnScheduler:
         excess: Callable[[Shares], int],
         more: Mapping[str, Any] | None = None,
     ) -> Shares:
-        """Put roles to sleep until there is no excess, as far as possible; return the shares afterwards."""
+        """Put other roles to sleep until `excess` returns 0 or no role is left, and return the new shares."""
         stay = self._in_use() | ({name} if name is not None else set())
         tried: set[str] = set()
         anew = False
@@ -277,7 +280,7 @@ class TurnScheduler:
             if victim is None:
                 if not anew:
                     break
-                tried, anew = set(), False  # an earlier victim may now be the last user of shared memory
+                tried, anew = set(), False  # An earlier victim may now be the last user of shared memory.
                 continue
             tried.add(victim)
             before = self._sleeper.asleep.tags(victim)
@@ -287,10 +290,10 @@ class TurnScheduler:
         return shares
 
     def _victim(self, shares: Shares, stay: frozenset[str]) -> str | None:
-        """Return the role that makes room next: the one with the farthest turn; None if no role can.
+        """Return the role to put to sleep next, or None if no role can free memory.
 
-        Memory that several roles hold counts with one of them and stays while another holder is awake: it goes with the
-        last. If no other role helps, a sleeping role may hold something new, or a part of another role's array.
+        Memory that several roles hold counts for one of them and stays until its last holder sleeps. If no other role
+        helps, a sleeping role may hold something new, or a part of another role's array.
         """
         candidates = [role for role in named(self._worker_context) if role not in stay]
         partly = [role for role in candidates if len(self._sleeper.asleep.tags(role)) < len(TAGS)]
@@ -300,7 +303,7 @@ class TurnScheduler:
         return next(iter(self._order.by_need(victims)), None)
 
     def _is_told(self, name: str) -> bool:
-        """Whether a role has a `sleep` or `wake` hook, which is role code."""
+        """Return whether a role has a `sleep` or `wake` hook."""
         return any(self._worker_context.roles[name].hook(hook) is not None for hook in ("sleep", "wake"))
 
     def _awake(self, name: str, shares: Shares) -> int:
@@ -309,21 +312,21 @@ class TurnScheduler:
         return sum(size for (kind, where), size in owned.items() if where == device and kind != residents)
 
     def _size(self, name: str, shares: Shares) -> int:
-        """Return the bytes of a role that a sleep could move or has moved."""
+        """Return how many bytes of a role a sleep could move or has already moved."""
         return self._awake(name, shares) + shares.asleep.get(name, 0)
 
     def _growth(self, name: str, shares: Shares) -> int:
-        """Return the bytes by which a role was larger at the peak, such as freed gradients."""
+        """Return how many bytes larger a role was at the peak, for example because of gradients."""
         return max(0, self._peaks.get(name, 0) - self._size(name, shares))
 
     def _over(self, shares: Shares, name: str | None) -> int:
-        """Return the bytes over the tightest limit while a role runs; negative if there is room."""
+        """Return how many bytes exceed the tightest limit while a role runs, or a negative number if there is room."""
         activations = self._accounts.budgets.activations.get(name or "", 0)
         limit = self._tightest(shares)
         return self._accounts.used(shares, limit) + activations - limit.nbytes
 
     def _tightest(self, shares: Shares) -> Limit:
-        """Return the limit with the least room: other groups on the slot count towards some limits."""
+        """Return the limit with the least room. Shared limits also count the memory of other groups on the slot."""
         if len(self._limits) == 1:
             return self._limits[0]
         return min(self._limits, key=lambda each: each.nbytes - self._accounts.used(shares, each))
@@ -332,7 +335,7 @@ class TurnScheduler:
         start = time.time()
         try:
             nbytes = self._sleeper.wake_alone(self._worker_context.roles[name], asleep)
-        except Exception as error:  # includes errors of the role's hook
+        except Exception as error:  # The role's `wake` hook may raise any error.
             kind = MemoryBudgetError if lacks_room(error) else SleepingError
             why_not, trace = reason(error)
             raise kind(f"role {name!r} could not be woken: {why_not}", remote_traceback=trace) from error
@@ -347,13 +350,13 @@ class TurnScheduler:
     def _put_to_sleep(
         self, name: str, why: str, failing: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None
     ) -> None:
-        """Put a role to sleep on this rank, and report the move; `failing`: the text of an error."""
+        """Put a role to sleep on this rank, and report the move. `failing` is the text for an error."""
         start, before = time.time(), self._sleeper.asleep.tags(name)
         try:
             nbytes = self._sleeper.sleep_alone(name, tags, only)
-        except Consequence:  # of a peer's failure
+        except Consequence:  # Another rank has failed.
             raise
-        except Exception as error:  # includes errors of the role's hook: not the fault of the role that needs room
+        except Exception as error:  # The sleeping role's hook may raise any error.
             why_not, trace = reason(error)
             raise MemoryBudgetError(f"role {name!r} {failing}: {why_not}", remote_traceback=trace) from error
         finally:

@@ -1,7 +1,7 @@
-"""Memory of NVIDIA GPUs that can be freed at fixed addresses: `vmm.c`, compiled at first use.
+"""Frees memory of NVIDIA GPUs and restores the memory at the same addresses. `vmm.c` is compiled at first use.
 
-In a block of `kept_addresses` torch's caching allocator gets its memory from `vmm.c`. That is C because torch calls it
-under a lock: Python code there would wait for the GIL, held by a thread that waits for the lock.
+In a block of `kept_addresses` torch's caching allocator gets its memory from `vmm.c`. This code is in C because torch
+calls it under a lock: Python code would wait for the GIL, and the thread with the GIL may wait for the lock.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _ALLOC, _FREE = "colocate_vmm_alloc", "colocate_vmm_free"
 
 
 class VmmError(RuntimeError):
-    """The driver refused a call."""
+    """Raised if the CUDA driver refuses a call."""
 
 
 @attrs.frozen
 class Segment:
-    """A range of addresses, in chunks.
+    """A range of device addresses that torch has allocated, divided into chunks.
 
     Attributes:
         address: The start.
         size: The length in bytes.
         chunk: The length of a chunk in bytes; the last one may be shorter.
-        serial: A unique number: a later segment may have the same address.
+        serial: A unique number, because a later segment may have the same address.
     """
 
     address: int
@@ -49,7 +49,7 @@ class Segment:
 
 @attrs.frozen
 class Chunk:
-    """A piece of a segment, the unit in which memory is freed.
+    """A part of a segment, and the smallest unit of memory that can be freed.
 
     Attributes:
         address: The start.
@@ -63,13 +63,13 @@ class Chunk:
 
 
 class Vmm:
-    """The library `vmm.c` in this process, with the CUDA driver. Devices go by torch's numbers."""
+    """The compiled library `vmm.c` and the CUDA driver in this process. Devices have torch's numbers."""
 
     _made: ClassVar[tuple[Vmm, Any] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: Path, driver: str = "libcuda.so.1") -> None:
-        """Args: path: The compiled library. driver: The CUDA driver's library."""
+        """Load the compiled library at `path`, and the CUDA driver's library (`driver`)."""
         self._library = ctypes.CDLL(str(path))
         self._library.colocate_vmm_segments.restype = ctypes.c_size_t
         self._library.colocate_vmm_present.restype = ctypes.c_uint64
@@ -80,13 +80,13 @@ class Vmm:
             raise VmmError(f"{driver}: {missing.decode(errors='replace')}")
 
     def supported(self, device: int) -> bool:
-        """Whether a device supports this."""
+        """Return whether a device can free memory and restore the memory at the same addresses."""
         flag = ctypes.c_int()
         self._call("supported", device, ctypes.byref(flag))
         return bool(flag.value)
 
     def segments(self, device: int) -> list[Segment]:
-        """Return the segments of a device."""
+        """Return all segments of a device."""
         most = 64
         while True:
             out = (ctypes.c_uint64 * (4 * most))()
@@ -96,22 +96,22 @@ class Vmm:
             most = count
 
     def present(self, address: int, size: int) -> int:
-        """Return the bytes with memory in a range of one segment."""
+        """Return how many bytes of an address range have memory. The range must be inside one segment."""
         return int(self._library.colocate_vmm_present(ctypes.c_uint64(address), ctypes.c_uint64(size)))
 
     def absent(self, device: int) -> tuple[int, int]:
-        """Return the bytes of a device's addresses that have no memory, and the bytes of tensors among these."""
+        """Return how many bytes of a device's segments have no memory, and how many of these belong to tensors."""
         absent, used = ctypes.c_uint64(), ctypes.c_uint64()
         self._library.colocate_vmm_absent(ctypes.c_int(device), ctypes.byref(absent), ctypes.byref(used))
         return absent.value, used.value
 
     def take(self, device: int, chunks: Sequence[Chunk]) -> None:
-        """Free the memory of chunks, after the device has finished all work."""
+        """Wait until the device has finished all work, then free the memory of chunks."""
         flat = [number for chunk in chunks for number in (chunk.address, chunk.serial, chunk.used)]
         self._call("take", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(chunks)))
 
     def give(self, device: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Give memory to all chunks of some ranges (address and size), or to none."""
+        """Allocate memory again for all chunks in ranges of address and size. On an error, no chunk gets memory."""
         flat = [number for stretch in ranges for number in stretch]
         self._call("give", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(ranges)))
 
@@ -124,17 +124,17 @@ class Vmm:
 
     @classmethod
     def in_use(cls) -> Vmm | None:
-        """Return this process's instance; None if none was made."""
+        """Return this process's instance, or None if there is none yet."""
         return None if cls._made is None else cls._made[0]
 
     @classmethod
     def made(cls) -> tuple[Vmm, Any]:
-        """Return this process's instance, and a torch allocator on top.
+        """Return this process's instance and a torch allocator on top. The first call creates both.
 
         Raises:
             CapabilityError: This machine can't compile or load the library.
         """
-        with cls._lock:  # one per process: the library records all memory given to torch
+        with cls._lock:  # A process has one instance, because the library records all memory that torch gets.
             if cls._made is None:
                 with tempfile.TemporaryDirectory(prefix="colocate-vmm-") as folder:
                     path = compiled(Path(folder))
@@ -169,24 +169,24 @@ def compiled(folder: Path) -> Path:
 
 
 class Mapped:
-    """Storages that keep their addresses (`vmm`): chunks of the device's memory are freed.
+    """Frees and restores the memory of storages at fixed addresses (`sleep="vmm"`), in chunks of device memory.
 
-    A chunk is freed as soon as it has nothing but sleeping storages, and blocks that torch has freed: these are never
-    reused. So memory of small tensors, which torch packs, may stay until their neighbours sleep.
+    A chunk is freed as soon as it contains only sleeping storages and blocks that torch has freed and never reuses. So
+    memory of small tensors, which torch packs together, may stay until their neighbours sleep.
     """
 
     def __init__(self, device: str) -> None:
-        """Args: device: The device's name in torch."""
+        """Start without sleeping storages. `device` is the device's name in torch."""
         self._device = device
-        self._asleep: set[int] = set()  # addresses of sleeping storages
+        self._asleep: set[int] = set()  # The addresses of sleeping storages.
 
     def has(self, storage: Any) -> bool:
-        """Whether a storage's memory can be freed in this way."""
+        """Return whether a storage's memory can be freed and restored at the same address."""
         vmm = Vmm.in_use()
         return vmm is not None and vmm.present(storage.data_ptr(), 1) > 0
 
     def take(self, storages: Collection[Any]) -> int:
-        """Free the memory of storages; return the bytes that the device keeps nonetheless.
+        """Free the memory of storages, and return how many of their bytes couldn't be freed.
 
         Memory that the driver fails to free stays; the next use of the device raises that error.
         """
@@ -199,7 +199,7 @@ class Mapped:
         return sum(vmm.present(storage.data_ptr(), storage.nbytes()) for storage in storages)
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
-        """Give memory of the given sizes to storages: to all, or to none."""
+        """Restore the memory of storages with the given sizes. On an error, no storage gets memory."""
         vmm = Vmm.in_use()
         if vmm is None or not storages:
             return
@@ -209,13 +209,13 @@ class Mapped:
         except VmmError:
             if (module := in_use(self._device)) is None:
                 raise
-            module.empty_cache()  # torch may have cached the memory
+            module.empty_cache()  # Torch may have cached the missing memory.
             vmm.give(number_of(self._device), ranges)
         self._asleep.difference_update(address for address, _ in ranges)
 
     def _unused(self, vmm: Vmm) -> Iterator[Chunk]:
-        """Yield the chunks with sleeping storages and nothing awake."""
-        # Segments first: if torch frees one before the snapshot and maps another there, the serial differs.
+        """Yield the chunks without awake storages, for all segments with sleeping storages."""
+        # Segments are read first, so that `take` ignores a segment that torch replaces before the snapshot.
         segments = {segment.address: segment for segment in vmm.segments(number_of(self._device))}
         for snapshot in in_use(self._device).memory_snapshot():
             if (segment := segments.get(snapshot["address"])) is None:
@@ -231,14 +231,14 @@ class Mapped:
                         used[index] = used.get(index, 0) + min(end, start + segment.chunk) - max(begin, start)
                 elif block["state"] != "inactive":
                     stay.update(range(first, last + 1))
-            if used:  # an unused segment may be about to get a tensor from another thread
+            if used:  # Skip other segments, because another thread may be about to place a tensor there.
                 for index in range(-(-segment.size // segment.chunk)):
                     if index not in stay:
                         yield Chunk(segment.address + index * segment.chunk, segment.serial, used.get(index, 0))
 
 
 def absent(device: str) -> tuple[int, int]:
-    """Return the bytes in torch's counts that have no memory: of the device's reserved memory, and of tensors."""
+    """Return how many of torch's reserved bytes, and of the bytes of torch's tensors, have no memory at present."""
     vmm = Vmm.in_use()
     return (0, 0) if vmm is None or device == "cpu" else vmm.absent(number_of(device))
 
@@ -252,18 +252,19 @@ Other threads than the constructor's have made these.
 
 @contextlib.contextmanager
 def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
-    """Run a block in which the thread's new tensors on a device keep their addresses across a sleep.
+    """A context manager in which this thread's new tensors on a device keep their addresses across a sleep.
 
     Args:
         device: The device's name in torch.
 
     Yields:
-        A function, for after the block, that returns the bytes without that property; None if all have it (on the CPU).
+        A function, for use after the block, that returns the bytes of storages that don't keep their addresses; None
+        on the CPU.
 
     Raises:
         CapabilityError: The machine or the allocator doesn't support this.
     """
-    if device == "cpu":  # addresses don't matter on the CPU
+    if device == "cpu":  # On the CPU, addresses don't matter.
         yield None
         return
     import torch
@@ -276,11 +277,12 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
     if not vmm.supported(number):
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number), contextlib.ExitStack() as stack:
-        torch.cuda.empty_cache()  # with a pool in use, torch keeps unused memory even when more is needed
+        # Empty the cache first, because torch keeps unused memory while a pool is in use.
+        torch.cuda.empty_cache()
         serials = {segment.serial for segment in vmm.segments(number)}
         before, usual = torch.cuda.memory_allocated(number), _usual()
         pools = [torch.cuda.MemPool(allocator.allocator())]
-        stack.callback(pools.clear)  # last: memory that was freed in the pool returns to the device
+        stack.callback(pools.clear)  # Dropping the pool returns memory that was freed in the pool to the device.
         stack.enter_context(torch.cuda.use_mem_pool(pools[0], number))
 
         def elsewhere(storages: Iterable[Any]) -> int:
@@ -297,7 +299,7 @@ def kept_addresses(device: str) -> Iterator[Elsewhere | None]:
 
 
 def blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield address and block for each block of a segment in the allocator's snapshot: blocks lie side by side."""
+    """Yield the address and the description of each block of a segment in the allocator's snapshot."""
     begin = segment["address"]
     for block in segment["blocks"]:
         yield begin, block
@@ -305,11 +307,11 @@ def blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]
 
 
 def _usual() -> frozenset[int]:
-    """Return the addresses of torch's allocated blocks, except in private pools as of `kept_addresses`."""
+    """Return the addresses of torch's allocated blocks, without blocks in private pools (see `kept_addresses`)."""
     torch = imported("torch")
     try:
         segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # another allocator has replaced torch's: no pool will be used
+    except RuntimeError:  # An allocator that replaces torch's has no snapshot, and no pool will be used.
         return frozenset()
     usual = [segment for segment in segments if tuple(segment["segment_pool_id"]) == (0, 0)]
     return frozenset(

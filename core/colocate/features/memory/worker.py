@@ -1,4 +1,4 @@
-"""Memory of a worker's roles on the worker: holdings, budgets and sleep."""
+"""The worker's side of the memory feature: measures roles, checks budgets, and puts memory to sleep."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 
 class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
-    """The memory of a worker's roles.
+    """The memory feature in a worker: measures the roles' memory, checks budgets, and puts roles to sleep.
 
     Attributes:
-        sleeper: The sleeping memory.
+        sleeper: Puts roles to sleep and wakes roles.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
@@ -43,43 +43,45 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
         self.sleeper = Sleeper(worker_context)
         self._accounts = Accounts(worker_context, self.sleeper)
         self._turns = TurnScheduler(worker_context, self.sleeper, self._accounts)
-        self._elsewhere: Elsewhere | None = None  # of the constructor that has just run
-        # Neither the receiving thread nor the lane: a role's `device_state` may take long, and the lane may be busy.
+        # The result of `kept_addresses` for the constructor that has just run.
+        self._elsewhere: Elsewhere | None = None
+        # Inspections run on a separate thread, because a role's `device_state` may be slow and the lane may be busy.
         self._looks = JobThread(f"colocate-ledger-{worker_context.boot.worker}", lambda error: report_exception())
 
     # -- hooks
 
     def heard(self, message: Message, body: Any) -> None:
-        """Schedule a look at the roles' holdings, on a separate thread; or record other groups' holdings."""
+        """Answer a question about memory on a separate thread, or record the memory that another group's roles hold."""
         match message:
             case AskLedger():
                 try:
                     self._looks.soon(partial(self._tell_ledger, message.token))
-                except RuntimeError as error:  # no thread is available
+                except RuntimeError as error:  # No thread could be started for the inspection.
                     self._worker_context.say(LedgerTold(message.token, None, "", error_text(error)))
             case Beside():
-                # A new mapping: the lane may be reading the present one.
+                # Build a new mapping, because the lane may be reading the old one.
                 groups = {name: roles for name, roles in self._accounts.beside.items() if name != message.group}
                 self._accounts.beside = {**groups, message.group: message.roles} if message.roles else groups
             case _:
                 raise AssertionError(message)
 
     def given(self, plain: tuple[Any, str | None]) -> None:
-        """Set the budgets, and the folder for sleeping memory."""
+        """Set the memory budgets and the folder for files with sleeping memory."""
         budgets, self.sleeper.spill_dir = plain
         self._accounts.budgets = Budgets.read(budgets)
         if any(not limit.device for limit in self._accounts.budgets.limits):
-            self._worker_context.store.copies_bytes = 0  # the host's budget leaves no room for cached copies
+            # A budget of host memory leaves no room for cached copies.
+            self._worker_context.store.copies_bytes = 0
         self._turns.begin()
         self.sleeper.begin(self._accounts.budgets.swap)
 
     def constructing(self, role: str) -> AbstractContextManager[None]:
-        """Make room for a role of unknown size: all other roles sleep."""
+        """Return a context manager that puts all other roles to sleep for a constructor, if roles take turns."""
         return self._turns.constructing(role)
 
     @contextlib.contextmanager
     def making(self, role: str, plain: bool | None) -> Iterator[None]:
-        """Run a constructor in a block where new memory keeps addresses across a sleep, if configured."""
+        """A context manager for a constructor; with `sleep="vmm"` new tensors keep their addresses across a sleep."""
         if plain is None:
             yield
             return
@@ -87,7 +89,7 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
             yield
 
     def built(self, role: RoleInstance, plain: bool | None) -> None:
-        """Refuse a role with weights that wouldn't keep their addresses, if configured."""
+        """Refuse a role with `sleep="vmm"` if some of the role's weights would change addresses in a sleep."""
         if plain is not None:
             role.parts["memory"] = plain
         if self._elsewhere is not None:
@@ -95,36 +97,36 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
             self._elsewhere = None
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Wake the memory that a call needs if roles take turns; refuse the call if memory still sleeps."""
+        """Wake the memory that a call needs if roles take turns, and refuse the call if needed memory still sleeps."""
         if self._turns.takes_turns:
             self._turns.enter(seq, role, spec)
         if self.sleeper.asleep.roles:
             self.sleeper.check(role, spec)
 
     def leaves(self, seq: int) -> None:
-        """End a call's use of roles."""
+        """Release the roles that a call has kept awake."""
         self._turns.leave(seq)
 
     def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
-        """Check the budgets after a call, with the results that are about to be kept."""
+        """Check the memory budgets after a call, including results that will be stored on the worker (`kept`)."""
         self._turns.check(role, label, kept)
 
     def changed(self, role: str | None) -> None:
-        """Look at a role again, or at all (None), and notify other groups on the slot."""
+        """Mark a role's memory as changed, and notify other groups on the slot. None stands for all roles."""
         self._accounts.changed(role)
         self._accounts.tell()
 
     def freed(self) -> None:
-        """Notify other groups on the slot of freed memory."""
+        """Notify other groups on the slot that this worker has freed memory."""
         if self._accounts.count_others:
             self._worker_context.lane.do(self._accounts.tell)
 
     def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[None]:
-        """Keep all of a role awake in a block."""
+        """Return a context manager that keeps all memory of a role awake."""
         return self._turns.awake(role, why)
 
     def have_awake(self, role: str, tags: Sequence[str]) -> None:
-        """Wake a role if roles take turns; otherwise refuse while memory of these tags sleeps."""
+        """Wake a role's memory with these tags if roles take turns. Otherwise raise an error if that memory sleeps."""
         self._turns.have_awake(role, tags)
 
     def away(self) -> Collection[int]:
@@ -132,34 +134,34 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
         return self.sleeper.asleep.away
 
     def adopted(self) -> None:
-        """Send the roles' holdings to the next driver."""
+        """Send the roles' memory use to a driver that has taken over the group."""
         self._worker_context.lane.do(partial(self._accounts.tell, anew=True))
 
     def close(self) -> None:
-        """Close, without waiting for a look, and drop sleeping memory."""
+        """Drop sleeping memory, and end without waiting for a running inspection."""
         self._looks.close(0.0)
         self.sleeper.offload.close()
 
     # -- for observers
 
     def words(self) -> str:
-        """Return the memory of all roles in words, as a note for an error."""
+        """Return a text about the memory of all roles, to be added to an error."""
         return self._accounts.told()
 
     def glimpse(self) -> tuple[Mapping[str, tuple[int, int]] | None, str | None]:
-        """Return the bytes that each role has in memory, and asleep; or None, and the reason."""
+        """Return each role's bytes in memory and asleep, and None. On an error, return None and the error's text."""
         try:
             ledger = self._accounts.ledger()
         except LookError as error:
             return None, str(error)
-        except Exception as error:  # such as a CUDA error
+        except Exception as error:  # An inspection may raise any error, such as a CUDA error.
             return None, error_text(error)
         names = ledger.roles.keys() | ledger.asleep.keys()
         return {name: (sum(ledger.roles.get(name, {}).values()), ledger.asleep.get(name, 0)) for name in names}, None
 
     @property
     def is_looking(self) -> bool:
-        """Whether the lane is about to look at gradients, which is no call."""
+        """Whether the lane has a pending inspection of gradients, which doesn't count as a call."""
         return self._accounts.gradients.is_due
 
     def _tell_ledger(self, token: int) -> None:
@@ -167,7 +169,7 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
             report = LedgerTold(token, self._accounts.ledger())
         except LookError as error:
             report = LedgerTold(token, None, error.role, error.trace)
-        except Exception:  # such as a CUDA error
+        except Exception:  # An inspection may raise any error, such as a CUDA error.
             report = LedgerTold(token, None, "", traceback.format_exc())
         self._worker_context.say(report)
 
@@ -175,17 +177,17 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
 
     @method
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str], why: str) -> Outcome:
-        """Put memory of a role to sleep; `why`: the reason, in words."""
+        """Put memory of a role to sleep, and report the move to the driver with the reason (`why`)."""
         start, before, had = time.time(), self.sleeper.asleep.tags(role), self._asleep(role)
         outcome = self.sleeper.sleep(role, tags, discard, context().world_size)
-        more = self._asleep(role) - had  # including bytes that the device keeps, as in a wake's report
+        more = self._asleep(role) - had  # Like the report of a wake, this includes bytes that the device keeps.
         if more or self.sleeper.asleep.tags(role) != before:
             self._tell(role, True, more, start, why, self.sleeper.asleep.kept_awake(role, tags))
         return outcome
 
     @method
     def wake(self, role: str, tags: Sequence[str], why: str) -> Outcome:
-        """Wake memory of a role; `why`: the reason, in words."""
+        """Wake memory of a role, and report the move to the driver with the reason (`why`)."""
         self._turns.make_room(role)
         start, before = time.time(), self.sleeper.asleep.tags(role)
         outcome = self.sleeper.wake(role, tags, context().world_size)
@@ -212,9 +214,9 @@ class MemoryOfWorker(OfWorker, calls={SLEEP: "sleep", WAKE: "wake"}):
 
 
 def _check_addresses(instance: object, worker_context: WorkerContext, elsewhere: Elsewhere) -> None:
-    """Raise unless all weights and buffers of a constructor keep their addresses.
+    """Raise an error unless all weights and buffers of a new role keep their addresses across a sleep.
 
-    Other tensors may not: autograd's threads make gradients, for one.
+    Other tensors needn't keep theirs, for example gradients, which autograd's threads create.
 
     Raises:
         CapabilityError: Weights or buffers wouldn't keep their addresses.

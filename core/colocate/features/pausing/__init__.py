@@ -1,1 +1,1 @@
-"""Background roles that stop and go on: `group.pause`, `group.resume`. The page: docs/background.md."""
+"""Pauses and resumes background roles (`group.pause`, `group.resume`). See docs/background.md."""

@@ -1,4 +1,4 @@
-"""`group.pause` and `group.resume`: background roles stop between two calls, or amid one, and go on."""
+"""Implements `group.pause` and `group.resume`, which stop background roles between two calls or amid a call."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HOW = ("wait", "keep", "abort")
 
 
 class PausingOfGroup(OfGroup):
-    """The pauses of a group's background roles; each generation of workers starts without any."""
+    """The pauses of a group's background roles. A new generation of workers starts without pauses."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._pauses = Pauses(worker_group.order)
 
     def renewed(self) -> None:
-        """Drop all pauses: none of the new workers is paused."""
+        """Drop all pauses, because the new workers aren't paused."""
         self._pauses = Pauses(self._worker_group.order)
 
     def failed(self, error: ColocateError) -> None:
@@ -36,7 +36,7 @@ class PausingOfGroup(OfGroup):
         self._pauses.fail(error)
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Handle a rank's answer: no further call begins there, or the role is at rest."""
+        """Handle a rank's answer: no further call begins on the rank, or the role is at rest."""
         assert isinstance(message, Pausing | Paused)
         self._pauses.answered(worker.slot, message)
 
@@ -45,11 +45,11 @@ class PausingOfGroup(OfGroup):
         return self._pauses.is_paused(role)
 
     def sends(self, call: PendingCall) -> None:
-        """Refuse a call on all roles that would wait for a paused role."""
+        """Refuse a call on all roles if the call would wait for a paused role."""
         self._pauses.refuse(call)
 
     def shown(self, role: str) -> Mapping[str, bool]:
-        """Return a mark for a paused role in the graph."""
+        """Return the mark that the graph shows for a paused role; empty if the role isn't paused."""
         return {"paused": True} if self.is_paused(role) else {}
 
     def pause(self, role: str, how: str, timeout: float | None) -> None:

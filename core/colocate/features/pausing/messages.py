@@ -1,4 +1,4 @@
-"""Messages of pauses: the first three go to workers, the others come from workers."""
+"""Defines the messages about pauses. The first three go to workers, and the last two come from workers."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from colocate._protocol.message import Message, message
 class Pause(Message):
     """Ask a worker to begin no further call of a background role."""
 
-    token: int  # the request's number, which also numbers the pause
+    token: int  # The request's number, which is also the pause's number.
     lane: str  # the role
 
 
 @message
 class PauseAfter(Message):
-    """Set the last call that a paused background role begins; `Paused` follows at rest."""
+    """Set the last call that a paused background role begins. The worker answers `Paused` when the role is at rest."""
 
-    token: int  # the request's number
+    token: int  # The request's number.
     lane: str  # the role
-    number: int  # of the pause
-    last: int  # the number of the last call
-    keeps: bool  # whether running calls may stop at their pause points
+    number: int  # The pause's number.
+    last: int  # The number of the last call that may begin.
+    keeps: bool  # Whether running calls may stop at their pause points.
 
 
 @message
 class GoOn(Message):
-    """Resume a background role: this pause is over, and all earlier ones."""
+    """Resume a background role, and end this pause and all earlier pauses."""
 
     lane: str  # the role
-    number: int  # of the pause
+    number: int  # The pause's number.
 
 
 @message
 class Pausing(Message):
     """The answer to `Pause`: the worker begins no further call of the role."""
 
-    token: int  # the request's number
-    begun: int  # the number of the last call that began
+    token: int  # The request's number.
+    begun: int  # The number of the last call that began.
 
 
 @message
 class Paused(Message):
     """The answer to `PauseAfter`: the role is at rest."""
 
-    token: int  # the request's number
+    token: int  # The request's number.

@@ -1,4 +1,4 @@
-"""Pauses of background roles, the driver's half: the ranks agree on a last call and come to rest.
+"""Pauses background roles from the driver: the ranks agree on a last call, and then come to rest.
 
 Each rank is asked to begin no further call, and answers with the last call that it has begun. The highest of these is
 the last call on all ranks: ranks that have begun it may wait for their peers' parts. The other half is in
@@ -19,14 +19,14 @@ from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, 
 
 @attrs.define(eq=False)
 class _Pause:
-    """The current pause of a role; `former` was already at rest, and is restored if this one fails."""
+    """The current pause of a role. If it fails, the earlier pause `former`, which was at rest, is restored."""
 
     number: int
     keeps: bool
-    request: Request[int, int]  # the answers that the pausing thread waits for
+    request: Request[int, int]  # The answers that the pausing thread waits for.
     former: _Pause | None
-    last: int | None = None  # the last call that ranks begin; None until the ranks have agreed
-    error: ColocateError | None = None  # the reason why another thread ended this pause
+    last: int | None = None  # The last call that ranks begin; None until the ranks have agreed.
+    error: ColocateError | None = None  # The reason why another thread ended this pause.
 
     @property
     def rests(self) -> bool:
@@ -34,7 +34,7 @@ class _Pause:
         return self.last is not None and not self.request.owing
 
     def check(self) -> None:
-        """Raise if another thread has ended this pause. The order's lock is held."""
+        """Raise an error if another thread has ended this pause. The order's lock must be held."""
         if self.error is not None:
             raise self.error
 
@@ -55,7 +55,7 @@ class Pauses:
             former = self._overtake(role, "paused anew")
             pause = self._paused[role] = _Pause(request.token, how == "keep", request, former)
         try:
-            # Calls are sent under the same lock: all ranks get pause and calls in one order.
+            # Calls are sent under this lock, too, so that all ranks get pauses and calls in one order.
             with order.lock:
                 pause.check()
                 link.send(live, Pause(pause.number, role))
@@ -89,7 +89,7 @@ class Pauses:
         return role in self._paused
 
     def refuse(self, call: PendingCall) -> None:
-        """Refuse a call on all roles that would wait for a paused role. The lock is held. The lock is held.
+        """Refuse a call on all roles if the call would wait for a paused role. The order's lock must be held.
 
         Raises:
             ColocateError: An earlier call uses a result that the paused role hasn't made.
@@ -107,23 +107,26 @@ class Pauses:
                     )
 
     def resume(self, role: str) -> None:
-        """Resume a role."""
+        """Resume a paused role."""
         with self._order.lock:
             self._overtake(role, "resumed")
             if (pause := self._paused.pop(role, None)) is not None:
                 self._order.link.send(self._order.link.live(), GoOn(role, pause.number))
 
     def answered(self, slot: int, answer: Pausing | Paused) -> None:
-        """Record a rank's answer: the last call that began, or rest."""
+        """Record a rank's answer: the last call that began there, or that the role is at rest."""
         self._requests.answered(answer.token, slot, answer.begun if isinstance(answer, Pausing) else 0)
 
     def fail(self, error: ColocateError) -> None:
-        """Drop all pauses and fail their requests: no rank will answer any more."""
+        """Drop all pauses and fail their requests, because no rank will answer any more."""
         self._paused.clear()
         self._requests.fail_all(error)
 
     def _overtake(self, role: str, how: str) -> _Pause | None:
-        """End another thread's unfinished pause of a role, and return the pause at rest, if any. The lock is held."""
+        """End another thread's unfinished pause of a role. Return the pause at rest, if any.
+
+        The order's lock must be held.
+        """
         if (pause := self._paused.get(role)) is None or pause.rests:
             return pause
         pause.error = ColocateError(
@@ -143,7 +146,7 @@ class Pauses:
             if (former := pause.former) is None:
                 self.resume(role)
                 return
-            former.number = pause.number  # the ranks know the pause by this number now
+            former.number = pause.number  # The ranks know the pause by this number now.
             self._paused[role] = former
             self._send(role, former, self._requests.open(()).token)
 
@@ -152,11 +155,14 @@ class Pauses:
         self._order.link.send(self._order.link.live(), PauseAfter(token, role, pause.number, pause.last, pause.keeps))
 
     def _last(self, role: str, begun: int, calls: list[PendingCall]) -> int:
-        """Return the last call that ranks begin: later ones wait, unless other lanes use the result."""
+        """Return the number of the last call that ranks begin.
+
+        Calls that make arguments for other lanes are included.
+        """
         return max([begun, *(maker.seq for _, maker in self._uses(role, calls))])
 
     def _uses(self, role: str, calls: list[PendingCall]) -> list[tuple[PendingCall, PendingCall]]:
-        """Return pairs of another lane's call and the unfinished call of the role behind one of the arguments."""
+        """Return pairs of a call on another lane and the role's unfinished call that makes one of the arguments."""
         link = self._order.link
         return [
             (call, maker)

@@ -1,4 +1,4 @@
-"""Pauses, the worker's half: the lanes of background roles begin nothing after the last call, and say so at rest."""
+"""Pauses the lanes of background roles in a worker, and reports when the roles are at rest."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from colocate.worker.hooks import OfWorker
 
 
 class PausingOfWorker(OfWorker):
-    """Passes the driver's pauses on to the lanes (`lane_order`)."""
+    """Passes the driver's pause messages to the lanes of background roles (`lane_order`)."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
 
     def heard(self, message: Message, body: Any) -> None:
-        """Pause or resume a lane."""
+        """Pause or resume the lane of a background role."""
         context = self._worker_context
         match message:
             case Pause():

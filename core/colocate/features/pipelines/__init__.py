@@ -1,1 +1,1 @@
-"""Calls that are sent together, as one message per worker: `group.pipeline()`. The page: docs/calls.md."""
+"""Sends calls together, as one message per worker (`group.pipeline()`). See docs/calls.md."""

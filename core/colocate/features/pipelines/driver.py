@@ -43,11 +43,11 @@ class Pipeline(Unsent):
         return self.open and self._here.is_current
 
     def records(self, worker_group: WorkerGroup) -> bool:
-        """Return whether this pipeline records calls made here on a group."""
+        """Return whether this pipeline records calls that the current thread or task makes on a group."""
         return worker_group in self.worker_groups and self.is_here
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Refuse a wait inside the block: the call is only sent when the block ends."""
+        """Refuse a wait inside the block, because the call is sent only when the block ends."""
         if self.is_here if awaits else self._here.is_current_thread:
             raise PipelineError(
                 f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
@@ -55,7 +55,7 @@ class Pipeline(Unsent):
             )
 
     def refuse_call(self, label: str, how: str = "") -> None:
-        """Refuse a blocking call. `how`: an alternative for the error text, ending in ", or "; "" for none."""
+        """Refuse a blocking call. `how` is an optional hint for the error text, which must end in ", or "."""
         raise PipelineError(
             f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
             f"when it ends: {how}call it before or after the block (a signal's handler: set a flag, and look at it "
@@ -65,7 +65,7 @@ class Pipeline(Unsent):
     # -- recording
 
     def add(self, draft: Draft) -> None:
-        """Record a call. Its arguments are lent to the call from now on."""
+        """Record a call, and lend the residents among the arguments to the call."""
         snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
         draft.call.unsent, resident = self, draft.kept
@@ -75,7 +75,7 @@ class Pipeline(Unsent):
         draft.lend()
         self._drafts.append(draft)
         if resident is not None:
-            draft.worker_group.residents.add(resident)  # so that a restart reports the loss
+            draft.worker_group.residents.add(resident)  # Registered so that a restart of the group reports the loss.
 
     # -- the block
 
@@ -83,9 +83,9 @@ class Pipeline(Unsent):
         return len(self._drafts)
 
     def forget(self, start: int, error: BaseException) -> None:
-        """Fail the calls from the `start`-th on: their block ended with an exception."""
+        """Fail the calls from number `start` on, because their block ended with an exception."""
         drafts: list[Draft] = []
-        while len(self._drafts) > start:  # a signal's handler may add calls meanwhile
+        while len(self._drafts) > start:  # A signal handler may add calls meanwhile.
             drafts.append(self._drafts.pop())
         text = str(error).partition("\n")[0]
         for draft in reversed(drafts):
@@ -99,7 +99,7 @@ class Pipeline(Unsent):
             _give_up(draft, reason)
 
     def end(self) -> None:
-        """Send all recorded calls. On any thread.
+        """Send all recorded calls. May run on any thread.
 
         Raises:
             ColocateError: A group can't be called any more. Its calls, and those of later groups, fail with this error.
@@ -132,7 +132,7 @@ class Pipeline(Unsent):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child, which owns none of the calls."""
+        """Whether this process is a forked child, which owns none of the calls."""
         return self._forks != forks()
 
 
@@ -142,7 +142,7 @@ def _give_up(draft: Draft, error: BaseException) -> None:
     resident = draft.kept
     if resident is not None:
         draft.kept = draft.pin = None
-        resident.used = True  # the block has raised the error: no second report of an unused failure
+        resident.used = True  # The block has raised the error, so the failure needn't be reported again.
         reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
         draft.worker_group.residents.never_made(resident, reason)
 
@@ -166,7 +166,7 @@ def _send(messages: Messages) -> None:
 
 
 def _is_lost(draft: Draft) -> bool:
-    """Fail an unsent call that uses a poisoned or lost resident; return whether the call is done."""
+    """Fail an unsent call that uses a poisoned or lost resident. Return whether the call is done."""
     losses = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
     poison = None if draft.call.done() else draft.call.poison() or next(losses, None)
     if poison is not None:
@@ -191,7 +191,7 @@ def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
         if not current.forked:
             current.end()
     except BaseException as error:
-        if current.open and not current.forked:  # no call of the block has been sent
+        if current.open and not current.forked:  # No call of the block has been sent.
             current.open = False
             current.forget(0, error)
         raise
@@ -213,13 +213,13 @@ def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
 
 
 class Memory:
-    """Copies of recorded arguments' memory as of each call; equal memory is copied and sent once."""
+    """Copies the memory of arguments at the time of each recorded call. Equal memory is copied and sent only once."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
 
     def snapshot(self, body: Any) -> Any:
-        """Return the body with private copies of the buffers: later writes to the arguments don't change the call."""
+        """Return the body with copies of the buffers, so that later writes to the arguments don't change the call."""
         if not isinstance(body, Packed) or not body.buffers:
             return body
         return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers), body.needs)
@@ -227,7 +227,8 @@ class Memory:
     def _copy(self, buffer: memoryview) -> memoryview:
         key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
         copies = self._copies.setdefault(key, [])
-        copied = next((copy for copy in copies if copy.obj == buffer), None)  # compared with the bytearray: one memcmp
+        # Comparing with the underlying bytearray takes only one memcmp.
+        copied = next((copy for copy in copies if copy.obj == buffer), None)
         if copied is None:
             copied = memoryview(bytearray(buffer))
             copies.append(copied)

@@ -1,4 +1,4 @@
-"""Process groups for role objects outside any worker: one process per group, with the names of a worker's `groups`."""
+"""Process groups for role objects outside workers. This module has the same functions as a worker's `groups`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _stores: list[tuple[Any, tuple[str, int]]] = []
 
 
 def get(ctx: Context, axis: str | None) -> ProcessGroup:
-    """See `Context.process_group`: all such objects share one group."""
+    """Return a process group of one rank, which all role objects in this process share."""
     with _lock:
         if not _alone:
             with _to_the_end():
@@ -32,13 +32,13 @@ def get(ctx: Context, axis: str | None) -> ProcessGroup:
 
 
 def lasting_descriptors() -> frozenset[tuple[int, str]]:
-    """Return descriptors and files shared by role objects outside workers: open until the process ends."""
+    """Return the file descriptors that stay open until the process ends, with their files."""
     return frozenset(_lasting)
 
 
 @contextlib.contextmanager
 def _to_the_end() -> Iterator[None]:
-    """Record the descriptors opened by the block: all stay open, also after the first user."""
+    """A context manager that records the descriptors opened in the block. These stay open until the process ends."""
     before = _descriptors()
     yield
     _lasting.update(_descriptors() - before)
@@ -47,18 +47,18 @@ def _to_the_end() -> Iterator[None]:
 def _descriptors() -> set[tuple[int, str]]:
     descriptors: set[tuple[int, str]] = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # The listing itself used a descriptor that is closed by now.
             descriptors.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
     return descriptors
 
 
 def mesh(ctx: Context, name: str | None) -> DeviceMesh:
-    """See `Context.device_mesh`."""
+    """Return a device mesh with one rank; see `Context.device_mesh`."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     with _to_the_end():
-        share_default(_alone)  # never given back: the default group belongs to the whole process
+        share_default(_alone)  # The default group is never released, because the whole process uses this group.
     axes = (*ctx.mesh.shape,)
     return DeviceMesh.from_group(
         [get(ctx, None)] * len(axes),
@@ -69,7 +69,7 @@ def mesh(ctx: Context, name: str | None) -> DeviceMesh:
 
 
 def rendezvous() -> tuple[str, int]:
-    """See `Context.rendezvous`."""
+    """Return the address of a store for a rendezvous; see `Context.rendezvous`."""
     with _lock:
         if not _stores:
             with _to_the_end():
@@ -78,4 +78,4 @@ def rendezvous() -> tuple[str, int]:
 
 
 def make_again(ctx: Context) -> None:
-    """Do nothing: a group of one rank is never cut."""
+    """Do nothing, because a group of one rank is never cut."""

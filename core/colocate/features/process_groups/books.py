@@ -1,7 +1,7 @@
-"""Torch's tables of all process groups of a process: read, and changed when groups are cut and removed.
+"""Reads and changes torch's tables of process groups, in order to count, cut and remove groups.
 
-All questions about groups are answered from these tables, so that a group made by a role itself
-(`init_process_group`, `new_group`) is counted and cut like colocate's own.
+These tables also have groups that a role makes itself (`init_process_group`, `new_group`), so that such groups are
+counted and cut like colocate's own groups.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_sockets: dict[str, list[socket.socket]] = {}  # duplicates of groups' connected sockets, which outlive gloo's own
-_transfers: dict[str, int] = {}  # by group: point-to-point operations in gloo's sequence number, to subtract
+# Duplicates of each group's connected sockets, which outlive gloo's own descriptors.
+_sockets: dict[str, list[socket.socket]] = {}
+# The number of each group's sends and receives, to be subtracted from gloo's sequence number.
+_transfers: dict[str, int] = {}
 _books = threading.Lock()
 
 
@@ -34,8 +36,7 @@ def record() -> None:
     """Start to record sockets and transfers of every group that is made in this process."""
     from torch.distributed import ProcessGroup, distributed_c10d as c10d
 
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's wrapper blocks ranks before each operation, where nobody could free a
-    # rank.
+    # Disable torch's debug wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL), because nothing could end a rank's wait there.
     c10d._create_process_group_wrapper = lambda wrapped_pg, **_: wrapped_pg
     make: Callable[..., Any] = c10d._new_process_group_helper
     if getattr(make, "records_sockets", False):
@@ -45,14 +46,14 @@ def record() -> None:
         with on_a_device(c10d) as device:
             before = {inode for _, inode in device.sockets()} if group_size > 1 else set()
             group, store = make(group_size, *args, **kwargs)
-            # NCCL has sockets too, but other means to cut a group.
+            # Only gloo's sockets are needed, because NCCL groups are cut in another way.
             if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
                 with _books:
                     _sockets[name] = connections(device, before)
         return group, store
 
     def counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
-        # Gloo counts transfers as operations of the group, but only two ranks take part in each.
+        # Gloo counts a transfer as an operation of the group, although only two ranks take part.
         def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
             work = transfer(group, tensors, *args)
             name = _name_of(group)
@@ -69,9 +70,12 @@ def record() -> None:
 
 
 def all_groups() -> dict[str, ProcessGroup]:
-    """Return the groups of this process by name, the default one last. A kept reference looks like a role's."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")  # None without torch
-    world = getattr(c10d, "_world", None)  # None during torch's import
+    """Return all groups of this process by name, with the default group last.
+
+    Callers must not store the groups, because such a reference would look like a reference of a role.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")  # This is None if torch wasn't imported.
+    world = getattr(c10d, "_world", None)  # This is None while torch is being imported.
     if world is None:
         return {}
     entries = sorted(world.pg_names.items(), key=lambda item: item[0] is world.default_pg)
@@ -79,19 +83,22 @@ def all_groups() -> dict[str, ProcessGroup]:
 
 
 def are_any() -> bool:
-    """Return whether this process has groups."""
+    """Return whether this process has any process groups."""
     return bool(all_groups())
 
 
 def named(name: str) -> ProcessGroup | None:
-    """Return the group of a name; the name of a role's own group includes a hash of the ranks."""
+    """Return the group with a name, or None. The name of a group made by a role includes a hash of the ranks."""
     bare, hash_mark, _ = name.partition("#")
     group = all_groups().get(bare)
     return None if group is None or (hash_mark and _known_as(bare, group) != name) else group
 
 
 def _known_as(name: str, group: ProcessGroup) -> str:
-    """Return a group's name among the slots: torch numbers the groups made by roles per process, from 0."""
+    """Return a name for a group that is equal on all slots.
+
+    Torch numbers the groups made by roles in each process from 0, so their names get a hash of the ranks.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     if "/" in name:
@@ -101,13 +108,13 @@ def _known_as(name: str, group: ProcessGroup) -> str:
 
 
 def known_as(group: ProcessGroup) -> str:
-    """Return the name of a group among the slots; "" for a group without a name."""
+    """Return the name of a group that is equal on all slots, or "" for a group without a name."""
     name = _name_of(group)
     return "" if name is None else _known_as(name, group)
 
 
 def reference(name: str) -> weakref.ref[ProcessGroup] | None:
-    """Return a weak reference to a group, for a check after `forget`."""
+    """Return a weak reference to a group, which shows after `forget` whether the group still exists."""
     group = named(name)
     return None if group is None else weakref.ref(group)
 
@@ -121,7 +128,7 @@ def members(name: str) -> Collection[int]:
 
 
 def operations() -> dict[str, tuple[int, int]]:
-    """Return the number of operations that this rank has begun on each shared group, and the group's size."""
+    """Return the number of operations that this rank has started on each shared group, and the group's size."""
     return {
         _known_as(name, group): (_count(name, group), group.size())
         for name, group in all_groups().items()
@@ -130,9 +137,9 @@ def operations() -> dict[str, tuple[int, int]]:
 
 
 def count() -> int:
-    """Return the number of operations that this process has begun on all shared groups."""
+    """Return the number of operations that this process has started on all shared groups."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    if world is None or not world.pg_names:  # the fast path: each call asks
+    if world is None or not world.pg_names:  # Return early, because each call runs this.
         return 0
     return sum(_count(name, group) for name, group in all_groups().items() if group.size() > 1)
 
@@ -148,16 +155,16 @@ def with_transfers() -> list[str]:
 
 
 def nbytes() -> int | None:
-    """Return the bytes of device memory in the communicators of all groups; None if no backend reports any.
+    """Return the bytes of device memory in the communicators of all groups, or None if no backend reports any.
 
-    NCCL reports from 2.29.7 on, and torch passes the report on from 2.12 on.
+    NCCL 2.29.7 or later and torch 2.12 or later are needed.
     """
     total = None
     for group in all_groups().values():
         for backend in _backends(group):
             try:
                 stats = backend.memory_stats()
-            # Torch, NCCL or the backend has no statistics, or the communicator isn't made yet.
+            # Torch, NCCL or the backend has no statistics, or there is no communicator yet.
             except (AttributeError, RuntimeError):
                 continue
             total = (total or 0) + int(stats["persist" if stats["suspended"] else "total"])
@@ -165,7 +172,7 @@ def nbytes() -> int | None:
 
 
 def _backends(group: Any) -> list[Any]:
-    """Return a group's backends. Callers must not keep one: the drop of a last reference waits for operations."""
+    """Return a group's backends. Callers must not store a backend, because dropping the last reference may block."""
     backends: dict[int, Any] = {}
     for device in group._device_types:
         try:
@@ -173,24 +180,27 @@ def _backends(group: Any) -> list[Any]:
         except RuntimeError:
             backend = group
         backends[id(backend)] = backend
-    return list(backends.values()) or [group]  # without backends, a group written in Python serves as one
+    return list(backends.values()) or [group]  # A group that is written in Python may have no backends.
 
 
 def cut(names: Collection[str]) -> threading.Thread | None:
-    """Cut groups: free all waits there, on this rank and peers. Returns the thread of an unfinished abort, if any."""
-    names = [*names]  # not the groups themselves: a reference would look like a role's
+    """Cut groups in order to end all waits on this rank and on peers.
+
+    Returns the thread of an unfinished abort, or None.
+    """
+    names = [*names]  # Use names, because a reference to a group would look like a reference of a role.
     bare = [name.partition("#")[0] for name in names if named(name) is not None]
     with _books:
         connections = [connection for name in bare for connection in _sockets.get(name, ())]
     for connection in connections:
         try:
             connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed already, by the peer or this worker
+        except OSError:  # The peer or this worker has already closed the connection.
             pass
 
     def abort() -> None:
         backends = _that_abort(names)
-        # All in one group call: an abort waits for communicators on the same device.
+        # Abort all in one group call, because an abort waits for other communicators on the same device.
         together = [backend for backend in backends if hasattr(backend, "_group_start")]
         if together:
             together[0]._group_start()
@@ -203,20 +213,20 @@ def cut(names: Collection[str]) -> threading.Thread | None:
 
     if not _that_abort(names):
         return None
-    # On a thread: an abort waits for the device, and a kernel there may wait for a peer that is cut at this moment.
+    # Use a thread, because an abort waits for the device, where a kernel may wait for a peer that is being cut, too.
     thread = Thread(target=abort, name="colocate-abort")
     thread.start()
     return thread
 
 
 def _that_abort(names: Iterable[str]) -> list[Any]:
-    """Return the backends with an abort that frees peers; gloo's abort does nothing."""
+    """Return the backends that can be aborted in order to end the waits of peers. Gloo's `abort` does nothing."""
     groups = [group for name in names if (group := named(name)) is not None]
     return [backend for group in groups for backend in _backends(group) if not _is_gloo(backend)]
 
 
 def lost_a_peer(names: Iterable[str]) -> bool:
-    """Return whether the other end of a connection is gone, or this end was shut down."""
+    """Return whether a connection of these groups was closed by the peer or shut down by this process."""
     poll = select.poll()
     with _books:
         for name in names:
@@ -227,9 +237,9 @@ def lost_a_peer(names: Iterable[str]) -> bool:
 
 
 def forget(name: str) -> list[Any]:
-    """Remove a group from torch's tables; return backends that would block a drop because work still runs there.
+    """Remove a group from torch's tables, and return backends that may block when the last reference is dropped.
 
-    Along with the default group, all others are removed.
+    Together with the default group, all other groups are removed.
     """
     group = named(name)
     if group is None:
@@ -241,7 +251,7 @@ def forget(name: str) -> list[Any]:
     if group is world.default_pg:
         backends = [backend for item in list(world.pg_map) for backend in _backends(item) if _is_gloo(backend)]
         _close_sockets({*_sockets, *_transfers})
-        # Without the replacement for role code, which keeps the group (`take_up`).
+        # Call torch's original function, because the replacement for role code (`take_up`) keeps the group.
         inspect.unwrap(dist.destroy_process_group)()
         return backends
     backends = [backend for backend in _backends(group) if _is_gloo(backend)]
@@ -260,12 +270,12 @@ def forget(name: str) -> list[Any]:
 
 
 def forget_all() -> list[Any]:
-    """Remove all groups from torch's tables; see `forget`."""
+    """Remove all groups from torch's tables. `forget` describes the returned list."""
     return [backend for name in [*all_groups()] for backend in forget(name)]
 
 
 def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
-    """Point a mesh to other groups of the same names; return whether torch supports that."""
+    """Replace the groups of a mesh by other groups of the same names, and return whether torch supports this."""
     registry: dict[str, ProcessGroup] | None = getattr(mesh, "_pg_registry", None)
     if registry is None:
         return False
@@ -274,10 +284,10 @@ def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
 
 
 def tell_apart() -> None:
-    """Make torch distinguish layouts of tensors on equal meshes with different groups.
+    """Change torch so that layouts of tensors on equal meshes with different groups aren't equal.
 
-    Torch caches results of its analysis of an operation, including the mesh of the result. Torch treats meshes of the
-    same ranks as equal: the parameters of a second role would end up on the groups of the first one.
+    Torch caches results of its analysis of an operation, including the mesh of the result, and treats meshes of the
+    same ranks as equal. So parameters of a second role could get the groups of the first role.
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -296,7 +306,7 @@ def tell_apart() -> None:
 
 
 def let_go(mesh: DeviceMesh) -> None:
-    """Remove forgotten groups from a mesh: torch may keep the mesh for good (2.11 leaks references)."""
+    """Remove dropped groups from a mesh, because torch 2.11 may keep the mesh forever."""
     live = set(map(id, all_groups().values()))
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     for item in (root, mesh):
@@ -336,13 +346,13 @@ def connections(device: Device, before: Collection[int]) -> list[socket.socket]:
         except OSError:
             continue
         status = os.fstat(duplicate)
-        if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # the descriptor was reused meanwhile
+        if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # The descriptor was reused for another file.
             os.close(duplicate)
             continue
         connection = socket.socket(fileno=duplicate)
         try:
             connection.getpeername()
-        except OSError:  # not connected
+        except OSError:  # The socket isn't connected.
             connection.close()
             continue
         duplicates.append(connection)

@@ -1,4 +1,4 @@
-"""Process groups, the driver's half: a phase of the hold in which ranks drop broken groups and renew models."""
+"""The driver's side of process groups: after a failure, ranks drop broken groups and renew models."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ NAME = "process_groups"
 
 @attrs.define(eq=False)
 class HoldState:
-    """Reports of ranks on process groups during a hold."""
+    """The ranks' reports on process groups during a hold."""
 
-    begun: dict[str, dict[int, tuple[int, int]]] = attrs.field(factory=dict)  # operations on each group, by slot
+    # The number of operations started on each group, by group and slot.
+    begun: dict[str, dict[int, tuple[int, int]]] = attrs.field(factory=dict)
     cut: set[str] = attrs.field(factory=set)
-    in_step: bool = False  # whether a call failed in the middle of a step of a shared model
+    in_step: bool = False  # Whether a call failed in the middle of a step of a shared model.
 
     def broken(self) -> list[str]:
         """Return the names of broken process groups.
 
-        A broken group is cut, is missing on a rank, or waits for an operation that some ranks never begin.
+        A broken group is cut, is missing on a rank, or waits for an operation that some ranks never start.
         """
         names = set(self.cut)
         for name, by_slot in self.begun.items():
@@ -43,16 +44,16 @@ class HoldState:
 
 
 class GroupsOfGroup(OfGroup):
-    """The driver's record of process groups, from hold to hold."""
+    """The driver's part of the process-group feature for one group."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._joining: dict[str, set[int]] = {}  # slots that make a default group, by rendezvous key
+        self._joining: dict[str, set[int]] = {}  # The slots that make a default group, by rendezvous key.
 
     def gives(self) -> Sequence[int] | None:
-        """Return the node of each slot, as a number, for torchrun's environment; None without `default_group`.
+        """Return a number for each slot's node, for torchrun's environment variables.
 
-        The list is empty if the environment isn't requested.
+        Without `default_group` this is None, and without torchrun's environment the list is empty.
         """
         declared, workers = self._worker_group.declared, self._worker_group.workforce.workers
         if not declared.default_group:
@@ -61,11 +62,11 @@ class GroupsOfGroup(OfGroup):
         return [nodes.index(node) for node in nodes]
 
     def renewed(self) -> None:
-        """Drop requests to join: the workers are new ones."""
+        """Forget the slots that make a default group, because the workers are new."""
         self._joining.clear()
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Handle a rank's answer in a renewal, or the start of a default group."""
+        """Handle a rank's answer after a renewal, or a notification that a slot makes the default group."""
         worker_group = self._worker_group
         if isinstance(message, Joining):
             with worker_group.order.lock:
@@ -73,7 +74,7 @@ class GroupsOfGroup(OfGroup):
                 if not slots:
                     worker_group.send([slot for slot in worker_group.live() if slot != worker.slot], Join())
                 slots.add(worker.slot)
-                if len(slots) == worker_group.size:  # a further request of the same key starts another attempt
+                if len(slots) == worker_group.size:  # A later message with this key starts a new attempt.
                     del self._joining[message.key]
             return
         assert isinstance(message, GroupsDropped)
@@ -85,11 +86,11 @@ class GroupsOfGroup(OfGroup):
         worker_group.order.phase_over(worker.slot, message.number, error)
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Record the updates that a rank made in a call, and whether the call has begun operations."""
+        """Record how many updates a rank made in a call, and whether the call has started operations."""
         call.parts = {**call.parts, NAME: {**call.parts.get(NAME, {}), slot: Told(*plain)}}
 
     def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
-        """Notify the ranks that aren't back: a wait for this rank is futile, since no further operations begin here."""
+        """Notify all ranks that aren't back that this rank starts no further operations."""
         if hold.lane:
             return
         report = Told(*plain or ())
@@ -104,7 +105,7 @@ class GroupsOfGroup(OfGroup):
             state.cut.update(report.cuts)
 
     def all_back(self, hold: Hold) -> bool:
-        """Start the renewal of broken groups, if any; fail the group if ranks have no common state any more."""
+        """Start the renewal of broken groups, or fail the group if the ranks' states have diverged."""
         worker_group = self._worker_group
         state: HoldState = hold.parts.get(NAME) or HoldState()
         broken = state.broken()
@@ -124,10 +125,10 @@ class GroupsOfGroup(OfGroup):
 def stranded(
     calls: Iterable[PendingCall], hold: Hold, state: HoldState, broken: Sequence[str]
 ) -> Iterator[tuple[PendingCall, int, int]]:
-    """Yield calls that one rank has done on a broken group, and another rank of the group hasn't begun.
+    """Yield calls that one rank has finished on a broken group while another rank of the group hasn't started.
 
-    This happens with operations that don't wait for peers, or that send: a late rank would meet the next call's
-    operations. Each call comes with the slots of two such ranks.
+    This happens with sends and operations that don't wait for peers. A late rank would meet the next call's operations.
+    Each call comes with the slots of two such ranks.
     """
     for call in calls:
         if call.lane != hold.lane or call.seq in hold.withdrawn:
@@ -141,7 +142,7 @@ def stranded(
 
 
 def diverged_update(hold: Hold) -> tuple[PendingCall, Mapping[int, int]] | None:
-    """Return a call after which ranks have different states, with the updates by slot; None if there is none."""
+    """Return a call that left ranks in different states, with the number of updates by slot, or None."""
     for call in hold.ended():
         reports = call.parts.get(NAME, {})
         updates = {slot: reports[slot].updates if slot in reports else 0 for slot in call.targets}

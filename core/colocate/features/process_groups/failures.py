@@ -1,4 +1,4 @@
-"""Errors of groups that can't go on with process groups or models."""
+"""Creates the errors for groups that can't continue with their process groups or models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate.errors import ColocateError, RenewalError, RoleError
 
 
 def renew_error(link: WorkerGroup, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
-    """Return the error for a role that has failed to renew."""
+    """Return the error for a role with a `renew()` method that has failed."""
     kind, text = failure.type, failure.text
     error = RenewalError(
         f"group {link.name!r} failed: renew() of role {failure.role!r} raised {kind} on slot {slot} (node "
@@ -31,7 +31,7 @@ def renew_error(link: WorkerGroup, slot: int, failure: Failure, body: Any, cause
 
 
 def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
-    """Return the error for a role that still holds a broken process group."""
+    """Return the error for a role that still refers to a broken process group after the renewal."""
     prefix = f"{link.name}/"
     name = names[0].removeprefix(prefix).partition("#")[0]
     role = name.split("/")[0] if names[0].startswith(prefix) and "/" in name and name[0] != "/" else None
@@ -52,7 +52,7 @@ def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: Col
 
 
 def stranded_error(link: WorkerGroup, call: PendingCall, done: int, left: int) -> RoleError:
-    """Return the error for a call done on one rank, on a process group that was dropped before another rank's part."""
+    """Return the error for a call that only one rank has finished when the process group was dropped."""
     return RoleError(
         f"{call.label} was withdrawn: rank {call.rank_of(done)} had done it, without waiting for rank "
         f"{call.rank_of(left)}, when their process group was dropped: who comes later would meet another call's "

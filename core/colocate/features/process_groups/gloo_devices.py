@@ -1,4 +1,4 @@
-"""One device for all gloo groups of a process: a thread that serves the groups' connections."""
+"""Lets all gloo groups of a process share one device, which is a thread that serves the groups' connections."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import attrs
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .* data:\s*([0-9a-f]+) .* ino:([0-9a-f]+)", re.MULTILINE)
 _FLAGS = re.compile(r"^flags:\s*(\d+)$", re.MULTILINE)
 _lock = threading.Lock()
-_devices: list[Device] = []  # kept for good, like gloo's own
-_torchs: list[Any] = []  # torch's class, while any device is taken
-_own = threading.local()  # the device taken by each thread
+_devices: list[Device] = []  # Devices are never removed, like gloo's own devices.
+_torchs: list[Any] = []  # Torch's class for gloo groups is stored here while another class replaces the original.
+_own = threading.local()  # The device that each thread uses at the moment.
 
 
 @attrs.define(eq=False)
 class Device:
-    """A thread that serves connections of gloo groups, with epoll descriptors; taken while a group is made."""
+    """A device that serves the connections of gloo groups with a thread. It is taken while a group is made."""
 
     is_taken: bool = False
-    _gloos: dict[str, list[Any]] = attrs.field(factory=dict)  # by requested interfaces
+    _gloos: dict[str, list[Any]] = attrs.field(factory=dict)  # The key is the text with the requested interfaces.
     _loops: set[int] = attrs.field(factory=set)
 
     def gloos(self, interfaces: str) -> list[Any]:
-        """Return gloo's device objects. Each has a thread."""
+        """Return gloo's device objects for some network interfaces. Each object has a thread."""
         if interfaces not in self._gloos:
             with _lock:
                 before = _gloos_loops()
@@ -39,12 +39,12 @@ class Device:
         return self._gloos[interfaces]
 
     def sockets(self) -> Iterator[tuple[int, int]]:
-        """Yield descriptor and inode of each socket of the device: connections and listeners.
+        """Yield the descriptor and the inode of each socket of the device, including listeners.
 
-        A descriptor's number doesn't identify a socket: gloo closes sockets of old groups at any time.
+        The inode is needed because gloo may close sockets of old groups at any time, and numbers are reused.
         """
-        # Only this device's sockets: other connections, as of stores' clients, must survive a cut. If gloo has made a
-        # thread by itself, all of the process's epoll descriptors count.
+        # Yield only this device's sockets, because other connections, for example to stores, must survive a cut.
+        # If gloo has created a thread by itself, use all epoll descriptors of gloo.
         for loop in sorted(self._loops) or _gloos_loops():
             for fd, _, inode in _watched(loop):
                 yield fd, inode
@@ -52,19 +52,20 @@ class Device:
 
 @contextlib.contextmanager
 def on_a_device(c10d: Any) -> Iterator[Device]:
-    """Make gloo groups that the current thread creates in the block share one device; torch creates one per group.
+    """A context manager in which all gloo groups that the current thread creates share one device.
 
-    With few processors, a collective mostly waits for the wake-up of the device's thread: with a group for each of
-    two models under FSDP2, with alternating collectives, a training step took 8 % longer (torch 2.13, two ranks on
-    two cores). Groups that are made at the same moment get different devices, which tell the owner of a connection.
+    Torch itself creates a device for each group. With few processors, a collective mostly waits until the device's
+    thread wakes up. With separate devices for two models under FSDP2 with alternating collectives, a training step took
+    8 % longer (torch 2.13, two ranks on two cores). Groups that are made at the same time get different devices, so
+    that a connection's owner is known.
     """
-    # Torch passes no options to gloo: another class replaces torch's meanwhile.
+    # Replace torch's class for gloo groups during the block, because torch passes no options to gloo.
     with _lock:
         device = next((candidate for candidate in _devices if not candidate.is_taken), None)
         if device is None:
             _devices.append(device := Device())
         device.is_taken = True
-        # Missing in some builds of torch.
+        # Some builds of torch have no gloo.
         if not _torchs and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:
             _torchs.append(gloo)
             c10d.ProcessGroupGloo = _sharing()
@@ -81,7 +82,7 @@ def on_a_device(c10d: Any) -> Iterator[Device]:
 
 @functools.cache
 def _sharing() -> Any:
-    """Return a class of gloo groups like torch's, but with the thread's device."""
+    """Return a class for gloo groups that works like torch's class but uses the current thread's device."""
     import torch.distributed as dist
 
     gloo: Any = dist.ProcessGroupGloo
@@ -90,14 +91,14 @@ def _sharing() -> Any:
         def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> None:
             device: Device | None = getattr(_own, "device", None)
             options = None
-            # Same options as in torch's own constructor; if torch has changed, groups get devices of their own.
+            # Set the same options as torch's constructor. If torch has changed, each group gets a separate device.
             with contextlib.suppress(AttributeError):
                 gloo_options = gloo._Options()
                 gloo_options._timeout = timeout
-                for name, value in more.items():  # one option from torch 2.14 on
+                for name, value in more.items():  # Since torch 2.14 there may be one more option.
                     if value != getattr(gloo_options, name):
                         setattr(gloo_options, name, value)
-                if device is not None:  # last: if an earlier step fails, the group gets a device of its own
+                if device is not None:  # This step is last: if an earlier step fails, the group gets a separate device.
                     gloo_options._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
                     gloo_options._threads = 2 * len(gloo_options._devices)
                     options = gloo_options
@@ -118,15 +119,15 @@ def _made(interfaces: str) -> list[Any]:
 
 
 def _gloos_loops() -> set[int]:
-    """Return the epoll descriptors of gloo's threads; all of the process, if gloo's can't be told apart.
+    """Return the epoll descriptors of gloo's threads, or all of the process if gloo's can't be recognized.
 
-    Gloo's are inherited by children, and each watched descriptor carries a pointer; other users store the descriptor's
-    number. asyncio and libuv do, and a role or a library may start to use them while gloo does.
+    Children inherit gloo's epoll descriptors, and the user data of each watched file is a pointer. Other users, such as
+    asyncio and libuv, store the number of the watched descriptor as user data. Role code may use these at any time.
     """
     polls: set[int] = set()
     gloos: set[int] = set()
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # The descriptor was closed in the meantime.
             if os.readlink(f"/proc/self/fd/{entry}") == "anon_inode:[eventpoll]":
                 polls.add(int(entry))
     for poll in polls:
@@ -138,7 +139,7 @@ def _gloos_loops() -> set[int]:
 
 
 def _watched(poll: int) -> list[tuple[int, int, int]]:
-    """Return descriptor, user data and inode of each watched file."""
+    """Return the descriptor, the user data and the inode of each file that an epoll descriptor watches."""
     return [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _WATCHED.findall(_told(poll))]
 
 
@@ -146,5 +147,5 @@ def _told(poll: int) -> str:
     try:
         with open(f"/proc/self/fdinfo/{poll}") as file:
             return file.read()
-    except FileNotFoundError:  # closed meanwhile
+    except FileNotFoundError:  # The descriptor was closed in the meantime.
         return ""

@@ -1,13 +1,13 @@
-"""Process groups of a worker: made without a port race, cut only if a peer would wait forever, and renewed.
+"""The process groups of a worker: groups are made for roles, cut if a rank would wait forever, and dropped.
 
-The slots of a group have one default process group, and the groups of all roles are parts of it. A role's
-group is made by its ranks: they meet at a store, and wait on separate threads, so that a lane can
-leave (`making`).
+The slots of a group have one default process group, and the groups of all roles are parts of it. The ranks of a role
+make a group together. They meet at a store and wait on separate threads, so that a lane can be called back (`making`).
 
-After a failure, a group stays usable if all its ranks have begun equally many operations. A rank that has failed,
-or is held, begins no more, and reports its count: a rank that has begun more waits in vain, and cuts the
-group. With gloo, a cut shuts the sockets down, which frees waits in collectives at once (destroying the
-group frees nobody while a reference lives; `waits` frees those that gloo forgets); with NCCL, a cut is an abort.
+After a failure, a group stays usable if all its ranks have started equally many operations. A rank that has failed or
+is in a hold starts no more operations and reports its count. A rank that has started more operations would wait
+forever, so it cuts the group. With gloo, a cut shuts the sockets down, which ends waits in collectives at once; `waits`
+ends the waits that gloo doesn't end. Destroying the group would end no wait while a reference exists. With NCCL, a cut
+is an abort.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ProcessGroups:
-    """The groups of one worker. Used on the lane; methods that end waits or cut groups run on any thread.
+    """The process groups of one worker. Only methods that end waits or cut groups may run on threads but the lane.
 
     Attributes:
         default: The default group.
@@ -47,7 +47,7 @@ class ProcessGroups:
     """
 
     def __init__(self, worker: WorkerContext) -> None:
-        """Prepare without any group. With workers as threads of one process, torch can't give them separate groups."""
+        """Start without any group. If workers are threads of one process, torch can't separate their groups."""
         boot = worker.boot
         self._worker, self._in_process = worker, worker.in_process
         self._group, self._slot, self._device = boot.group, boot.slot, boot.device
@@ -56,17 +56,18 @@ class ProcessGroups:
         self.default = DefaultGroup(worker, self._making)
         self._lock = threading.Lock()
         self._made: dict[str, Made] = {}
-        self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order of requests
+        # The requested groups as role and axis, in the order of the first requests.
+        self._asked: dict[tuple[str | None, str | None], None] = {}
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
         self._former_meshes: dict[tuple[str | None, str], weakref.ref[DeviceMesh]] = {}
         self._usable = Usable(worker.lane.last_hold)
         self._watching: threading.Event | None = None
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
-        self._left: list[Any] = []  # the backends of dropped groups
+        self._left: list[Any] = []  # The backends of dropped groups.
         self.cuts = 0
 
     def watch_collectives(self) -> None:
-        """Record all groups of this process and all operations there. Requires torch."""
+        """Start to record all groups and operations of this process. Torch must be imported."""
         books.record()
         works.record()
         torch_groups.take_up()
@@ -76,7 +77,7 @@ class ProcessGroups:
     # -- what roles ask for
 
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
-        """Return the group of the role's ranks along an axis; made when all these ranks ask."""
+        """Return the process group of a role's ranks along an axis. The group is made when all these ranks ask."""
         slots, index, name = _members(ctx, axis)
         if self._in_process and len(slots) > 1:
             raise _needs_processes(f"ctx.process_group() of {len(slots)} ranks", ctx)
@@ -97,7 +98,7 @@ class ProcessGroups:
         return entry.group
 
     def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
-        """Return a torch mesh of the role, with groups along the mesh's axes."""
+        """Return a device mesh of torch for a role, with a process group for each axis."""
         from torch import tensor
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -120,8 +121,8 @@ class ProcessGroups:
             axes = tuple(place.shape)
             groups = [self.get(ctx, prefix + axis) for axis in axes]
             ranks = [0] if self._in_process else list(ctx.slots)
-            # Reuse a former mesh object if anybody still holds one. Torch's caches treat another mesh as equal, and
-            # would put tensors of the new mesh on the former one.
+            # Reuse the former mesh object if role code still refers to that mesh.
+            # Torch's caches treat a new mesh as equal, and would put tensors of the new mesh on the former mesh.
             reference = self._former_meshes.pop((ctx.role, which), None)
             former = None if reference is None else reference()
             if former is not None and books.point(former, groups):
@@ -137,7 +138,7 @@ class ProcessGroups:
         return result
 
     def make_again(self, ctx: Context) -> None:
-        """Make a role's former groups again, in the order of the first requests, on all ranks."""
+        """Make all groups of a role again after a drop, on all ranks in the order of the first requests."""
         self.have_default()
         for axis in [axis for role, axis in self._asked if role == ctx.role]:
             self.get(ctx, axis)
@@ -148,10 +149,10 @@ class ProcessGroups:
         return self.default.rendezvous()
 
     def torchrun_environment(self, nodes: Sequence[int]) -> dict[str, str]:
-        """Return torchrun's environment variables; `nodes` has a number per slot, equal for slots on one node."""
+        """Return torchrun's environment variables. `nodes` has a number for each slot, equal for slots on one node."""
         host, port = self.rendezvous()
         local_slots = [slot for slot, node in enumerate(nodes) if node == nodes[self._slot]]
-        # Libraries use this as the device's number, too, although a worker may see only one device.
+        # Libraries use the local rank as a device's number, too, although a worker may see only one device.
         local_rank = local_slots.index(self._slot) if backend_for(self._device) is None else number_of(self._device)
         return {
             "MASTER_ADDR": host,
@@ -160,19 +161,19 @@ class ProcessGroups:
             "WORLD_SIZE": str(len(nodes)),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(len(local_slots)),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # Torch must not start a store, because slot 0 serves one already.
             "TORCHELASTIC_RESTART_COUNT": str(self._worker.boot.generation),
         }
 
     def have_default(self) -> None:
-        """Make the default group if missing; workers on threads share the process's."""
+        """Make the default group unless there is one. Workers that are threads share the group of the process."""
         if self._in_process:
             self.default.share()
         else:
             self.default.have()
 
     def count(self) -> int:
-        """Return the number of operations that this rank has begun on all groups."""
+        """Return the number of operations that this rank has started on all groups."""
         return 0 if self._in_process else books.count()
 
     # -- after a failure
@@ -181,29 +182,29 @@ class ProcessGroups:
         reason = self._worker.why_not()
         if reason is None:
             return None
-        # Another call, without relation to this one, may have cut a group that this call hasn't asked for.
+        # Check only the groups of this call if there are any, because an unrelated call may have cut another group.
         seq, entries = self._worker.asking(), dict(self._made)
         names = [name for name, entry in entries.items() if entry.asked == seq] or [*entries]
         return reason if books.lost_a_peer(f"{self._group}/{name}" for name in names) else None
 
     def lost_a_peer(self) -> bool:
-        """Return whether a peer has left or died: this rank's failure is only a consequence then.
+        """Return whether a peer has left or died, so that this rank's failure is only a consequence.
 
-        Either a group couldn't be made because a rank left, or the other end of a connection is gone.
+        Then a group couldn't be made because a rank left, or the other end of a connection is closed.
         """
         fails = self._making.failed_in == self._worker.asking() or bool(self._usable.cuts)
         return fails or books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
-        """Return the number of operations that this rank has begun on each group, including groups made by roles."""
-        if self._in_process:  # the process's groups aren't this worker's alone
+        """Return the number of operations that this rank has started on each group, including groups made by roles."""
+        if self._in_process:  # The groups of the process don't belong to this worker alone.
             return {}
         with LOOKING:
             counts, unfinished = books.operations(), self._making.unfinished()
             return {name: count for name, count in counts.items() if name not in unfinished}
 
     def left(self, hold: int, slot: int, operations: Operations) -> None:
-        """Record that another rank begins no operations until the hold is over, and free this rank's futile waits."""
+        """Record that another rank starts no operations until the hold ends, and end waits for this rank."""
         with self._lock:
             if not self._usable.left(hold, slot, operations):
                 return
@@ -214,7 +215,7 @@ class ProcessGroups:
                 self._watching = over
         self._free_those_that_wait()
         if begins:
-            # The running call may start another wait at any moment, until this rank is back.
+            # Keep checking until this rank is back, because the running call may start another wait at any time.
             Thread(target=self._watch, args=(over,), name="colocate-process-groups").start()
 
     def _watch(self, over: threading.Event) -> None:
@@ -222,63 +223,63 @@ class ProcessGroups:
             self._free_those_that_wait()
 
     def _free_those_that_wait(self) -> None:
-        """Cut groups on which this rank has begun operations that can't end, since other ranks begin no more."""
-        with LOOKING:  # until done: dropping groups, and making new ones of the same names, waits for this
+        """Cut groups on which this rank waits for operations that other ranks never start."""
+        with LOOKING:  # Nobody may drop or replace groups until the cuts are done.
             begun, sent = books.operations(), books.with_transfers() if transferring else ()
             with self._lock:
                 vain = self._usable.vain(begun, books.members)
-                # Transfers aren't counted per peer: any lost member makes the wait futile.
+                # Transfers aren't counted per peer, so a wait counts as futile if any member is lost.
                 vain.update(name for name in sent if self._usable.shares(books.members(name)))
             self._cut_those(vain - self._usable.cuts - self._making.unfinished())
 
     def cut(self, waits: Callable[[], bool] = lambda: True) -> None:
-        """Cut all groups in use, which frees this rank and peers from waits in collectives.
+        """Cut all groups in use, which ends the waits of this rank and of peers in collectives.
 
-        `waits` tells whether this rank may still wait. It runs under the lock that excludes `back`: groups cut after
-        `back` would be taken for whole.
+        `waits` returns whether this rank may still be waiting. It runs under the lock that excludes `back`, because
+        groups that are cut after `back` would count as usable.
         """
         with LOOKING:
             if waits():
                 self._cut_those([name for name, (count, _) in self.operations().items() if count])
 
     def _cut_those(self, names: Collection[str]) -> threading.Thread | None:
-        """Record and cut groups; return the thread of an unfinished abort, if any."""
+        """Record and cut groups, and return the thread of an unfinished abort, or None."""
         with self._lock:
             self._usable.cuts.update(names)
         self.cuts += len(names)
         return books.cut(names)
 
     def back(self, hold: int) -> tuple[Operations, list[str]]:
-        """Return this idle rank's counts of operations and the names of cut groups. On the lane."""
+        """Return the operations that this rank has started, and the names of cut groups. Called on the idle lane."""
         self._making.back()
         with self._lock:
             self._usable.back(hold)
             over, self._watching = self._watching, None
         if over is not None:
             over.set()
-        operations = self.operations()  # taking the lock waits for a cut in progress
+        operations = self.operations()  # This takes the lock, and so waits for a cut in progress.
         return operations, sorted(self._usable.cuts)
 
     def concerns(self, names: Sequence[str], role: str) -> bool:
-        """Return whether a role uses one of these groups: a group of the role, of role code, or the default one."""
+        """Return whether a role may use one of these groups, such as the default group or a group made by role code."""
         whole, role_prefix = f"{self._group}/", f"{self._group}/{role}/"
         return any(
             name.startswith(role_prefix) or not name.startswith(whole) or name == self.default.name for name in names
         )
 
     def about_to_drop(self, names: Sequence[str]) -> None:
-        """Prepare for a drop on the lane; from any thread."""
+        """Record that the lane is about to drop groups. Called on any thread."""
         if self.default.name in names:
             self.default.about_to_drop()
 
     def drop(self, names: Sequence[str]) -> None:
-        """Drop broken groups, so that the next ones are new. On the lane."""
-        with LOOKING:  # waits for a cut in progress; later ones find no group
+        """Drop broken groups, so that the next requests make new groups. Called on the lane."""
+        with LOOKING:  # Wait for a cut in progress. A later cut finds no group.
             pass
         whole = self.default.name in names
-        if whole:  # torch forgets all others together with the default group
+        if whole:  # Together with the default group, torch removes all other groups.
             names = [*books.all_groups()]
-        if (rest := books.cut(names)) is not None:  # waits for the abort on devices
+        if (rest := books.cut(names)) is not None:  # Wait until the groups on devices are aborted.
             rest.join()
         self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
@@ -288,27 +289,28 @@ class ProcessGroups:
                 self._dropped.append((reference, name))
             self._left += books.forget(name)
         with self._lock:
-            self._usable.cuts.update(names)  # until the roles are renewed: another driver asks again
+            # Store the names until the roles are renewed, because another driver may repeat the request.
+            self._usable.cuts.update(names)
         self.default.dropped(self._usable.epoch if whole else None)
 
     def renewed(self) -> None:
-        """Clear the record of cuts: the roles go on without the dropped groups."""
+        """Clear the record of cuts, because the roles were renewed without the dropped groups."""
         with self._lock:
             self._usable.cuts.clear()
 
     def holders(self) -> list[str]:
-        """Return the dropped groups that somebody still holds, and clear the record of drops. On the lane."""
+        """Return the names of dropped groups that role code still refers to, and clear the record of drops."""
         dropped, self._dropped = self._dropped, []
         if dropped:
-            with LOOKING:  # waits for a look at the lane's frames, which references groups
+            with LOOKING:  # Wait for an inspection of the lane's frames, which may refer to groups.
                 pass
-            gc.collect()  # a role's frames may be in reference cycles
-        # Only now: a model that drops the last reference on the lane would wait for running operations.
+            gc.collect()  # The frames of role code may be in reference cycles.
+        # Drop the backends last, because a model that drops a last reference on the lane waits for operations.
         destroy_later(self._left)
         return sorted({name for group, name in dropped if group() is not None})
 
     def ending(self) -> None:
-        """End all waits for peers: the worker is about to end. From any thread."""
+        """End all waits for peers, because the worker is about to end. Called on any thread."""
         self._making.give_up()
         self.cut()
 
@@ -322,13 +324,13 @@ class ProcessGroups:
             backends = [backend for name in names for backend in books.forget(name)]
             backends += self.default.unshare()
         else:
-            # Unused groups as well: dropping the last reference to an uncut NCCL group would block.
+            # Cut unused groups, too, because dropping the last reference to an NCCL group without a cut would block.
             with LOOKING:
                 rest = self._cut_those(books.all_groups())
             if rest is not None:
                 rest.join(GROUPS_CLOSE_WITHIN_S)
-                if rest.is_alive():  # NCCL takes a second for each group, and forever if a kernel doesn't end
-                    return  # the process's end cleans up
+                if rest.is_alive():  # NCCL takes a second for each group, and forever if a kernel doesn't end.
+                    return  # The end of the process cleans up.
             backends = books.forget_all()
         destroy_later(backends, GROUPS_CLOSE_WITHIN_S)
 
@@ -345,7 +347,7 @@ def _needs_processes(what: str, ctx: Context) -> CapabilityError:
 
 
 def _members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
-    """Return the slots of a group, this rank's index there, and a name that is equal on all these slots."""
+    """Return the slots of a process group, this rank's index there, and a name that is equal on all these slots."""
     role, mesh = ctx.role or "", ""
     if axis is None:
         return ctx.slots, ctx.rank, f"{role}/*"

@@ -1,7 +1,7 @@
-"""Agreements of ranks at a store on making a process group: the same decision on all ranks.
+"""Agreements of ranks on making a process group: through a store, all ranks reach the same decision.
 
-In torch, ranks wait for each other while they make a group, and no wait there can be ended. So they meet
-before: all of them make it, or none does. And they meet afterwards: all of them have it, or none.
+In torch, ranks wait for each other while they make a group, and nothing can end such a wait. So the ranks agree before
+that either all or none make the group, and agree afterwards that either all or none have the group.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from typing import Any
 
 
 class NotMade(ConnectionError):
-    """Another rank couldn't make a process group together with this one, or was late."""
+    """Raised if another rank couldn't make a process group together with this rank, or was late."""
 
 
 YES, NO = "yes", "no"
-_NEVER = datetime.timedelta(days=20)  # torch counts milliseconds, in 32 bits
+_NEVER = datetime.timedelta(days=20)  # Torch counts milliseconds in 32 bits, so the timeout can't be much longer.
 
 
 def all_make(store: Any, rendezvous_key: str, index: int, members: int) -> bool:
-    """Wait until all `members` of a group are ready to make the group; return whether all go ahead.
+    """Wait until all `members` ranks are ready to make a group, and return whether all ranks go ahead.
 
-    `store` must be a client of this thread alone; the ranks meet under `rendezvous_key`.
+    `store` must be a client of this thread alone. The ranks meet under `rendezvous_key`.
     """
     store.set(f"{rendezvous_key}/there/{index}", YES)
-    if store.check([f"{rendezvous_key}/there/{member}" for member in range(members)]):  # the last rank sees all others
+    # The last rank finds the entries of all other ranks, and decides.
+    if store.check([f"{rendezvous_key}/there/{member}" for member in range(members)]):
         _decide(store, f"{rendezvous_key}/begun", YES)
     store.wait([f"{rendezvous_key}/begun"], _NEVER)
-    # A rank that retries after the rendezvous would block: all peers have moved on.
+    # A rank that retries after the rendezvous must not make the group, because all peers have moved on.
     return _is_yes(store, f"{rendezvous_key}/begun") and not store.check([f"{rendezvous_key}/made"])
 
 
 def all_have(store: Any, rendezvous_key: str, index: int, members: int, seconds: float) -> bool:
-    """Wait until all ranks have made a group, at most `seconds`; return whether all have succeeded.
+    """Wait at most `seconds` until all ranks have made a group, and return whether all ranks have succeeded.
 
     `store` must be a client of this thread alone.
     """
@@ -44,21 +45,21 @@ def all_have(store: Any, rendezvous_key: str, index: int, members: int, seconds:
         _decide(store, f"{rendezvous_key}/made", YES)
     try:
         store.wait([f"{rendezvous_key}/made"], datetime.timedelta(seconds=seconds))
-    except dist.DistStoreError:  # a rank is late, and will read the decision
+    except dist.DistStoreError:  # Another rank is late, and will read this decision.
         _decide(store, f"{rendezvous_key}/made", NO)
     return _is_yes(store, f"{rendezvous_key}/made")
 
 
 def can_not(store: Any, rendezvous_key: str) -> None:
-    """Decide against a group, after a failure of this rank."""
-    with contextlib.suppress(RuntimeError):  # the store is gone, too
+    """Decide against making a group, because this rank has failed."""
+    with contextlib.suppress(RuntimeError):  # The store may no longer exist.
         _decide(store, f"{rendezvous_key}/made", NO)
 
 
 def withdraw(store: Any, rendezvous_key: str) -> bool:
-    """Withdraw from making a group: nobody makes the group, unless all were ready; return whether the group exists.
+    """Withdraw this rank from making a group, and return whether the group exists nonetheless.
 
-    `store` must be another client than the waiting one.
+    No rank makes the group, unless all ranks were ready before. `store` must be another client than the waiting client.
     """
     if _decide(store, f"{rendezvous_key}/begun", NO) == NO:
         return False
@@ -67,7 +68,7 @@ def withdraw(store: Any, rendezvous_key: str) -> bool:
 
 
 def _decide(store: Any, key: str, decision: str) -> str:
-    """Set a decision unless there is one; return the decision."""
+    """Store a decision unless there is one already, and return the stored decision."""
     return str(store.compare_set(key, "", decision).decode())
 
 

@@ -1,4 +1,4 @@
-"""Messages of process groups: the first three go to workers, the others come from workers."""
+"""Messages about process groups. `Left`, `DropGroups` and `Join` go to workers, all others come from workers."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ from typing import Any, NamedTuple, TypeAlias
 from colocate._protocol.from_worker import Failure
 from colocate._protocol.message import Head, Message, message, values
 
-# By name of a process group: the number of operations begun, and the number of ranks.
+# The number of started operations and the number of ranks, by the name of a process group.
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
 
 
 class Told(NamedTuple):
-    """A rank's report on process groups: after a failure, back in a hold, or after a call. Sent as a tuple."""
+    """A rank's report on process groups, sent as a tuple after a call, after a failure, and during a hold."""
 
-    updates: int = 0  # starts and ends of updates of shared weights in the call
-    operations: Operations = {}  # operations begun on each process group
-    in_step: bool = False  # whether the failed call had begun operations, or raised in a backward pass
-    cuts: Sequence[str] = ()  # process groups that the rank has cut
-    begins: bool = False  # whether the finished call has begun operations
+    updates: int = 0  # The number of starts and ends of updates of shared weights in the call.
+    operations: Operations = {}  # The operations started on each process group.
+    in_step: bool = False  # Whether the failed call had started operations, or raised in a backward pass.
+    cuts: Sequence[str] = ()  # The names of process groups that the rank has cut.
+    begins: bool = False  # Whether the finished call has started operations.
 
     def plain(self) -> tuple[Any, ...] | None:
-        """Return the wire format; None for an empty report."""
+        """Return the report in the wire format, or None for an empty report."""
         return tuple(self) if any(self) else None
 
 
 @message
 class Left(Message):
-    """Report a rank that begins no further operations during a hold, after a failure or an end of the call."""
+    """The driver's notification that a rank starts no further operations until the hold ends."""
 
-    number: int  # of the hold
-    slot: int  # of the rank
-    operations: Operations  # operations begun on each group
+    number: int  # The number of the hold.
+    slot: int  # The slot of the rank.
+    operations: Operations  # The operations that the rank has started on each group.
 
 
 @message
 class DropGroups(Message):
-    """Ask for a drop of broken process groups, once all ranks are back; answered by `GroupsDropped`."""
+    """The driver's request to drop broken process groups and to renew roles, answered by `GroupsDropped`."""
 
-    number: int  # of the hold
-    names: Sequence[str]  # the groups' names; empty if only roles are to be renewed
-    everybody: bool  # whether to renew all roles, not only users of these groups
+    number: int  # The number of the hold.
+    names: Sequence[str]  # The names of the broken groups; empty if roles are only to be renewed.
+    everybody: bool  # Whether to renew all roles, not only users of the broken groups.
 
 
 @message
 class Join(Message):
-    """Ask a slot for a part in making the default process group."""
+    """The driver's request to a slot to take part in making the default process group."""
 
 
 @message
 class Joining(Message):
-    """Announce that a slot is about to make the default process group; the driver asks the others to join."""
+    """A worker's notification that a slot starts to make the default process group. All other slots must join."""
 
-    key: str  # the key of the slots' rendezvous
+    key: str  # The key of the slots' rendezvous.
 
 
 @message
 class GroupsDropped(Message):
-    """The answer to `DropGroups`, after the roles' renewals. Body: the exception of a role, if it can be sent."""
+    """The answer to `DropGroups` after roles were renewed. The body is the exception of a failed role, if sendable."""
 
-    number: int  # of the hold
-    holders: Sequence[str]  # names of groups that somebody still holds
-    failure: Failure | None  # the error of a role's `renew`; None for none
+    number: int  # The number of the hold.
+    holders: Sequence[str]  # The names of dropped groups that role code still refers to.
+    failure: Failure | None  # The error of a role's `renew`, or None.
 
     def head(self) -> Head:
-        """Return the wire format of the message."""
+        """Return this message in the wire format."""
         return "GroupsDropped", self.number, self.holders, None if self.failure is None else values(self.failure)
 
     @classmethod
     def of(cls, *values: Any) -> GroupsDropped:
-        """Build the message from the wire format; see `Message.of`."""
+        """Return the message for values from the wire; see `Message.of`."""
         number, holders, failure = values
         return cls(number, holders, None if failure is None else Failure(*failure))

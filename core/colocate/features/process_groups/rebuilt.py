@@ -1,6 +1,6 @@
-"""A rebuilt model takes over the former model's state: parameters, buffers, and the optimizer's state.
+"""Rebuilds a model with new process groups, and copies the state of the former model and the optimizer.
 
-It uses torch's public ways alone, shard by shard: nothing is gathered, so no rank ever has more than its part.
+This uses only public functions of torch. Each rank copies its own shards, so no rank ever holds more than its part.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _LruCache = type(functools.cache(lambda: None))
 def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callable[[], M]) -> M:
     """Rebuild a model, copy the former model's state, and point the optimizer to the new parameters.
 
-    Tensors on the meta device get the former's shards themselves, all others a copy of the values, so that users of the
-    new model's tensors (DDP's reducer, say) stay right. A model with other tensors is a `ConfigError`.
+    A tensor on the meta device is replaced by the former tensor's shard. Any other tensor gets a copy of the values, so
+    that users of the new tensor, such as DDP's reducer, stay valid. A model with other tensors is a `ConfigError`.
     """
-    former.state_dict(keep_vars=True)  # makes FSDP2 restore the shards, amid a step, too
+    former.state_dict(keep_vars=True)  # This makes FSDP2 restore the shards, even in the middle of a step.
     before = _tensors(former)
     _forget_layouts()
     fresh = rebuild()
     names = _tensors(fresh)
     if before.keys() != names.keys():
         raise _other(f"other parameters or buffers: {', '.join(sorted(before.keys() ^ names.keys()))}")
-    replaced: dict[int, torch.Tensor] = {}  # by the former tensor's id: tied ones stay tied
+    replaced: dict[int, torch.Tensor] = {}  # The key is the former tensor's id, so that tied tensors stay tied.
     for name, tensor in names.items():
         old = before[name]
         if _local(tensor).shape != _local(old).shape or tensor.shape != old.shape:
@@ -68,7 +68,7 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
 
 
 def _forget_layouts() -> None:
-    """Clear torch's caches of layouts on meshes: for these, a rebuilt mesh equals the former one."""
+    """Clear torch's caches of layouts on meshes, because torch treats a rebuilt mesh as equal to the former mesh."""
     for cache in gc.get_objects():
         if type(cache) is _LruCache and cache.__module__.startswith("torch.distributed.tensor"):
             cache.cache_clear()
@@ -96,7 +96,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _moved(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Return the former values in the place of the new tensor."""
+    """Copy the former values to the new tensor, or return the former shard if the new tensor is on the meta device."""
     if not into.is_meta:
         _local(into).copy_(_local(old))
         return into.requires_grad_(old.requires_grad)
@@ -105,7 +105,7 @@ def _moved(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the former shard itself, on the mesh of another tensor."""
+    """Return a tensor with the former tensor's own shard, on the mesh of the tensor `like`."""
     if not (isinstance(old, DTensor) and isinstance(like, DTensor)):
         return old.detach()
     tensor: DTensor = DTensor.from_local(

@@ -1,7 +1,7 @@
-"""Models of torch that continue after a failed call: `colocate.torch.renew`.
+"""Renews the process groups of torch models after a failed call (`colocate.torch.renew`).
 
-This module uses private parts of torch, for the tested versions and no others. (The groups' own needs of torch
-are in `torch_groups.py` and `books.py`.)
+This module uses private parts of torch, and only in tested versions of torch. (Other private parts that process
+groups need are used in `torch_groups.py` and `books.py`.)
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def renew(
     ctx: Context | None = None,
     rebuild: Callable[[], M] | None = None,
 ) -> M:
-    """Renew a model's process groups after the former ones were cut: for a role's method `renew(self)`.
+    """Renew a model's process groups after the former groups were cut. Call this in a role's method `renew(self)`.
 
-    Its parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. Results
-    of the failed step are lost: gradients, also those accumulated under `no_sync`, and the state of a
+    The parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. Results
+    of the failed step are lost: gradients, including gradients accumulated under `no_sync`, and the state of a
     communication hook. All ranks of the role call this, in the same order for several models.
 
-    If the model lies on process groups that the role has made by itself, or torch's version
-    isn't supported in place, `rebuild` makes the model once more: its parameters and the optimizer get the state of
-    the former ones on this rank, shard by shard.
+    If the model uses process groups that the role has made itself, or torch's version isn't supported in place,
+    `rebuild` makes the model again. The new parameters and the optimizer get the former state on this rank, shard by
+    shard.
 
     Args:
         module: Wrapped by `DistributedDataParallel`, sharded by `fully_shard` (FSDP2), or with parameters on a mesh of
@@ -81,7 +81,7 @@ def renew(
 
 
 class _CannotGoOn(Exception):
-    """The reason why a model can't be renewed in place."""
+    """Raised if a model can't be renewed in place; the text is the reason."""
 
 
 def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -99,7 +99,7 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
                 wrapped: Any = submodule
                 former = wrapped.process_group
                 wrapped._update_process_group(_resolve(str(former.group_name), "DistributedDataParallel"))
-                # `torch.compile` wraps models in functions with copies of the attributes: update these, too.
+                # Update copies of the attribute, too, because `torch.compile` wraps models in functions with copies.
                 for copy in gc.get_referrers(former):
                     if isinstance(copy, dict) and copy.get("process_group") is former:
                         copy["process_group"] = wrapped.process_group
@@ -108,7 +108,7 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _resolve(name: str, what: str) -> Any:
-    """Return the current group of a former one's name."""
+    """Return the current process group with the name of a former group."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     try:
@@ -131,7 +131,7 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iter
 
 
 def _look_up_groups(mesh: DeviceMesh) -> None:
-    """Update a mesh's table of groups, which compiled code uses, by the groups' names."""
+    """Update a mesh's table of groups, which compiled code uses, to the current groups of the same names."""
     root = mesh._get_root_mesh()
     for one_mesh in (root, mesh):
         for name in one_mesh._dim_group_names:
@@ -139,11 +139,11 @@ def _look_up_groups(mesh: DeviceMesh) -> None:
 
 
 def _reset_sharded(modules: list[Any]) -> None:
-    """Reset FSDP2's state: the next step starts from the shards, with the current groups of all meshes."""
+    """Reset FSDP2's state, so that the next step starts from the shards with the current groups of all meshes."""
     states = [module._get_fsdp_state() for module in modules]
     for state in states:
         for params in _param_groups(state):
-            params._all_gather_result = None  # of a group that was cut: nobody waits for the result
+            params._all_gather_result = None  # Nobody waits for this result, because the group was cut.
             for info in (params.mesh_info, params.post_forward_mesh_info):
                 if info is not None:
                     _look_up_groups(info.mesh)
@@ -154,8 +154,8 @@ def _reset_sharded(modules: list[Any]) -> None:
                     unsharded.grad = None
                 param.unsharded_accumulated_grad = None
     for module, state in zip(modules, states, strict=True):
-        if state._is_root:  # no root before the first forward pass, and nothing to reset
-            if hasattr(module, "reset_iter_state"):  # from torch 2.13 on
+        if state._is_root:  # Before the first forward pass there is no root, and nothing to reset.
+            if hasattr(module, "reset_iter_state"):  # Torch has this method since version 2.13.
                 module.reset_iter_state()
             else:
                 _reset_iteration(state)
@@ -164,14 +164,14 @@ def _reset_sharded(modules: list[Any]) -> None:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of a module's state: several from torch 2.12 on."""
+    """Return the parameter groups in a module's FSDP state. Since torch 2.12 there may be several."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _reset_iteration(root: Any) -> None:
-    """Do the work of `reset_iter_state` for older versions of torch."""
+    """Reset a root module's iteration state in versions of torch that have no `reset_iter_state`."""
     stream = root._device_handle.current_stream()
     comm = root._comm_ctx
     for waited in (getattr(comm, "all_gather_state", None), getattr(comm, "reduce_scatter_state", None)):

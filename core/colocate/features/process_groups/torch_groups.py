@@ -1,4 +1,4 @@
-"""Construction of torch's process groups together with peers, and the stores for the rendezvous."""
+"""Constructs torch's process groups together with other ranks, and serves the stores where ranks meet."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=GROUPS_CONNECT_WITHIN_S)
 _splits_lock = threading.Lock()
-_unsplit: list[None] = []  # one entry per thread that makes a group
-_bound: list[Any] = []  # the default group's device, meanwhile
+_unsplit: list[None] = []  # Each thread that makes a group has one entry here.
+_bound: list[Any] = []  # The default group's device is stored here while threads make groups.
 _sharers_lock = threading.Lock()
 _SHARED = "colocate/default"
 _sharers: set[int] = set()
@@ -34,32 +34,32 @@ _sharers: set[int] = set()
 
 @attrs.frozen
 class Plan:
-    """The parameters of a process group in the making."""
+    """The parameters for making a process group."""
 
-    name: str  # the name in torch, unchanged by renewals
-    rendezvous_key: str  # the key of the rendezvous, new each time
-    slots: Sequence[int]  # the slots of the ranks, in order; in the default group, a slot's number is the rank
-    index: int  # the index of this rank
-    is_default: bool  # whether this is torch's default group
-    lies_in_default: bool  # whether the group is part of the default group
-    device: str  # of the slot
-    timeout_s: float  # the timeout of a collective
+    name: str  # The name in torch, which renewals don't change.
+    rendezvous_key: str  # The key of the rendezvous, which is new for each attempt.
+    slots: Sequence[int]  # The slots of the ranks, in order. A slot's number is the rank in the default group.
+    index: int  # The index of this rank among the ranks.
+    is_default: bool
+    lies_in_default: bool  # Whether the group is part of the default group.
+    device: str
+    timeout_s: float  # The timeout of a collective, in seconds.
 
     def make(self, store: Any) -> ProcessGroup:
-        """Make the group together with all other ranks, through a store; return once all ranks have succeeded.
+        """Make the group together with all other ranks through a store, and return when all ranks have succeeded.
 
         Raises:
             NotMade: Another rank has failed.
-            Exception: This rank has failed: the caller must notify the others, which wait for it.
+            Exception: This rank has failed. The caller must notify the other ranks, which wait for this rank.
         """
         group = self._connect(store)
-        # A rank that went on and cut the group would break the others' construction, without any end.
+        # Wait for all ranks, because a rank that cuts the group too early would block the construction on peers.
         try:
             is_complete = len(self.slots) == 1 or all_have(
                 store, self.rendezvous_key, self.index, len(self.slots), self.timeout_s
             )
         except BaseException:
-            del group  # the traceback would keep the group
+            del group  # Otherwise the traceback would keep a reference to the group.
             forget(self.name)
             raise
         if not is_complete:
@@ -69,19 +69,18 @@ class Plan:
         return group
 
     def _connect(self, store: Any) -> ProcessGroup:
-        # The public API makes groups only with all ranks of the default one, under numbers as names. These are the
-        # steps of init_process_group and new_group. Imported here: only users of groups have torch.
+        # These are the steps of `init_process_group` and `new_group`.
+        # The public functions need all ranks of the default group, and use numbers as names.
         import torch
         import torch.distributed as dist
 
-        # Import this before the default group exists: default arguments in there would hold the group for good.
+        # Import this before the default group exists, because default arguments there would keep the group forever.
         import torch.distributed.nn.functional
         from torch.distributed import distributed_c10d as c10d
 
         device_backend = backend_for(self.device)
-        backend = (
-            "gloo" if device_backend is None else f"cpu:gloo,{device_backend}"
-        )  # gloo serves tensors on the host in any case
+        # Gloo is always needed, for tensors on the host.
+        backend = "gloo" if device_backend is None else f"cpu:gloo,{device_backend}"
         bound = None if device_backend is None else torch.device(self.device)
         with _no_split(c10d) if self.lies_in_default else contextlib.nullcontext():
             group, _ = c10d._new_process_group_helper(
@@ -97,15 +96,15 @@ class Plan:
         to_torch = self.slots if self.is_default or self.lies_in_default else range(len(self.slots))
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(to_torch)}
         if self.is_default:
-            c10d._update_default_pg(group)  # as in init_process_group
+            c10d._update_default_pg(group)  # `init_process_group` does the same.
         process_group: ProcessGroup = group
         return process_group
 
 
 @contextlib.contextmanager
 def _no_split(c10d: Any) -> Any:
-    """Prevent NCCL communicators by split from the default group in the block: a split needs all ranks there."""
-    # No reference to the default group is held during the block, which may outlast the group.
+    """A context manager in which NCCL doesn't split the default group's communicator, which would need all ranks."""
+    # Don't hold a reference to the default group, because the block may outlast the group.
     with _splits_lock:
         if (bound := c10d._get_default_group().bound_device_id) is not None:
             _bound[:] = [bound]
@@ -126,12 +125,12 @@ def _no_split(c10d: Any) -> Any:
 
 
 def serve_store(host: str, ports: tuple[int, int] | None = None) -> tuple[Any, tuple[str, int]]:
-    """Serve a store for ranks, at a port reserved by the listener; return the store and the address."""
+    """Serve a store for ranks at a port that the listener has reserved, and return the store and the address."""
     import torch.distributed as dist
 
     listener = wire.listening_within(host, ports, "torch's store of process groups")
     address = listener.getsockname()[:2]
-    # libuv, torch's default: the other server doesn't wake waits for keys set by `compare_set`.
+    # Use libuv, because torch's other server doesn't wake clients that wait for keys set by `compare_set`.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # exported without a declaration
         address[0],
         address[1],
@@ -145,7 +144,7 @@ def serve_store(host: str, ports: tuple[int, int] | None = None) -> tuple[Any, t
 
 
 def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
-    """Return a new client of a store: a waiting client blocks all others on the same connection."""
+    """Return a new client of a store. Each waiting thread needs one, because a wait blocks the connection."""
     import torch.distributed as dist
 
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -156,7 +155,7 @@ def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
 
 
 def hash_store() -> Any:
-    """Return a local store for a group of one rank."""
+    """Return a store in this process's memory, for a group of one rank."""
     import torch.distributed as dist
 
     return dist.HashStore()  # type: ignore[attr-defined]
@@ -166,7 +165,7 @@ def hash_store() -> Any:
 
 
 def share_default(owner: object) -> None:
-    """Create torch's default group for this process alone, or register another user of the group.
+    """Register a user of the default group of this process alone, and create the group for the first user.
 
     Raises:
         ConfigError: The default group has other processes already.
@@ -185,17 +184,19 @@ def share_default(owner: object) -> None:
 
 
 def unshare_default(owner: object) -> list[Any]:
-    """Unregister a user of the shared default group; the last one removes the group. See `forget`."""
+    """Unregister a user of the shared default group, and remove the group after the last user.
+
+    `forget` describes the returned list.
+    """
     with _sharers_lock:
         _sharers.discard(id(owner))
         return [] if _sharers else forget(_SHARED)
 
 
 def take_up() -> None:
-    """Make `init_process_group()` adopt colocate's default group, and `destroy_process_group()` leave that group alone.
+    """Replace torch's `init_process_group()` and `destroy_process_group()`, so that both keep colocate's default group.
 
-    So scripts that call `init_process_group()` unconditionally, and `destroy_process_group()` at the end, run
-    unchanged.
+    Scripts that always call `init_process_group()`, and `destroy_process_group()` at the end, then run unchanged.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -231,7 +232,7 @@ def _colocate_has_made_it(c10d: Any) -> bool:
 def _check_wanted(
     dist: Any, backend: Any = None, world_size: int = -1, rank: int = -1, pg_options: Any = None, **_: object
 ) -> None:
-    """Raise a `ConfigError` unless colocate's default group fits the arguments of `init_process_group()`."""
+    """Raise a `ConfigError` if colocate's default group doesn't fit the arguments of `init_process_group()`."""
     current = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     problems = [
         f"{name}={requested} (there it is {current[name]})"
@@ -253,7 +254,7 @@ def _check_wanted(
 
 
 def hint_for(error: BaseException) -> str | None:
-    """Return a hint for the error of a role, or a role's library, that makes the default group; None otherwise."""
+    """Return a hint for an error that shows that role code tried to make the default group, otherwise None."""
     text = message_of(error) if isinstance(error, ValueError) else ""
     if "environment variable RANK expected" in text:
         return (

@@ -1,4 +1,4 @@
-"""Counts of weight updates in calls: these tell whether ranks with a shared model still have one state."""
+"""Counts weight updates in calls, which show whether ranks with a shared model still have the same state."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import attrs
 
 @attrs.define(eq=False)
 class Counts:
-    """The counts of one call."""
+    """The counts of operations, cuts and weight updates for one call."""
 
-    operations: int = 0  # operations on process groups before the call
-    cuts: int = 0  # cuts before the call
-    before: int = 0  # the role's operations before the call, minus the groups' count
-    step_events: int = 0  # starts and ends of weight updates in the call
-    shares: bool = False  # whether the updated weights are shared by ranks
+    operations: int = 0  # The number of operations on all process groups before the call.
+    cuts: int = 0  # The number of cuts of process groups before the call.
+    before: int = 0  # The role's own count of operations before the call, minus `operations`.
+    step_events: int = 0  # The number of starts and ends of weight updates in the call.
+    shares: bool = False  # Whether ranks share the updated weights.
 
     def updates(self, operations: int) -> int:
-        """Return the step events if the weights are shared, else 0; `operations` is the count after the call."""
+        """Return the step events if ranks share the weights, otherwise 0. `operations` is the count after the call."""
         return self.step_events if self.shares or operations != self.operations else 0
 
 
@@ -37,7 +37,7 @@ def count_updates(running: Callable[[], Counts | None], operations: Callable[[],
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    # By optimizer: the role's operations at the last step.
+    # The role's number of operations at the last step, by optimizer.
     begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def before(optimizer: Any, *_: Any) -> None:

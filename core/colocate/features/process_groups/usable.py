@@ -1,6 +1,6 @@
-"""Process groups of a rank that are still usable in a hold: no torch, no threads, no clock.
+"""Decides which process groups of a rank are still usable during a hold, without torch, threads or a clock.
 
-The driver's half is in `_calls/order.py`; `tests/laws/simulator.py` runs both.
+The driver's part is in `_calls/order.py`, and `tests/laws/simulator.py` runs both.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from colocate.features.process_groups.messages import Operations
 
 
 class Usable:
-    """One rank's cuts, and the operation counts of ranks that begin no more.
+    """A rank's record of cut groups, and of the operations of ranks that start no more operations.
 
     Attributes:
         epoch: The last hold in which this rank was back.
-        cuts: The groups that this rank has cut or dropped, until its roles have gone on without them.
+        cuts: The groups that this rank has cut or dropped, until its roles are renewed.
     """
 
     def __init__(self, epoch: int = 0) -> None:
-        """Start at the other ranks' state. Args: epoch: A hold in which this rank was back without any groups."""
+        """Start without groups. `epoch` is the last hold in which this rank was back."""
         self.epoch = epoch
         self._gone: dict[int, Operations] = {}
         self.cuts: set[str] = set()
 
     def left(self, hold: int, slot: int, operations: Operations) -> bool:
-        """Record that a rank begins no operations until the hold is over; return False if this rank is back already."""
-        if hold <= self.epoch:  # the driver didn't know yet
+        """Record that a rank starts no operations until the hold ends. Return False if this rank is back already."""
+        if hold <= self.epoch:  # The driver didn't know yet that this rank is back.
             return False
         self._gone[slot] = operations
         return True
 
     def vain(self, begun: Operations, members: Callable[[str], Collection[int]]) -> set[str]:
-        """Return the groups on which this rank has begun more operations than can end.
+        """Return the groups on which this rank has started operations that can't end.
 
         Args:
-            begun: The operations of this rank on each group.
+            begun: The operations that this rank has started on each group.
             members: Returns the slots of a group.
         """
         names = set()
@@ -49,7 +49,7 @@ class Usable:
         return names
 
     def shares(self, slots: Collection[int]) -> bool:
-        """Return whether one of the slots begins no more operations."""
+        """Return whether the rank of one of the slots starts no more operations."""
         return not self._gone.keys().isdisjoint(slots)
 
     def back(self, hold: int) -> None:

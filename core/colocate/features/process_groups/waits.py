@@ -1,13 +1,13 @@
-"""Waits for collectives, ended when nothing else ends the wait.
+"""Ends waits for collectives that gloo itself doesn't end after a peer is lost.
 
-A gloo group with a lost connection frees most waits, but not all: a wait for a transfer that was
-under way at the moment (a payload received in part, a send that met the closed connection) is forgotten, and lasts
-until the group's timeout of 30 minutes (gloo/transport/tcp/pair.cc, `Pair::signalException`: neither `rx_.ubuf` nor the
-`ubuf` of `tx_` is told; seen with torch 2.13). So workers wait for collectives in short slices, and look up in between.
-A send or a receive between two ranks can't be waited for in slices: gloo treats its timeout as the end of the group.
+If a connection of a gloo group is lost, most waits end, but not all. A wait for a transfer in progress (a payload
+received in part, a send on the closed connection) lasts until the group's timeout of 30 minutes, because
+`Pair::signalException` in gloo/transport/tcp/pair.cc notifies neither `rx_.ubuf` nor the `ubuf` of `tx_` (seen with
+torch 2.13). So workers wait for collectives in short slices, and check in between whether a peer is lost. A wait for a
+send or receive between two ranks can't be sliced, because gloo ends the group at a timeout.
 
-The operation itself stays behind in the group's own thread, until that timeout, with its
-tensors: `destroy_later` is for backends that nobody may wait for.
+The operation itself and its tensors remain in the group's own thread until the timeout. `destroy_later` drops backends
+without waiting for such operations.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from colocate.features.process_groups import works
 from colocate.worker.serving.signal_handlers import waits_for_role_code
 
 _SLICE = datetime.timedelta(milliseconds=20)
-_hopeless: Callable[[], str | None] | None = None  # of this process's worker
+_hopeless: Callable[[], str | None] | None = None  # The function that was passed to `guard`.
 transferring: list[None] = []
 """One entry per thread that waits for a send or a receive."""
 
 
 def guard(hopeless: Callable[[], str | None]) -> None:
-    """Make `Work.wait()` raise a Consequence once a wait is hopeless and gloo hasn't raised an error.
+    """Make `Work.wait()` raise a `Consequence` if no peer will come any more and gloo raises no error.
 
-    Only for processes with collectives on gloo: NCCL's don't wait on the host, and mustn't start to.
-    `hopeless` returns the reason why no peer will come any more for the calling thread's wait.
+    This is only for processes with collectives on gloo. Collectives of NCCL don't wait on the host, and mustn't start
+    to. `hopeless` returns the reason why no peer will come any more for the calling thread's wait, or None.
     """
-    global _hopeless  # one worker per process
+    global _hopeless  # This process has only one worker.
     from torch.distributed import Work
 
     if _hopeless is None:
@@ -55,7 +55,7 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
                 return original(work) if timeout is None else original(work, timeout)
             finally:
                 transferring.pop()
-        # Torch treats a timeout of zero as no timeout.
+        # Treat a timeout of zero as no timeout, like torch.
         deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
         since = math.inf
         while (now := time.monotonic()) + _SLICE.total_seconds() < deadline:
@@ -64,7 +64,7 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
             except RuntimeError:
                 completed = work.is_completed()
             if completed:
-                return original(work)  # raises the error, unless the work was done just after the slice
+                return original(work)  # This raises the work's error, or returns if the work has just finished.
             reason = _hopeless() if _hopeless is not None else None
             if reason is None:
                 since = math.inf
@@ -76,13 +76,13 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def finish_works() -> None:
-    """Wait for all operations that were begun and not awaited yet: such an operation may write memory.
+    """Wait for all operations that role code hasn't awaited yet, because these may still write to memory.
 
-    An error of an operation stays for the later `wait()`.
+    If an operation has failed, the later `wait()` of role code raises the error.
 
     Raises:
         Consequence: A peer of an operation has failed.
-        ValueError: An operation isn't done in time, or can only be awaited by its role.
+        ValueError: An operation isn't finished in time, or only role code can wait for it.
     """
     for work in works.pending():
         if works.is_collective(work):
@@ -96,11 +96,11 @@ def finish_works() -> None:
 
 
 def destroy_later(backends: list[Any], within_s: float = 0.0) -> None:
-    """Drop groups' backends without a wait for running operations.
+    """Drop groups' backends without waiting for running operations.
 
-    Dropping the last reference to a backend blocks until its threads have ended, up to 30 minutes: each is dropped on a
-    thread of its own. (The group itself is dropped by the caller: no thread may hold it.)
-    The list is empty afterwards; the call waits at most `within_s` for idle backends.
+    Dropping the last reference to a backend blocks until its threads have ended, which may take 30 minutes. So each
+    backend is dropped on a separate thread. The caller drops the group itself, because no thread may refer to it.
+    The list is empty afterwards. The call waits at most `within_s` seconds for idle backends.
     """
     threads = []
     while backends:

@@ -1,4 +1,4 @@
-"""Process groups, the worker's half: operations are counted and reported, and roles are renewed after a hold."""
+"""The worker's side of process groups: counts and reports operations, and renews roles after a failure."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ NAME = "process_groups"
 
 
 class GroupsOfWorker(OfWorker):
-    """The process groups of a worker's roles.
+    """The process-group feature in a worker: reports operations, and drops and renews groups after a failure.
 
     Attributes:
-        groups: The groups.
+        groups: The process groups of the worker's roles.
     """
 
     def __new__(cls, worker_context: WorkerContext) -> GroupsOfWorker:
-        """Create the counting class if the process belongs to one worker."""
+        """Create a `CountedGroups` if the process belongs to this worker alone."""
         return object.__new__(cls if worker_context.in_process else CountedGroups)
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self.groups = ProcessGroups(worker_context)
-        self._has_default = False  # whether a role wants the default group up front
+        self._has_default = False  # Whether a role needs the default group from the start.
         self._role_code = RoleCode(worker_context.in_process)
         worker_context.scope.ends(self._end_waits)
         if worker_context.scope.closed is not None:
@@ -54,19 +54,19 @@ class GroupsOfWorker(OfWorker):
             self.groups.ending()
 
     def given(self, plain: Any) -> None:
-        """Make the default group, and set torchrun's environment if requested."""
+        """Make the default group at the start, and set torchrun's environment variables if requested."""
         self._has_default = True
         self.groups.have_default()
         if plain:
             os.environ.update(self.groups.torchrun_environment(plain))
 
     def heard(self, message: Message, body: Any) -> None:
-        """Handle a message on other ranks, broken groups, or the default group."""
+        """Handle a driver's message about another rank, broken groups, or the default group."""
         match message:
             case Left():
                 self.groups.left(message.number, message.slot, message.operations)
             case DropGroups():
-                self._worker_context.scope.resume()  # all ranks are back: only roles' `renew` can wait now
+                self._worker_context.scope.resume()  # All ranks are back, so only the roles' `renew` can wait now.
                 self.groups.about_to_drop(message.names)
                 self._worker_context.lane.do(partial(self._renew, message))
             case Join():
@@ -85,7 +85,7 @@ class GroupsOfWorker(OfWorker):
                 self.groups.have_default()
             for role in list(worker_context.roles.values()):
                 name = role.name
-                if name in worker_context.background:  # without groups, and possibly amid a call
+                if name in worker_context.background:  # Background roles have no groups, and may be in a call now.
                     continue
                 if name is not None and (message.everybody or self.groups.concerns(message.names, name)):
                     with worker_context.awake(role, "process groups were dropped"), self._role_code:
@@ -100,71 +100,71 @@ class GroupsOfWorker(OfWorker):
         worker_context.say(GroupsDropped(message.number, holders, failed_call), body)
 
     def frees(self, waits: Callable[[], bool]) -> None:
-        """Cut all groups in use, if this rank may wait for peers."""
+        """Cut all groups in use if this rank may be waiting for peers."""
         self.groups.cut(waits)
 
     def back(self, hold: int) -> tuple[Any, ...] | None:
-        """Return the counts of operations and the cut groups."""
+        """Return the number of operations on each group, and the names of cut groups."""
         operations, cuts = self.groups.back(hold)
         return Told(operations=operations, cuts=cuts).plain()
 
     def halts(self, error: BaseException, work: Work | None) -> tuple[Any, ...] | None:
-        """Return the counts of operations, and whether ranks may be in the middle of a step."""
-        # A model of one rank may be in the middle of a step, too, without any counted operation.
+        """Return the number of operations on each group, and whether the call failed in the middle of a step."""
+        # A model on one rank may be in the middle of a step without any counted operation.
         in_step = work is not None and books.are_any() and is_in_backward(error)
         return Told(operations=self.groups.operations(), in_step=in_step).plain()
 
     def is_consequence(self) -> bool:
-        """Return whether a peer is lost."""
+        """Return whether a failure of this rank is only the consequence of a lost peer."""
         return self.groups.lost_a_peer()
 
     def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
-        """Add a hint to an error about torch's default group."""
+        """Add a hint to an error that is about torch's default group, and return the error."""
         if (hint := hint_for(error)) is not None:
             failure.note(error, hint)
         return error
 
     def settles(self) -> None:
-        """Wait for operations that were begun and not awaited yet."""
+        """Wait for operations that role code has started without waiting for the end."""
         finish_works()
 
     def of_device(self) -> Mapping[str, int]:
-        """Return the device memory of the groups' communicators."""
+        """Return the bytes of device memory that the groups' communicators use, if known."""
         size = books.nbytes()
         return {} if size is None else {"nccl": size}
 
     def close(self) -> None:
-        """Drop all groups."""
+        """Drop all groups at the worker's end."""
         self.groups.close()
 
 
 class CountedGroups(GroupsOfWorker):
-    """The process groups of a worker in a separate process: operations and updates are counted."""
+    """The process-group feature in a worker with a separate process, where operations and updates are counted."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         super().__init__(worker_context)
-        # By call on the main lane; running calls use torch's groups from now on.
+        # The counts of calls on the main lane, by call number. Running calls have used no groups so far.
         self._calls = {seq: Counts() for seq in list(worker_context.lane.running)}
 
     def came(self) -> None:
-        """Start to record groups and optimizer steps, since torch was imported."""
+        """Start to record groups and optimizer steps. Called when torch was imported."""
         self.groups.watch_collectives()
         count_updates(self._running, self.groups.count)
 
     def _running(self) -> Counts | None:
-        """Return the counts of the current thread's call; None for rows, or without a call."""
+        """Return the counts of the current thread's call, or None if the thread runs a row or no call."""
         call: Any = running_call.get() or self._worker_context.lane.last()
         return None if call is None or isinstance(call, RowState) else self._calls.get(call.seq)
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
         """Record the counts before a call."""
-        # Background roles are left out: groups are counted per process.
+        # Calls of background roles don't count, because operations are counted per process.
         if role.name not in self._worker_context.background:
             operations = books.count()
             self._calls[seq] = Counts(operations, self.groups.cuts, role.parts.get(NAME, 0) - operations)
 
     def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Return the updates of shared weights in a call, and whether the call has begun operations.
+        """Return how many updates of shared weights a call has made, and whether the call has started operations.
 
         Raises:
             Consequence: Groups were cut while the call used them.
@@ -179,14 +179,14 @@ class CountedGroups(GroupsOfWorker):
                 raise Consequence(
                     f"process groups were cut while {work.label} used them: what it has got of them isn't true"
                 )
-        elif not counts.step_events:  # the fast path
+        elif not counts.step_events:  # Most calls end here: there were no operations and no updates.
             del self._calls[work.seq]
             return None
         plain = Told(self._calls.pop(work.seq).updates(operations), begins=operations != counts.operations).plain()
         return None if plain is None else {NAME: plain}
 
     def halts(self, error: BaseException, work: Work | None) -> tuple[Any, ...] | None:
-        """Add the updates of the failed call to the report."""
+        """Return the report of the base class, with the updates of the failed call."""
         plain = super().halts(error, work)
         counts = None if work is None else self._calls.pop(work.seq, None)
         if work is None or counts is None:
@@ -198,16 +198,16 @@ class CountedGroups(GroupsOfWorker):
         return report._replace(updates=counts.updates(begun), in_step=in_step).plain()
 
     def back(self, hold: int) -> tuple[Any, ...] | None:
-        """Return the counts, and drop calls that were put back."""
+        """Return the report of the base class, and drop the counts of calls that no longer run."""
         running = self._worker_context.lane.running
         self._calls = {seq: counts for seq, counts in self._calls.items() if seq in running}
         return super().back(hold)
 
 
 def is_in_backward(error: BaseException) -> bool:
-    """Return whether an error, or a cause of the error, was raised in a backward pass of torch's.
+    """Return whether an error, or a cause of the error, was raised in a backward pass of torch.
 
-    DDP tracks the gradients of a pass: until all have come, it accepts no other step.
+    DDP accepts no other step until it has all gradients of the pass.
     """
     cause: BaseException | None = error
     visited: set[int] = set()

@@ -1,7 +1,7 @@
-"""Pending works of torch: operations of process groups that were begun (`async_op=True`), and may not be done yet.
+"""Records pending works of torch: operations of process groups that were started with `async_op=True`.
 
-They read and write tensors at any time, also after the call that has begun them. Operations through torch's Python
-functions are recorded, as long as somebody holds the work.
+Such an operation may read and write tensors even after the call that started it. Operations that go through torch's
+Python functions are recorded as long as the work object exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from colocate.features.process_groups import books
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# Names from several versions of torch.
+# The methods of `ProcessGroup` that start operations, in several versions of torch.
 METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "alltoall_base"),
     *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
@@ -30,18 +30,18 @@ METHODS = (
 
 @attrs.frozen
 class _Begun:
-    """An operation that has begun, by weak references to the work and the group."""
+    """A started operation, with weak references to the work and the group."""
 
     work: weakref.ref[Work]
     group: weakref.ref[ProcessGroup]
     sends: bool
 
 
-_begun: dict[int, _Begun] = {}  # by the work's id
+_begun: dict[int, _Begun] = {}  # The key is the id of the work object.
 
 
 def record() -> None:
-    """Start to record the operations that this process begins."""
+    """Start to record the operations that this process starts."""
     from torch.distributed import ProcessGroup
 
     for name in METHODS:
@@ -51,9 +51,9 @@ def record() -> None:
 
 
 def pending() -> list[Work]:
-    """Return operations that aren't done according to torch, except gloo's sends, which write nothing.
+    """Return operations that aren't finished according to torch, except gloo's sends, which write no tensors.
 
-    Operations of a cut group are left out: they write nothing any more.
+    Operations of removed groups are left out, because these write nothing any more.
     """
     groups = {id(group) for group in books.all_groups().values()} if _begun else ()
     works = []
@@ -67,7 +67,7 @@ def pending() -> list[Work]:
 
 
 def is_collective(work: Any) -> bool:
-    """Return whether a work may be awaited with a timeout: gloo's transfers end the group at a timeout."""
+    """Return whether a wait for a work may have a timeout. A timeout of gloo's transfers would end the group."""
     try:
         work.get_future()
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""Profiles: `colocate.profile`, `colocate run --profile`. The page: docs/profile.md."""
+"""Profiling of ranks by `colocate.profile` or `colocate run --profile`. See docs/profile.md."""

@@ -1,7 +1,7 @@
-"""The operations of a profiled process on process groups, recorded on the process's own threads.
+"""Records the operations on process groups that a profiled process starts and waits for.
 
-Torch's profiler records when gloo's operations ran, but neither the waiting thread nor the process group. These
-calls of torch's Python functions are recorded here.
+Torch's profiler records when gloo's operations ran, but neither the waiting thread nor the process group. So this
+module wraps torch's Python functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Collectives:
-    """Operations that this process starts and awaits between `begin` and `end`; times in ns of time.time_ns().
+    """The operations that this process starts and awaits between `begin` and `end`, with times of `time.time_ns()`.
 
     Attributes:
         calls: Each operation, in order, with the start and end of the call that started it.
@@ -39,10 +39,11 @@ class Collectives:
     _works: weakref.WeakKeyDictionary[Work, Meeting] = attrs.field(factory=weakref.WeakKeyDictionary, init=False)
     _undo: list[Callable[[], object]] = attrs.field(factory=list, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
-    _known_as: Callable[[Any], str] = attrs.field(default=str, init=False)  # returns a group's name, equal on all ranks
+    # This function returns the group's name, which is equal on all ranks.
+    _known_as: Callable[[Any], str] = attrs.field(default=str, init=False)
 
     def begin(self) -> None:
-        """Start recording."""
+        """Start recording, by wrapping torch's functions."""
         from torch import distributed
 
         if distributed.is_available() and "process_groups" in FEATURES:
@@ -56,7 +57,7 @@ class Collectives:
             self._replace(distributed.Work, "wait", self._waited)
 
     def end(self) -> None:
-        """Stop recording."""
+        """Stop recording, by restoring torch's functions."""
         while self._undo:
             self._undo.pop()()
 
@@ -84,7 +85,7 @@ class Collectives:
         return by
 
     def _key(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
-        """Return the numbering key of an operation: the group; for point-to-point operations also both ranks."""
+        """Return the key by which an operation is numbered: the group's name, with both ranks for `send` and `recv`."""
         group_name = self._names.get(group)
         if group_name is None:
             group_name = self._names[group] = self._known_as(group)

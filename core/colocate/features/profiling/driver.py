@@ -1,4 +1,4 @@
-"""`colocate.profile`: torch's profiler on ranks, between two moments of a driver, with the driver's own records."""
+"""`colocate.profile`: runs torch's profiler on ranks, and merges the traces with the driver's records of calls."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ from colocate.features.profiling.parts import Part, Piece, rows, split
 from colocate.features.profiling.worker import ProfilingOfWorker
 
 _LOOKS = 7
-"""Attempts to read a worker's clock: the fastest answer counts."""
+"""The number of attempts to read a worker's clock, of which the fastest counts."""
 _CLOCKS_WITHIN_S = 30.0
 _MOST_RECORDS = 200_000
 SAMPLERS = ("torch", "py-spy")
 
 
 class ProfilingOfGroup(OfGroup):
-    """Requests to the workers of a group for a profile."""
+    """The driver's half of a group's profiles: measures how far the workers' clocks differ."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._requests: Requests[int, tuple[float, float]] = Requests(worker_group.base)
 
     def renewed(self) -> None:
-        """Drop open requests: the former workers are gone."""
+        """Drop pending requests after a restart, because the former workers have exited."""
         self._requests = Requests(self._worker_group.base)
 
     def failed(self, error: ColocateError) -> None:
-        """Fail all waits for answers."""
+        """Fail all pending requests with the group's error."""
         self._requests.fail_all(error)
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Record a worker's answer with the time of the receipt."""
+        """Record a worker's time, together with the driver's time of receipt."""
         assert isinstance(message, Clock)
         self._requests.answered(message.token, worker.slot, (message.now, time.time()))
 
     def ahead(self, within_s: float) -> dict[int, float]:
-        """Return by slot the offset of the worker's clock from the driver's, in seconds; positive if ahead.
+        """Return, by slot, how many seconds each worker's clock is ahead of the driver's clock.
 
         The offset is 0 if it is within the error of the measurement (half the round trip), as on one machine.
 
         Raises:
-            ColocateError: The group is gone.
+            ColocateError: The group has failed.
             TimeoutError: A worker doesn't answer.
         """
         deadline, best = Deadline(within_s), dict[int, tuple[float, float]]()
@@ -92,8 +92,6 @@ class ProfilingOfGroup(OfGroup):
 
 @attrs.define(eq=False)
 class _Told:
-    """An observer that stores finished calls and moves of memory."""
-
     calls: deque[CallRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
     moves: deque[MoveRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
 
@@ -106,7 +104,7 @@ class _Told:
 
 @attrs.define(eq=False, repr=False)
 class Profile:
-    """A profile of ranks, from `colocate.profile`; complete after the block.
+    """The result of `colocate.profile`, which is complete when the block has ended.
 
     Attributes:
         trace: The file for Perfetto (ui.perfetto.dev) or chrome://tracing: colocate's calls, with the events of torch's
@@ -115,7 +113,7 @@ class Profile:
         seconds: The length of the profile.
         slots: The profiled slots, by group.
         parts: The time of these slots, split by role and method.
-        untraced: The slots, by group and number, of processes without torch: only calls are known there.
+        untraced: Slots, by group and number, in whose process torch isn't imported, so that only calls are known.
     """
 
     trace: Path
@@ -129,7 +127,7 @@ class Profile:
         return f"<profile of {self.seconds:.3f} s in {self.trace}>"
 
     def rows(self) -> list[dict[str, str | float]]:
-        """Return a table of the parts: seconds of a slot, on average. The last row is the sum, `seconds` long."""
+        """Return a table of `parts` with the average seconds per slot. The last row is the sum, equal to `seconds`."""
         return rows(self.parts, max(1, sum(map(len, self.slots.values()))))
 
 
@@ -143,10 +141,10 @@ def profile(
     sampler: str = "torch",
     title: str = "Profile",
 ) -> Iterator[Profile]:
-    """Profile ranks while the block runs: with torch's profiler in the workers, and with the driver's own records.
+    """Profile ranks while the block runs, by torch's profiler in the workers and by the driver's own records.
 
-    The profile begins and ends between calls: both are calls on all workers of the group. The block leaves
-    `profile.json` in the run's folder (`colocate.record`, a job), else in the working folder; reports have the table.
+    The profile begins and ends between calls, by calls on all workers of the group. The block writes `profile.json`
+    into the run's folder (of `colocate.record` or a job), else into the working folder. Reports show the table.
 
     Args:
         group: The group of the ranks; or several groups of one runtime.
@@ -159,8 +157,8 @@ def profile(
     Raises:
         ConfigError: There is no such role or rank, or no rank has a GPU for `memory`.
         CapabilityError: The workers are threads of this process, and torch only profiles whole processes.
-        ColocateError: A profile of the group is running already, or the profiler of a rank can't begin or end: say,
-            because another profiler of torch's runs in that process.
+        ColocateError: A profile of the group is running already, or the profiler of a rank can't begin or end, for
+            example because another profiler of torch's runs in that process.
     """
     groups = [group] if isinstance(group, ColocatedGroup) else list(group)
     session = _Session(groups, _targets(groups, roles, ranks), memory, sampler)
@@ -174,7 +172,7 @@ def profile(
 
 
 def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool, sampler: str) -> None:
-    """Check the arguments of a profile; errors as in `profile`."""
+    """Check the arguments of a profile. Raises the same errors as `profile`."""
     _Session(groups, _targets(groups, roles, ranks), memory, sampler)
 
 
@@ -210,8 +208,6 @@ def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[i
 
 
 class _Session:
-    """A running profile."""
-
     def __init__(
         self, groups: Sequence[ColocatedGroup], slots: Mapping[str, tuple[int, ...]], memory: bool, sampler: str
     ) -> None:
@@ -237,7 +233,7 @@ class _Session:
         run = first.services.run
         self._folder = (Path.cwd() if run is None else Path(run.directory)) / "profile"
         self.profile = Profile(self._folder.with_suffix(".json"), slots)
-        self._is_made = False  # whether the folder was created
+        self._is_made = False  # Whether this session has created the folder.
         self._told = _Told()
         self._begun: dict[str, PendingCall] = {}
         self._ended: dict[str, PendingCall] = {}
@@ -259,7 +255,8 @@ class _Session:
     def begin(self) -> None:
         for node in list(self._connection.worker_groups.values()):
             if node.alive:
-                is_other = node.name not in self._groups  # another group may hang, or may just have died
+                # Other groups may hang or have failed, so their errors are ignored.
+                is_other = node.name not in self._groups
                 within_s, errors = (1.0, (ColocateError, TimeoutError)) if is_other else (_CLOCKS_WITHIN_S, ())
                 with contextlib.suppress(*errors):
                     measure_offsets = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
@@ -280,7 +277,7 @@ class _Session:
             self.profile.trace = self._folder.with_suffix(".json")
             try:
                 self._folder.mkdir(parents=True)
-            except FileExistsError:  # another thread or process may have created the folder just now
+            except FileExistsError:  # Another thread or process may have created the folder just now.
                 continue
             if not self.profile.trace.exists():
                 self._is_made = True
@@ -288,14 +285,14 @@ class _Session:
             self._folder.rmdir()
 
     def forget(self) -> None:
-        """Stop the profile without results. No wait for any rank: one may never answer."""
+        """Stop the profile without results, and without waiting for ranks, because one may never answer."""
         for node in self._groups.values():
-            with contextlib.suppress(ColocateError):  # the block has failed already: that error is raised
+            with contextlib.suppress(ColocateError):  # Ignore this error, because the block's own error is raised.
                 _call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0})
         self._stop()
         if self._is_made:
             with contextlib.suppress(OSError):
-                # The rename keeps out ranks that still write: a new file in the folder would make the removal fail.
+                # Rename the folder first, because a file that a rank still writes there would make the removal fail.
                 shutil.rmtree(self._folder.rename(self._folder.with_name(f".{self._token}")), ignore_errors=True)
 
     def _stop(self) -> None:
@@ -338,7 +335,7 @@ class _Session:
             if record.method in (BEGIN, END) and not record.role:
                 continue
             calls.append(Called(label_of(record.role, record.method), record.submitted, record.ready, ran))
-            if not record.role and CALLS.get(record.method) == "weights":  # the call is a sync, without any other work
+            if not record.role and CALLS.get(record.method) == "weights":  # The whole call is a sync of weights.
                 for slot, (begin, end) in ran.items():
                     transfers.setdefault(slot, []).append(Piece(begin, end, begin))
             for item in record.transfers:
@@ -372,7 +369,7 @@ class _Session:
         return until - since, split(Known(calls, moves), pieces, (since, until))
 
     def _ran(self, calls: Mapping[str, PendingCall]) -> dict[Slot, Interval]:
-        """Return the intervals in which slots ran a call of this profile, by the driver's clock."""
+        """Return, by slot, when each call that begins or ends the profile ran, in seconds of the driver's clock."""
         spans = {}
         for name, call in calls.items():
             for index, begin, end in call.spans:
@@ -381,7 +378,6 @@ class _Session:
         return spans
 
     def _merge(self) -> None:
-        """Join all parts into one trace: first the timeline, an unfinished JSON list, then the ranks' events."""
         profile = self.profile
         merged = self._folder / "merged"
         with merged.open("wb") as target:

@@ -1,4 +1,4 @@
-"""Messages of profiles, the first to workers, the second from workers; and the labels of both calls."""
+"""The messages and results of a profile, and the labels of the calls that begin and end a profile."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ BEGIN, END = "the profile's beginning", "the profile's end"
 
 @message
 class AskClock(Message):
-    """Ask a worker for the time; answered by `Clock`."""
+    """Ask a worker for the current time. The worker answers with `Clock`."""
 
-    token: int  # the request's number
+    token: int  # The request's number.
 
 
 @message
 class Clock(Message):
-    """The answer to `AskClock`."""
+    """A worker's answer to `AskClock`, with the current time."""
 
-    token: int  # the request's number
-    now: float  # the worker's `time.time()`, in seconds
+    token: int  # The request's number.
+    now: float  # The worker's `time.time()`, in seconds.
 
 
 Meeting: TypeAlias = tuple[str, int]
-"""The id of an operation, equal on all participating ranks: a key for the group, and the operation's number."""
+"""The id of an operation on a process group, equal on all ranks: a key for the group and the operation's number."""
 
 
 @attrs.frozen
 class Profiled:
-    """A rank's report on the profile; all times in seconds of the driver's clock.
+    """One rank's results of a profile. All times are in seconds of the driver's clock.
 
     Attributes:
         arrived: The start of each operation on process groups.
-        waits: Intervals without any other work than such an operation, in order: operation, start and end.
+        waits: Intervals in which the rank did nothing but such an operation: operation, start and end, in order.
         traced: Whether torch's profiler ran, that is, torch had been imported.
         events: The number of events in the rank's part of the trace.
         nbytes: The size of that part.

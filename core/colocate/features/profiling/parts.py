@@ -1,4 +1,4 @@
-"""The split of the time of profiled slots: each moment of each slot belongs to exactly one part."""
+"""Splits the time of profiled slots by method, so that each moment of a slot belongs to exactly one part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Piece:
     Attributes:
         start: The start, in seconds of the driver's clock.
         end: The end.
-        met: The arrival of the last participant: until then the slot waited for the others.
+        met: The arrival of the last participant, until which the slot waited for other slots.
     """
 
     start: float
@@ -33,7 +33,7 @@ class Piece:
 
 @attrs.define
 class Part:
-    """The time of one method of one role.
+    """The time that all slots spent on one method of one role.
 
     Attributes:
         calls: The number of calls, on all slots.
@@ -44,17 +44,17 @@ class Part:
     seconds: dict[str, float] = attrs.field(factory=dict)
 
     def add(self, what: str, seconds: float) -> None:
-        """Add time to a kind of work or wait."""
+        """Add seconds to one kind of work or wait."""
         if seconds > 0:
             self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
 
 def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval) -> dict[str, Part]:
-    """Return the split of slots' time by called method, in the order of first calls.
+    """Split the time of slots by called method, and return the parts in the order of the first calls.
 
     Within a call a slot computes, communicates, waits for other participants, or moves memory. If calls overlap on a
-    slot, the one that began last gets the time. Between calls the slot waits for the driver, or for what the driver
-    waited for; that time belongs to the next call.
+    slot, the one that began last gets the time. Between calls, the slot waits for the driver or for
+    something that the driver waits for; this time belongs to the next call.
 
     Args:
         known: All calls and moves, also those of other slots, in seconds of the driver's clock.
@@ -82,7 +82,7 @@ def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval
 def _in_calls(
     own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], pieces: Sequence[Piece], window: Interval
 ) -> Iterator[tuple[str, str, float]]:
-    """Yield the activities of a slot within calls: label of the call, kind, and seconds."""
+    """Yield a tuple for each activity of a slot within calls: the call's label, the kind, and the seconds."""
     moments = sorted(
         {
             *(min(max(item, window[0]), window[1]) for interval, _ in own for item in interval),
@@ -102,7 +102,7 @@ def _in_calls(
 def _moves_between(
     own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], window: Interval
 ) -> Iterator[tuple[str, float]]:
-    """Yield the seconds in which memory moved between calls, with the label of the next call."""
+    """Yield the next call's label, and the seconds for which memory moved before this call."""
     last = window[0]
     for (start, end), call in [*own, ((window[1], window[1]), None)]:
         for first, then in moving:
@@ -112,7 +112,7 @@ def _moves_between(
 
 
 class _Running:
-    """A sweep over spans: returns the span at increasing moments; the one that began last, if several overlap."""
+    """A sweep over time spans that finds, for increasing moments, the running span that began last."""
 
     def __init__(self, spans: Iterable[tuple[float, float, Any]]) -> None:
         self._coming = sorted(spans, key=lambda each: each[0], reverse=True)
@@ -131,7 +131,7 @@ class _Running:
 
 
 def rows(found: Mapping[str, Part], slots: int) -> list[dict[str, str | float]]:
-    """Return a table with the seconds of a slot, on average, by role and method, and a row of sums."""
+    """Return a table of the average seconds per slot, with one row for each method and a row of sums."""
     columns = [
         (COMPUTE, "compute (s)"),
         (COMMUNICATION, "communication (s)"),

@@ -1,4 +1,4 @@
-"""A worker's Python stacks, sampled a hundred times a second by py-spy: for code without torch."""
+"""Sampling of a worker's Python stacks by py-spy, a hundred times a second, for code without torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SPIN_S, _SPINS = 0.035, 4
 class Sampler:
     """A py-spy process that samples this process from `begin` to `end`; called on the lane."""
 
-    _file: Path  # the output of py-spy
-    clocks: list[float] = attrs.field(factory=list, init=False)  # starts and ends of `colocate_clock`, alternating
+    _file: Path  # The file that py-spy writes.
+    clocks: list[float] = attrs.field(factory=list, init=False)  # Start and end times of `colocate_clock`, in turn.
     _process: subprocess.Popen[bytes] | None = attrs.field(default=None, init=False)
 
     def begin(self) -> None:
@@ -38,13 +38,13 @@ class Sampler:
         Raises:
             CapabilityError: There is no py-spy here, or it lacks the permission.
         """
-        from colocate.keeper.outside import py_spy  # imports psutil from disk; only the sampler needs this
+        from colocate.keeper.outside import py_spy  # Imported here, because only the sampler needs psutil.
 
         if (program := py_spy()) is None:
             raise CapabilityError("there is no py-spy beside this worker's interpreter, nor on its path: install it")
         pid = str(os.getpid())
         how = ["--rate", str(_RATE), "--format", "chrometrace", "--nonblocking", "--idle", "--output", str(self._file)]
-        # This waits for py-spy's first message: samples carry times relative to an unknown start.
+        # Sample times are relative to an unknown start, so `colocate_clock` must run after py-spy has begun.
         self._process = process = subprocess.Popen(
             [program, "record", "--pid", pid, *how],
             stdin=subprocess.DEVNULL,
@@ -66,7 +66,7 @@ class Sampler:
             time.sleep(_SPIN_S)
 
     def end(self) -> None:
-        """Stop py-spy, once, and wait for the output."""
+        """Stop py-spy, and wait until the output is written. A second call does nothing."""
         process, self._process = self._process, None
         if process is not None:
             process.send_signal(signal.SIGINT)
@@ -77,7 +77,7 @@ class Sampler:
                 process.wait()
 
     def convert(self, target: IO[str], rank: Rank) -> int:
-        """Write the samples as `traces.convert` does, and return the number of events.
+        """Write the samples as trace events into a file, and return the number of samples.
 
         Raises:
             ValueError: The samples lack the clock's marks.
@@ -93,8 +93,7 @@ class Sampler:
         clocks = self.clocks
         if len(marks) != len(clocks):
             marks, clocks = [marks[0], marks[-1]], [clocks[0], clocks[-1]]
-        # A sample shows the start or end of a function late, by up to one period: the smallest delay is the best
-        # estimate.
+        # A sample shows a function's start or end up to one period late, so the smallest delay is the best estimate.
         late = min(sampled_at - mine for sampled_at, mine in zip(marks, clocks, strict=True))
         rank.thread = threading.get_ident()
         shift = -round((late + rank.ahead + rank.zero) * 1e6)
@@ -116,7 +115,7 @@ class Sampler:
 
 
 def colocate_clock() -> tuple[float, float]:
-    """Return the start and end of this call, after a spin long enough for a sample by py-spy."""
+    """Spin long enough for a sample by py-spy, and return the start and end time of this call."""
     began = time.time()
     until = time.monotonic() + _SPIN_S
     while time.monotonic() < until:

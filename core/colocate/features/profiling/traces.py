@@ -1,6 +1,6 @@
-"""A trace of torch's profiler, on the way into one file with the traces of other ranks.
+"""Converts one rank's trace of torch's profiler for the file in which all ranks' traces are merged.
 
-It is read and written event by event: a trace may have hundreds of megabytes.
+A trace is read and written event by event, because it may have hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from colocate.features.profiling.collectives import Collectives
 from colocate.features.profiling.messages import Meeting
 
 CLOCK = "colocate.clock"
-"""The range in which a worker reads the clock: the range's times link torch's clock to the worker's."""
-_FLOWS = 1 << 40  # more than the flows of any rank
+"""The name of a range in which a worker reads the clock, so that torch's clock can be compared with the worker's."""
+_FLOWS = 1 << 40  # This is more than the flows of any rank.
 _CHUNK = 1 << 20
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _CLOCKS = re.compile(rb'"name": "colocate\.clock"[^{}]*?"ts": ([\d.]+),\s*"dur": ([\d.]+)')
@@ -33,7 +33,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def events(file: IO[str]) -> Iterator[Any]:
-    """Yield a trace's events.
+    """Yield the events of a trace file, one after the other.
 
     Raises:
         ValueError: The file is no trace of torch's, or is cut off.
@@ -64,7 +64,7 @@ def events(file: IO[str]) -> Iterator[Any]:
 
 @attrs.define(eq=False)
 class Rank:
-    """The conversion of a rank's trace into the merged file.
+    """The settings for converting one rank's trace for the merged file.
 
     Attributes:
         index: The index among the profiled ranks of all groups: the base of the rank's flow numbers.
@@ -73,7 +73,7 @@ class Rank:
         threads: The first number for the rank's threads, and their maximal count.
         place: The position among the threads of the process in viewers.
         clocks: The worker's time in each `CLOCK` range, in seconds; half of the ranges lie at the beginning.
-        ahead: The offset of the worker's clock from the driver's, in seconds; positive if ahead.
+        ahead: How many seconds the worker's clock is ahead of the driver's clock.
         zero: The time that becomes 0 in the file, in seconds of the driver's clock.
         pid: The worker's process.
         thread: The native id of the thread that runs calls.
@@ -94,45 +94,45 @@ class Rank:
     def tid_of(self, pid: Any, tid: Any) -> int:
         """Return a thread's number in the merged file, unique among all ranks."""
         first, most = self.threads
-        if not self._tids:  # the thread of the calls comes first
+        if not self._tids:  # The thread that runs calls gets the first number.
             self._tids[self.pid, self.thread] = first
         return self._tids.setdefault((pid, tid), first + min(len(self._tids), most - 1))
 
 
 @attrs.define(eq=False)
 class Read:
-    """Findings in a rank's trace beyond the copied events; all times in seconds of the driver's clock."""
+    """The intervals found in a rank's trace during the conversion. All times are in seconds of the driver's clock."""
 
     events: int = 0
-    compute: array[float] = attrs.field(factory=lambda: array("d"))  # kernels and copies: start, end, ...
-    exchange: list[tuple[str, float, float]] = attrs.field(factory=list)  # communication kernels, by group
-    # Operators of the calls' thread: start, end, ...
+    compute: array[float] = attrs.field(factory=lambda: array("d"))  # Starts and ends, in turn, of kernels and copies.
+    exchange: list[tuple[str, float, float]] = attrs.field(factory=list)  # Communication kernels, each with a group.
+    # Starts and ends, in turn, of operators on the thread that runs calls.
     operations: array[float] = attrs.field(factory=lambda: array("d"))
-    waited: list[Interval] = attrs.field(factory=list)  # waits of the calls' thread for an operation in C++
-    # Operations of process groups, by kind: the start, and whether C++ started the operation and waits for the end.
+    waited: list[Interval] = attrs.field(factory=list)  # Waits in C++ of the thread that runs calls.
+    # Operations on process groups, by kind, with the start and whether C++ (and not Python) started the operation.
     begun: dict[str, list[tuple[float, bool]]] = attrs.field(factory=dict)
-    functional: list[Interval] = attrs.field(factory=list)  # operators that start an operation without a wait
-    under_way: dict[str, list[Interval]] = attrs.field(factory=dict)  # operations on gloo's threads, by kind
+    functional: list[Interval] = attrs.field(factory=list)  # Operators that only start an operation.
+    under_way: dict[str, list[Interval]] = attrs.field(factory=dict)  # Operations on gloo's threads, by kind.
 
 
 def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Read:
-    """Write the events of a rank's trace into a file, each after a comma and a newline; return the findings.
+    """Copy the events of a rank's trace into a file, and return the intervals that were found.
 
-    Processes, threads and flows get new numbers, and times are converted to the driver's clock. `noted` is in ns of
-    the worker's clock.
+    Each event is written after a comma and a newline. Processes, threads and flows get new numbers, and times are
+    converted to the driver's clock. `noted` is in ns of the worker's clock.
 
     Raises:
         ValueError: The file is no trace of torch's, or lacks the clock's ranges.
     """
     result = Read()
     shift = _shift(source, rank)
-    # Whole nanoseconds: rounded differently from torch, an inner operator could begin before the outer one.
+    # Shift by whole nanoseconds, because other rounding could let an inner operator begin before the outer one.
     shift_ns = round((shift - rank.zero) * 1e9)
     with source.open(encoding="utf-8", errors="replace") as file:
         inside = _Inside([(start / 1e9 - rank.ahead, end / 1e9 - rank.ahead) for _, start, end in noted.calls])
         for event in events(file):
             if "ts" not in event or isinstance(event.get("pid"), str) or event["name"].startswith("process_"):
-                continue  # events of the profiler itself, or of a process: the merged file has one per group
+                continue  # Skip events of the profiler, and process names, which the merged file has per group.
             start = event["ts"] / 1e6 + shift
             if event["ph"] == "X":
                 _look(event, start, rank, result, inside)
@@ -144,7 +144,7 @@ def convert(source: Path, target: IO[str], rank: Rank, noted: Collectives) -> Re
 
 
 def _shift(source: Path, rank: Rank) -> float:
-    """Return the seconds to add to a trace's times for the driver's clock."""
+    """Return the seconds to add to the times of a trace to get times of the driver's clock."""
     with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         ranges = sorted((float(match[1]), float(match[2])) for match in _CLOCKS.finditer(data))
     if len(ranges) != len(rank.clocks):
@@ -155,8 +155,7 @@ def _shift(source: Path, rank: Rank) -> float:
         (length, mine - (start + length / 2) / 1e6) for mine, (start, length) in zip(rank.clocks, ranges, strict=True)
     ]
     half = len(looks) // 2
-    # The shortest range gives the best reading: a preempted thread may read at any moment of a range. Torch's clock may
-    # differ from Python's: an error here would shift the events against the calls.
+    # Use the shortest range of each half, because a preempted thread may read the clock at any moment of a range.
     return (min(looks[:half])[1] + min(looks[half:])[1]) / 2 - rank.ahead
 
 
@@ -165,9 +164,9 @@ def _look(event: Any, start: float, rank: Rank, found: Read, inside: _Inside) ->
     if category in _DEVICE:
         if category == "kernel" and _COMMUNICATION.search(name):
             args = event.get("args", {})
-            # Several groups of different ranks may share a name: torch numbers the groups made by roles per process.
+            # Groups of different ranks may have the same name, because torch numbers groups separately in each process.
             key = f"{args.get('Process Group Name', '')} {args.get('Process Group Ranks', '')}"
-            # Point-to-point kernels have no number known to other ranks.
+            # Other ranks don't know the number of a point-to-point kernel, so the key contains this rank's name.
             between_two = f" of {rank.name}" if "SendRecv" in name else ""
             found.exchange.append((key + between_two, start, end))
         else:
@@ -185,13 +184,10 @@ def _look(event: Any, start: float, rank: Rank, found: Read, inside: _Inside) ->
 
 
 def _kind(name: str) -> str:
-    """Return the name of an operation that torch's dispatcher and gloo have in common."""
     return name.partition(":")[2].replace(":", "").replace("_", "")
 
 
 class _Inside:
-    """Sorted, disjoint intervals, searchable by moment."""
-
     def __init__(self, intervals: list[Interval]) -> None:
         self._intervals = intervals
         self._starts = [start for start, _ in intervals]
@@ -202,7 +198,7 @@ class _Inside:
 
 
 _SLACK_S = 20e-6
-"""The distance of torch's clock and Python's, at most."""
+"""The maximal difference between torch's clock and Python's clock, in seconds."""
 
 
 def _rename(event: Any, rank: Rank) -> None:
@@ -222,7 +218,7 @@ def _rename(event: Any, rank: Rank) -> None:
 def waits(
     found: Read, noted: Collectives, rank: Rank
 ) -> tuple[dict[Meeting, float], list[tuple[Meeting, float, float]]]:
-    """Return a rank's start of each operation on process groups, and the intervals without any other work.
+    """Return the start of each operation on process groups, and the intervals in which the rank did nothing else.
 
     Such an interval is a wait in Python of the thread that runs calls; an operation started and awaited by C++ (DDP's
     in a backward pass) while the thread runs no operator; or a time when a device runs only communication kernels.
@@ -245,7 +241,7 @@ def waits(
     asynchronous = _Inside(sorted(found.functional))
     for kind, starts in found.begun.items():
         under_way = sorted(found.under_way.get(kind, ()))
-        if len(under_way) != len(starts):  # operations of a device, or one that ran before the profile
+        if len(under_way) != len(starts):  # The operations ran on a device, or one began before the profile.
             continue
         for (start, by_c), (_, end) in zip(sorted(starts), under_way, strict=True):
             if by_c and not asynchronous.has(start):
@@ -259,4 +255,4 @@ def waits(
 
 
 _UNKNOWN: Meeting = ("", -1)
-"""An unknown operation."""
+"""The id of an operation that isn't known."""

@@ -1,4 +1,4 @@
-"""Profiles, the worker's half: torch's profiler runs from one call to another, with a range for each call meanwhile."""
+"""The worker's half of profiles: runs torch's profiler between two calls, and marks each call in between as a range."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from colocate.worker.hooks import OfWorker
 from colocate.worker.serving.role_instance import RoleInstance
 
 _MOST_ALLOCATIONS = 100_000
-"""The length of the history in a snapshot of memory."""
+"""The maximal number of entries in the history of a memory snapshot."""
 _LOOKS = 8
-"""Readings of the clock: the first range takes torch a millisecond, and any range may be interrupted."""
+"""The number of clock readings, because the first range takes torch a millisecond, and any range may be interrupted."""
 
 
 class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
-    """The profile of a worker. Without a profile, calls run without these hooks (`WorkerContext.list_hooks`)."""
+    """The worker's half of profiles. The hooks for calls are only installed while a profile runs."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self._session: Session | None = None
 
     def heard(self, message: Message, body: Any) -> None:
-        """Answer with the time at once, on the receiving thread."""
+        """Answer at once with the current time, on the receiving thread."""
         assert isinstance(message, AskClock)
         self._worker_context.say(Clock(message.token, time.time()))
 
     def adopted(self) -> None:
-        """Drop the former driver's profile."""
+        """Drop a profile that the former driver has begun."""
         self._worker_context.lane.do(self._drop)
 
     @method
     def begin(self, token: str, slots: Sequence[int], memory: bool, folder: str) -> str | None:
-        """Start a profile on the workers of `slots`; return the reason for a failure.
+        """Start a profile if this worker's slot is in `slots`. Return an error text, or None for success.
 
-        Neither `begin` nor `end` raises: a failed call would fail other calls after it.
+        Neither `begin` nor `end` raises, because a failed call would make later calls fail.
 
         Args:
             token: The profile's id.
@@ -80,14 +80,14 @@ class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
     def end(
         self, token: str, folder: str, places: Sequence[Sequence[int]], ahead: Sequence[float], zero: float
     ) -> Profiled | str | None:
-        """End the profile, write the trace into a folder, and return the rest or an error text; None without a profile.
+        """End the profile and write the trace. Return the other results, an error text, or None without a profile.
 
         Args:
             token: The profile's id.
-            folder: The folder; "" to drop all.
+            folder: The folder for the trace; "" to drop the results.
             places: By slot, the rank's index among all profiled ranks (-1: none), and its threads' place in the trace:
                 process, first thread number, maximal count, and position in viewers.
-            ahead: By slot, the offset of its clock from the driver's, in seconds; positive if ahead.
+            ahead: By slot, how many seconds the worker's clock is ahead of the driver's clock.
             zero: The time that becomes 0 in the trace, in seconds of the driver's clock.
         """
         session, boot = self._session, self._worker_context.boot
@@ -98,14 +98,14 @@ class ProfilingOfWorker(OfWorker, calls={BEGIN: "begin", END: "end"}):
             session.end(stem.with_name(f"memory-{stem.name}.pickle") if folder else None)
             if not folder:
                 return None
-            if not session.clocks:  # no torch in this process
+            if not session.clocks:  # Without torch in this process, nothing was recorded.
                 return Profiled({}, (), False, 0, 0)
             index, process, first, most, place = places[boot.slot]
             clock_and_ids = ahead[boot.slot], zero, os.getpid(), threading.get_native_id()
             return session.written(
                 stem, Rank(index, f"slot {boot.slot}", process, (first, most), place, session.clocks, *clock_and_ids)
             )
-        except Exception as error:  # the folder may be gone, since nobody waits for the result any more
+        except Exception as error:  # The folder may have been removed, if nobody waits for the result any more.
             return self._trouble("end", error)
         finally:
             self._drop()
@@ -128,22 +128,22 @@ def _stem(boot: Boot) -> str:
 
 @attrs.define(eq=False)
 class Session:
-    """One profile of a worker, on the worker's lane."""
+    """One profile of a worker, used only on the worker's lane."""
 
-    token: str  # the profile's id
-    device: str  # the slot's
-    memory: bool  # whether to record the history of the slot's memory
-    sampler: Sampler | None  # None for a profile by torch
-    _torch: Any = attrs.field(default=None, init=False)  # None if torch isn't imported
+    token: str
+    device: str
+    memory: bool  # Whether to record the memory's history.
+    sampler: Sampler | None  # The py-spy sampler, or None for a profile by torch.
+    _torch: Any = attrs.field(default=None, init=False)  # The torch module, or None if torch isn't imported.
     _profile: Any = attrs.field(default=None, init=False)
     _noted: Collectives = attrs.field(factory=Collectives, init=False)
-    _open: dict[int, Any] = attrs.field(factory=dict, init=False)  # open ranges, by number of the call
-    clocks: list[float] = attrs.field(factory=list, init=False)  # in seconds of time.time(), at each `CLOCK`
+    _open: dict[int, Any] = attrs.field(factory=dict, init=False)  # Open ranges, by sequence number of the call.
+    clocks: list[float] = attrs.field(factory=list, init=False)  # The time of each `CLOCK` range, in seconds.
     _nvtx: bool = attrs.field(default=False, init=False)
     _is_over: bool = attrs.field(default=True, init=False)
 
     def begin(self) -> None:
-        """Start the profiler.
+        """Start torch's profiler, or py-spy if there is a sampler.
 
         Raises:
             RuntimeError: Another profiler of torch's runs in this process, such as one of the role's own.
@@ -156,9 +156,10 @@ class Session:
             return
         if (torch := imported("torch")) is None:
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences messages about the profile on the driver's screen
+        # This silences messages of the profiler on the driver's screen.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         cuda = KIND.device == "cuda" and in_use(self.device) is not None
-        # The base of torch.profiler.profile: that module would import torch's compiler, which takes seconds.
+        # Use the base of torch.profiler.profile, because that module would import torch's compiler for seconds.
         profile = torch.autograd.profiler.profile(use_device="cuda" if cuda else None, use_kineto=True)
         profile.__enter__()
         self._torch, self._profile, self._nvtx, self._is_over = torch, profile, cuda, False
@@ -168,7 +169,7 @@ class Session:
         self._look_at_clock()
 
     def end(self, snapshot: Path | None = None) -> None:
-        """Stop the profiler, once. Args: snapshot: The file for a snapshot of memory, if recorded."""
+        """Stop the profiler, if still running. Args: snapshot: The file for a snapshot of memory, if recorded."""
         if self._is_over:
             return
         self._is_over = True
@@ -176,7 +177,7 @@ class Session:
             self.sampler.end()
             return
         self._noted.end()
-        for seq in [*self._open]:  # the range of the call that ends the profile
+        for seq in [*self._open]:  # Close the range of the call that ends the profile.
             self.leaves(seq)
         self._look_at_clock()
         self._profile.__exit__(None, None, None)
@@ -186,12 +187,12 @@ class Session:
             self._torch.cuda.memory._record_memory_history(enabled=None)
 
     def written(self, stem: Path, rank: Rank) -> Profiled:
-        """Write the trace; see `ProfilingOfWorker.end`. Args: stem: The start of file names. rank: The conversion."""
+        """Write the trace, and return the rank's results. Args: stem: The start of file names. rank: The conversion."""
         if self.sampler is not None:
             with stem.with_name(f"{stem.name}.part").open("w", encoding="utf-8") as target:
                 count = self.sampler.convert(target, rank)
             return Profiled({}, (), True, count, 0)
-        stem.parent.stat()  # without the folder nobody waits for the trace: fail before torch prints an error
+        stem.parent.stat()  # Fail here if the folder was removed, before torch prints an error.
         raw, part = stem.with_name(f"{stem.name}.raw.json"), stem.with_name(f"{stem.name}.part")
         self._profile.export_chrome_trace(str(raw))
         with part.open("w", encoding="utf-8") as target:
@@ -207,7 +208,7 @@ class Session:
                 self.clocks.append((before + time.time()) / 2)
 
     def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Open the range of a call. Async calls have none: several run interleaved on one thread."""
+        """Open the trace range of a call. Async calls get no range, because they run interleaved on one thread."""
         if self._torch is None or spec.is_async:
             return
         label = role.label(spec.name) if spec.name in role.routes else spec.name
@@ -218,7 +219,7 @@ class Session:
         self._open[seq] = call_range
 
     def leaves(self, seq: int) -> None:
-        """Close the range of a call."""
+        """Close the trace range of a call."""
         if (call_range := self._open.pop(seq, None)) is not None:
             if self._nvtx:
                 self._torch.cuda.nvtx.range_pop()

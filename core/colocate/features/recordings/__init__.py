@@ -1,1 +1,1 @@
-"""Results of a role's calls, in files: recorded, replayed, compared. The page: docs/a-run-that-doesnt-learn.md."""
+"""Record, replay and compare the results of a role's calls. The user's page is docs/a-run-that-doesnt-learn.md."""

@@ -1,4 +1,4 @@
-"""Comparison of two values: the place of the first difference, and the size of differences."""
+"""Compares two values, and reports the place of the first difference and the size of all differences."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from colocate.features.recordings.values import named_parts
 
 
 class Raised(str):
-    """The text of an error, in place of the result of a call that raised."""
+    """The text of an error, used as the result of a call that raised the error."""
 
     __slots__ = ()
 
 
 @attrs.define
 class Difference:
-    """The differences of a value from the recorded one.
+    """The differences of a value from the recorded value.
 
     Attributes:
         tolerance: The allowed distance of numbers, absolute or relative.
@@ -31,7 +31,7 @@ class Difference:
         absolute: The largest absolute difference of numbers.
         relative: The largest difference relative to the recorded number.
         size: The size of the largest difference: for numbers the smaller of absolute and relative, infinity otherwise.
-        first: The place of the first difference, and both values, in words; None without a difference.
+        first: A text with the place of the first difference and both values; None without a difference.
     """
 
     tolerance: float = 0.0
@@ -43,7 +43,7 @@ class Difference:
     first: str | None = None
 
     def add(self, was: Any, now: Any, path: str = "") -> None:
-        """Compare a part."""
+        """Compare a part of the values, and add the result to the counts."""
         torch, numpy = imported("torch"), imported("numpy")
         arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
         if torch is not None and isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
@@ -72,7 +72,7 @@ class Difference:
             self._part(was == now, path, _apart(was, now))
         else:
             is_same = bool(was == now) or bool(was != was and now != now)
-            if not is_same and isinstance(was, set | frozenset):  # a NaN in a set equals another NaN
+            if not is_same and isinstance(was, set | frozenset):  # Here a NaN in a set equals another NaN.
                 is_same = sorted(map(repr, was)) == sorted(map(repr, now))
             self._part(is_same, path, f"{was!r:.60}, and is {now!r:.60}")
 
@@ -98,7 +98,7 @@ class Difference:
         try:
             away = float(abs(now - was))
             relative = away / abs(was) if was else math.inf
-        except OverflowError:  # an int too large for a float
+        except OverflowError:  # The int is too large for a float.
             away = relative = math.inf
         away, relative = (math.inf if number != number else number for number in (away, relative))
         self.absolute, self.relative = max(self.absolute, away), max(self.relative, relative)
@@ -108,7 +108,7 @@ class Difference:
     def _tensors(self, torch: Any, was: Any, now: Any, path: str) -> None:
         if was.is_nested and now.is_nested:
             if any(jagged.lengths() is not None or jagged._ragged_idx != 1 for jagged in (was, now)):
-                self.add([*was.unbind()], [*now.unbind()], path)  # the gaps between rows aren't compared
+                self.add([*was.unbind()], [*now.unbind()], path)  # Compare rows only, not the gaps between rows.
                 return
             self._tensors(torch, was.values(), now.values(), f"{path}.values()")
             self._tensors(torch, was.offsets(), now.offsets(), f"{path}.offsets()")
@@ -119,7 +119,7 @@ class Difference:
         arrays: list[Any] = []
         for tensor in (was, now):
             tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-            # NumPy lacks some float types of torch; float32 holds their values exactly.
+            # Convert float types that NumPy lacks to float32, which holds the values exactly.
             is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
             arrays.append((tensor if is_known else tensor.float()).numpy())
         self._arrays(arrays[0], arrays[1], path)
@@ -134,13 +134,13 @@ class Difference:
         self.total += was.size
         other = was != now
         if was.dtype.kind in "fcmM":
-            other &= (was == was) | (now == now)  # a NaN or NaT equals another one
+            other &= (was == was) | (now == now)  # A NaN or NaT counts as equal to another NaN or NaT.
         if not bool(other.any()):
             return
         before, after = was[other], now[other]
         far, sizes = numpy.ones(before.shape, bool), numpy.full(before.shape, math.inf)
         if was.dtype.kind in "biufc":
-            # 64-bit integers don't fit into floats: the comparison is exact, but the distance is rounded.
+            # The distance of 64-bit integers is rounded, because such integers don't fit into floats.
             wide = complex if was.dtype.kind == "c" else float
             from_, to = before.astype(wide), after.astype(wide)
             with numpy.errstate(all="ignore"):
@@ -176,7 +176,7 @@ def _kind(value: Any) -> str:
 
 
 def _apart(was: Any, now: Any) -> str:
-    """Return both texts in words; of long ones a part that starts a little before the first difference."""
+    """Return a text with both values. Long values are cut to a part that starts just before the first difference."""
     pairs = enumerate(zip(was, now, strict=False))
     at = next((index for index, (one, other) in pairs if one != other), min(len(was), len(now)))
     begin = max(0, at - 20) if max(len(was), len(now)) > 60 else 0
@@ -186,12 +186,12 @@ def _apart(was: Any, now: Any) -> str:
 
 @attrs.frozen
 class FirstDifference:
-    """The first differing call, and the place to look for the cause.
+    """The first call with a difference, and a hint where to look for the cause.
 
     Attributes:
         seq: The call's number in the order of its group.
         begun: The start of the call, in seconds of time.time().
-        words: "role.method, call 3", and the parameter or the weights, if these differ; with the difference.
+        words: A text such as "role.method, call 3", with the parameter or the weights if these differ.
     """
 
     seq: int
@@ -201,7 +201,7 @@ class FirstDifference:
 
 @attrs.define
 class Compared:
-    """The result of comparing a method, on one rank or all; for the fields see `ComparedMethod`."""
+    """The result of comparing a method on one rank or on all ranks. `ComparedMethod` describes the fields."""
 
     calls: int = 0
     differ: int = 0
@@ -217,12 +217,12 @@ class Compared:
 
     @classmethod
     def saved(cls, plain: Mapping[str, Any]) -> Compared:
-        """Build an instance from the dict of `attrs.asdict`."""
+        """Rebuild an instance from the dict of `attrs.asdict`."""
         origin = plain["origin"]
         return cls(**{**plain, "origin": None if origin is None else FirstDifference(**origin)})
 
     def add(self, difference: Difference, label: str, cause: Cause, seq: int, begun: float) -> str | None:
-        """Count the comparison of a call, or a row; return the difference in words, or None."""
+        """Count the comparison of a call or row, and return a text about the difference, or None if there is none."""
         self.numbers += difference.total
         self.absolute = max(self.absolute, difference.absolute)
         self.relative = max(self.relative, difference.relative)
@@ -238,7 +238,7 @@ class Compared:
         return self._told(f"{words} ({cause.words})")
 
     def lack(self, label: str, why: str) -> str:
-        """Count a call, or a row, that can't be compared; return the reason, in words."""
+        """Count a call or row that can't be compared, and return a text with the reason."""
         self.missing += 1
         return self._told(f"{label}: {why}")
 
@@ -249,12 +249,12 @@ class Compared:
 
 @attrs.frozen
 class Cause:
-    """The inputs of a differing call that differ from the recorded ones.
+    """The possible cause of a call's difference: inputs that differ from the recorded inputs.
 
     Attributes:
-        where: The first difference of arguments, in words; None for none.
-        weights: The call before which a sync delivered other weights; None for none.
-        besides: The unknown inputs (arguments, or the generator), in words.
+        where: A text about the first difference of arguments; None without a difference.
+        weights: The call before which a sync delivered other weights; None if the weights are equal.
+        besides: A text about inputs that weren't compared, such as split arguments.
     """
 
     where: str | None
@@ -263,7 +263,7 @@ class Cause:
 
     @property
     def words(self) -> str:
-        """Return the text in parentheses behind a difference."""
+        """A text about the inputs, to be added to a difference in parentheses."""
         if self.where is not None:
             words = f"its arguments differ, too: {self.where}"
         else:
@@ -271,7 +271,7 @@ class Cause:
         return words if self.weights is None else f"{words}; its weights differ since the sync before {self.weights}"
 
     def origin(self, label: str) -> str:
-        """Return the place to start looking, in words."""
+        """Return a text that says where to start to look for the cause."""
         if self.where is not None:
             name = re.match(r"\w*", self.where)
             assert name is not None
@@ -282,14 +282,14 @@ class Cause:
 
 
 class Teller:
-    """Reports the first difference, and each one at least ten times as large as the last reported."""
+    """Reports the first difference, and later only differences more than ten times as large as the last report."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell = tell
         self._size: float | None = None
 
     def add(self, words: str | None, size: float = 0.0) -> None:
-        """Report a difference of a size, if no other one as large was reported; None is no difference."""
+        """Report a difference (`words`) if the size is large enough. If `words` is None, there is no difference."""
         if words is not None and (self._size is None or size > _GROWS * self._size):
             self._size = size
             self._tell(words)
@@ -299,7 +299,7 @@ _GROWS = 10
 
 
 def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) -> dict[str, Compared]:
-    """Set the number of recorded calls that haven't come (`left`) in the results of each method."""
+    """Set `left`, the number of recorded calls that haven't been made yet, in the results of each method."""
     counts = Counter(method for method, _ in calls)
     for method in (*methods, *counts):
         methods.setdefault(method, Compared()).left = counts[method]
@@ -307,6 +307,6 @@ def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) ->
 
 
 def _largest(numbers: Any) -> float:
-    """Return the largest number; infinity if there is a NaN."""
+    """Return the largest number, or infinity if there is a NaN."""
     largest = float(numbers.max())
     return math.inf if math.isnan(largest) else largest

@@ -1,4 +1,4 @@
-"""Digests of a call's arguments: small enough to store, and precise enough to name the first difference."""
+"""Digests of a call's arguments, which are small and still show the first difference between two calls."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from colocate.features.recordings.values import digest_of_bytes, is_named, named
 Digest: TypeAlias = Mapping[str, Sequence[Sequence[str]]]
 """By parameter: the path of each part, with a short description and a hash."""
 
-_SHOWN = 40  # letters of a value that is stored in full
-_SINGLY = 16  # parts of a parameter that are stored one by one
-_SHORT = 8  # items; a longer list of plain values is one part
+_SHOWN = 40  # Values with more letters than this are stored as a digest.
+_SINGLY = 16  # At most this many parts of a parameter have separate digests.
+_SHORT = 8  # A list of plain values with more items than this gets a single digest.
 _REST = "this and more"
-_WHOLE = 1 << 16  # bytes of a tensor that is hashed in full
-_SAMPLE = 1024  # numbers of a larger tensor that are hashed
+_WHOLE = 1 << 16  # Of a tensor with more bytes than this, only a sample of the numbers is hashed.
+_SAMPLE = 1024  # The number of hashed numbers of a large tensor.
 
 
 def digest_of(arguments: Mapping[str, Any]) -> Digest:
-    """Return digests of arguments by parameter: of a large tensor the type, shape and a fixed sample."""
+    """Return digests of arguments by parameter. Only a fixed sample of a large tensor's numbers is hashed."""
     digest = {}
     for name, value in arguments.items():
         try:
             leaves = [*_leaves(value, "")]
         except RecursionError:
             leaves = [("", "what leads to itself")]
-        except Exception:  # raised by user code; the call goes on
+        except Exception:  # An error of user code must not fail the call.
             leaves = [("", f"a {type(value).__qualname__} that can't be looked into")]
         if rest := leaves[_SINGLY:]:
             leaves = [*leaves[:_SINGLY], (rest[0][0], f"{_REST}#{digest_of_bytes(repr(rest).encode())}")]
@@ -39,7 +39,7 @@ def digest_of(arguments: Mapping[str, Any]) -> Digest:
 
 
 def first_difference(recorded: Digest, now: Digest) -> str | None:
-    """Return the first difference of two digests, in words; None without a difference."""
+    """Return a text about the first difference of two digests, or None if both are equal."""
     for name in dict.fromkeys([*recorded, *now]):
         if name not in recorded or name not in now:
             return f"{name} {_gone if name in recorded else _new}"
@@ -92,14 +92,14 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, f"{kind.__name__} of {len(value)}#{digest_of_bytes(repr(sorted(map(repr, value))).encode())}"
     elif numpy is not None and isinstance(value, numpy.generic):
         yield path, _short(repr(value.item()), value)
-    elif isinstance(value, str | bytes | int | float):  # an instance of a subclass
+    elif isinstance(value, str | bytes | int | float):  # The value is an instance of a subclass.
         base: Any = next(item for item in kind.__mro__ if item in PLAIN)
         yield path, _short(base.__repr__(value), value)
-    elif callable(value) and hasattr(value, "__qualname__"):  # a class, or a function
+    elif callable(value) and hasattr(value, "__qualname__"):
         yield path, _short(f"{value.__module__}.{value.__qualname__}", value)
     elif is_named(value):
         yield path, _short(repr(value), value)
-    else:  # of unknown contents
+    else:
         yield path, f"a {kind.__qualname__}"
 
 
@@ -137,5 +137,5 @@ def _at(count: int, device: str) -> Any:
 
 
 def _places(count: int) -> list[int]:
-    """Return the indices of the hashed numbers, evenly spread from first to last."""
+    """Return indices for the hashed numbers of a large tensor, evenly spread from first to last."""
     return [index * (count - 1) // (_SAMPLE - 1) for index in range(_SAMPLE)]

@@ -1,4 +1,4 @@
-"""Documents in a rank's files, and the calls that consist of documents."""
+"""Reads documents from a rank's files, and puts the documents of a call together."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from colocate.features.recordings.differences import Raised
 from colocate.features.recordings.files import damaged, opened
 from colocate.features.recordings.values import START, Find, Start, digest_of_bytes, head_of, unpacked
 
-_AT_ONCE = 256  # documents that are read ahead, heads only
+_AT_ONCE = 256  # The heads of at most this many documents are read ahead.
 
 
 @attrs.frozen
 class Document:
-    """A document in a file, or in memory: metadata, and the place of the value."""
+    """A document in a file or in memory: the metadata and the location of a recorded value."""
 
     about: Mapping[str, Any]
     path: Path
     begin: int
     length: int
-    nbytes: int  # including the head
+    nbytes: int  # The size of the document, including the head.
     entries: Mapping[str, Any]
-    digest: str = ""  # of the bytes after the head
-    data: bytearray | None = None  # of a document in memory
+    digest: str = ""  # The digest of the bytes after the head.
+    data: bytearray | None = None  # The bytes after the head; None for a document in a file.
 
     @classmethod
     def heard(cls, data: bytes) -> Document:
-        """Return a document that was received as bytes."""
+        """Create a document from received bytes."""
         begin = 8 + int.from_bytes(data[:8], "little")
         about, entries, length = head_of(data[8:begin])
         return cls(about, Path(), begin, length, len(data), entries, data=bytearray(memoryview(data)[begin:]))
@@ -60,10 +60,10 @@ class Document:
 
 
 class RankFiles:
-    """The documents of a rank, read on demand, in order.
+    """Reads the documents of a rank from files, in order and on demand.
 
     Attributes:
-        is_torn: Whether the last document is incomplete, as far as was read.
+        is_torn: Whether the last document that was read is incomplete.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -72,10 +72,10 @@ class RankFiles:
         self.is_torn = False
 
     def more(self) -> list[Document]:
-        """Return the next documents, at most a fixed number; empty if no more are complete now."""
+        """Return the next complete documents, up to a fixed number. The list is empty if there are none yet."""
         path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
         documents: list[Document] = []
-        # Checked first: once the next file exists, this one is complete.
+        # Check for the next file before reading, because this file is complete once the next one exists.
         follows = (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists()
         try:
             with opened(path) as file:
@@ -132,7 +132,7 @@ _FURTHER: Mapping[str, Any] = {
 
 
 def _check(about: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless the metadata of a document has all keys, of the right types."""
+    """Raise a ValueError if a key of a document's metadata is missing or has the wrong type."""
     kinds = {**{name: _FURTHER[name] for name in about.keys() & _FURTHER}, **_REQUIRED}
     wrong = next((name for name, kind in kinds.items() if not isinstance(about.get(name), kind)), None)
     if wrong is not None:
@@ -148,15 +148,15 @@ def _check(about: Mapping[str, Any]) -> None:
 
 @attrs.define
 class RankCall:
-    """The documents of one rank in one call.
+    """The recorded documents of a call on one rank.
 
     Attributes:
         method: The method.
         number: The number of the call among the method's calls, from 0, counted from the start of the recording.
         place: The number of the call among all calls of the role on this rank.
-        inputs: The arguments, if recorded, and the arguments of each row.
+        inputs: The arguments of the call and of each row, if recorded.
         rows: The rows in the order in which they ended, for a method whose rows end one by one.
-        end: The value, or the error, or the count of rows; None if the call hasn't ended.
+        end: The document with the value, the error or the number of rows; None if the call hasn't ended.
     """
 
     method: str
@@ -168,16 +168,16 @@ class RankCall:
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> RankCall:
-        """Return an empty `RankCall` for the call of a document."""
+        """Return a `RankCall` without documents, for the call in a document's metadata."""
         return cls(about["method"], about["call"], about["place"])
 
     @property
     def raised(self) -> Document | None:
-        """Return the document of the call's error; None for none."""
+        """The document with the call's error, or None if the call has raised no error."""
         return self.end if self.end is not None and "error" in self.end.about else None
 
     def add(self, document: Document) -> None:
-        """Add a document of this call."""
+        """Add a document to this call."""
         if "inputs" in document.about:
             self.inputs.append(document)
         elif "row" in document.about:
@@ -187,22 +187,22 @@ class RankCall:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Return the metadata of the call."""
+        """The metadata of the call, from the document of the end or else of the last row or input."""
         return self.end.about if self.end is not None else [*self.inputs, *self.rows][-1].about
 
     @property
     def nbytes(self) -> int:
-        """Return the call's bytes in files."""
+        """The size of all documents of the call, in bytes."""
         return sum(
             document.nbytes for document in (*self.inputs, *self.rows, *([] if self.end is None else [self.end]))
         )
 
 
 class RankCalls:
-    """The calls of a rank, as far as read.
+    """The recorded calls of a rank, read from files as far as needed.
 
     Attributes:
-        found: The calls, by method and number.
+        found: The calls that were read, by method and number.
         files: The rank's files.
     """
 
@@ -212,20 +212,20 @@ class RankCalls:
         self._more: deque[Document] = deque()
 
     def get(self, method: str, number: int) -> RankCall | None:
-        """Return a call that has ended, or None; reads as far as needed."""
+        """Read on until a call has ended, and return the call. Return None if the recording has no end of the call."""
         while (call := self.found.get((method, number))) is None or call.end is None:
             if self.read() is None:
                 return None
         return call
 
     def all(self) -> Mapping[tuple[str, int], RankCall]:
-        """Read all files, and return all calls."""
+        """Read all files, and return all calls by method and number."""
         while self.read() is not None:
             pass
         return self.found
 
     def read(self) -> Document | None:
-        """Read one document; None if no other is complete now."""
+        """Read one document, and return None if there is no complete document yet."""
         if not self._more:
             self._more.extend(self.files.more())
         if not self._more:
@@ -237,7 +237,7 @@ class RankCalls:
         return document
 
     def skip(self, after: int) -> tuple[dict[str, int], int]:
-        """Skip calls up to one in the group's order; return the number of skipped calls by method, and in all."""
+        """Skip calls up to number `after` in the group's order. Return how many were skipped, by method and in all."""
         while (document := self.read()) is not None and document.about["seq"] <= after:
             pass
         counts: dict[str, int] = {}
@@ -253,9 +253,10 @@ class RankCalls:
 def in_order(
     rows: Sequence[tuple[int, Document]], came: Sequence[tuple[int, int]] | None
 ) -> list[tuple[int, Document]]:
-    """Sort rows (rank and document) by the order of arrival at the driver; rows that never arrived come last.
+    """Sort rows, as pairs of rank and document, by their order of arrival at the driver.
 
-    If that order is unknown because the driver was killed, sort by end times on the ranks' clocks.
+    Rows that never arrived come last. If the order is unknown because the driver was killed, the end times on the
+    ranks' clocks decide.
     """
     by_time = sorted(rows, key=lambda row: row[1].about["ended"])
     places: dict[tuple[int, int], list[int]] = {}
@@ -267,7 +268,7 @@ def in_order(
 
 
 def recorded_value(document: Document, find: Find) -> Any:
-    """Return the value of a document, or a `Raised` for a recorded error."""
+    """Return the recorded value of a document, or a `Raised` object for a recorded error."""
     if (error := document.about.get("error")) is not None:
         return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
     value = document.value(find)

@@ -1,4 +1,4 @@
-"""`runtime.record`: results of roles' calls are written to a folder, from one call in the group's order on."""
+"""The driver's side of recordings: implements `runtime.record` and `comparison`."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ _log = logging.getLogger("colocate")
 
 
 class RecordingsOfGroup(OfGroup):
-    """The recorded, replayed and compared roles of a group, on the driver."""
+    """The recording feature on the driver: tracks which roles of a group are recorded, replayed or compared."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self.recorded: dict[str, Path] = {}
         self.played: dict[str, str] = {}
-        self.joining: dict[str, Joining] = {}  # roles compared on the driver: other ranks were recorded
+        self.joining: dict[str, Joining] = {}  # A role is compared here if other ranks or meshes were recorded.
         self._life = secrets.token_hex(8)
-        self._rows: dict[int, list[tuple[int, int]]] = {}  # rank and index of arrived rows, by call
-        self._files: dict[str, RowOrder] = {}  # the files for row orders, by role
+        self._rows: dict[int, list[tuple[int, int]]] = {}  # The rank and the index of each arrived row, by call.
+        self._files: dict[str, RowOrder] = {}  # The files with the order of rows, by role.
 
     def builds(self) -> Mapping[str, Sequence[Played]]:
-        """Return the recordings from which roles are replayed, or with which roles are compared.
+        """Return the recordings for replays and comparisons, by role.
 
         Raises:
-            ConfigError: A role has no recording, or one with another seed, or one to replay with another number of
-                ranks.
+            ConfigError: A role has no recording, or the recording has another seed, or a recording to replay has
+                another number of ranks.
         """
         recordings = {}
         for name, spec in self._worker_group.declared.specs.items():
@@ -71,20 +71,20 @@ class RecordingsOfGroup(OfGroup):
         return recordings
 
     def begun(self, recorded: Mapping[str, Path]) -> None:
-        """Record that roles are recorded, with their folders; from now on the order of rows is written, too."""
+        """Register the folders of roles that are recorded, and start to write the order of rows."""
         self.recorded |= recorded
         self._files |= {name: RowOrder(folder) for name, folder in recorded.items()}
         if "rows" in features.FEATURES:
             cast("Any", self._worker_group.part("rows")).listeners = (self._row_came,)
 
     def over(self, role: str) -> None:
-        """Stop the recording of a role."""
+        """Remove a role that is no longer recorded, and close the file with the order of rows."""
         self.recorded.pop(role, None)
         if (file := self._files.pop(role, None)) is not None:
             file.close()
 
     def mark(self, step: int) -> None:
-        """Mark the end of a step: `Replay(step=...)` starts after the mark of the previous step."""
+        """Mark the end of a step in the recordings, so that `Replay(step=...)` finds the start of the next step."""
         line = to_line({"step": step, "calls": {self._worker_group.name: self._worker_group.order.next_seq - 1}})
         for folder in {path.parent for path in self.recorded.values()}:
             with contextlib.closing(GrowingFile(folder / STEPS)) as file:
@@ -104,14 +104,14 @@ class RecordingsOfGroup(OfGroup):
             file.add(call.seq, rows=rows)
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Write the partition of rows over ranks, if the driver has chosen one."""
+        """Write the rows of each rank in an ended call, if the driver has chosen this partition."""
         file = self._files.get(call.role)
         if file is None or call.partition is None or slot != call.targets[0]:
             return
         file.add(call.seq, partition=[[*map(int, rows)] for rows in call.partition])
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
-        """Show a rank's notice to the user, or compare a rank's result."""
+        """Show a notice from a worker to the user, or compare a result that a worker has sent."""
         if isinstance(message, Noticed):
             self._tell(message.text)
             return
@@ -119,11 +119,11 @@ class RecordingsOfGroup(OfGroup):
         order = self._worker_group.order
         with order.lock:
             call = order.pending.get(message.seq)
-            if call is not None and call.role in self.joining:  # else a former driver's call
+            if call is not None and call.role in self.joining:  # Ignore results of an earlier driver's calls.
                 self.joining[call.role].heard(call, call.rank_of(worker.slot), body)
 
     def renewed(self) -> None:
-        """Stop recordings after a restart: new workers repeat calls from a checkpoint on."""
+        """Stop recordings after a restart, because new workers repeat calls that were recorded before."""
         if self.recorded:
             self._tell(f"it has been restarted, with which the recording of {', '.join(self.recorded)} has ended")
             for role, folder in [*self.recorded.items()]:
@@ -132,18 +132,18 @@ class RecordingsOfGroup(OfGroup):
         self.restored(None)
 
     def restored(self, saved: Any) -> None:
-        """Start comparisons again at the calls after a checkpoint, which may come again."""
-        for joining in self.joining.values():  # after the comparison of calls that have ended
+        """Restart comparisons after a restore, because calls after the checkpoint may be repeated."""
+        for joining in self.joining.values():  # Ended calls are compared before the restart.
             self._worker_group.services.timers.soon(joining.begin_anew)
 
     def ending(self, grace: float) -> Sequence[BaseException]:
-        """Stop comparisons."""
+        """Stop all comparisons on the driver."""
         for joining in self.joining.values():
             joining.close()
         return ()
 
     def shown(self, role: str) -> Mapping[str, str]:
-        """Return the folder of a recorded, replayed or compared role, for display."""
+        """Return the folders of a role that is recorded, replayed or compared, to be shown to users."""
         shown = {"recorded": str(self.recorded[role])} if role in self.recorded else {}
         if role in self.played:
             is_replayed = self._worker_group.declared.specs[role].replay is not None
@@ -156,31 +156,31 @@ class RecordingsOfGroup(OfGroup):
 
 
 class Recorder:
-    """Roles that are being recorded. Made by `Runtime.record`; a context manager that stops the recording.
+    """A running recording of roles, returned by `Runtime.record`. As a context manager it stops at the block's end.
 
     Attributes:
         folder: The recording's folder.
     """
 
     def __init__(self, folder: Path, groups: Mapping[str, tuple[WorkerGroup, Sequence[RoleInfo]]]) -> None:
-        """Use `Runtime.record`."""
+        """Create a recorder. Users call `Runtime.record` instead."""
         self.folder = folder
         self._groups = groups
 
     def close(self) -> None:
         """Stop recording, and wait until all files are written."""
         for call in self._end():
-            with suppress(ColocateError):  # the workers of a failed group have written as much as possible
+            with suppress(ColocateError):  # Workers of a failed group have written as much as possible.
                 call.result()
 
     def _end(self) -> list[PendingCall]:
-        """Stop recording; return the calls that end once all files are written."""
+        """Stop recording, and return calls that end as soon as all files are written."""
         groups, self._groups = self._groups, {}
         calls = []
         for worker_group, roles in groups.values():
             part = of_group(worker_group)
             if worker_group.alive and any(role.name in part.recorded for role in roles):
-                with suppress(ColocateError):  # the group may have failed
+                with suppress(ColocateError):  # The group may have failed.
                     calls.append(_send(worker_group, RECORDING, recorded=tuple(_over(role) for role in roles)))
             for role in roles:
                 part.over(role.name)
@@ -194,12 +194,12 @@ class Recorder:
     ) -> None:
         if error is None:
             self.close()
-        else:  # a call may never end: files are written without a wait
+        else:  # Don't wait for the files, because a call may never end after an error.
             self._end()
 
 
 def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, inputs: Any, services: Any) -> Recorder:
-    """See `Runtime.record`."""
+    """Record the results of roles; see `Runtime.record`."""
     refuse_to_wait("runtime.record")
     most = None if limit is None else parse_bytes(limit, "runtime.record(limit)")
     place = Path(os.path.abspath(folder))
@@ -230,22 +230,22 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
             of_group(worker_group).begun(
                 {recorded_role.role: Path(str(recorded_role.folder)) for recorded_role in recorded[name]}
             )
-            # First without `begins`: a call that arrives at a rank before the taps are ready would bypass these.
+            # Prepare all ranks before the recording begins, because a call could arrive before a rank is ready.
             _tell(worker_group, [attrs.evolve(recorded_role, begins=False) for recorded_role in recorded[name]])
             _tell(worker_group, recorded[name])
-    except Exception:  # all roles are recorded, or none
+    except Exception:  # If one role can't be recorded, no role is recorded.
         whole.close()
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
         raise
-    except BaseException:  # interrupted: no wait for the workers
+    except BaseException:  # After an interrupt, don't wait for the workers.
         whole._end()
         raise
     return whole
 
 
 def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:
-    """Return the recordings' half of a group on the driver."""
+    """Return the driver's record of a group's recordings."""
     return cast("RecordingsOfGroup", worker_group.part("recordings"))
 
 
@@ -290,10 +290,10 @@ def _send(worker_group: WorkerGroup, said: str, **arguments: Any) -> PendingCall
 
 
 def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, life: str) -> Played:
-    """Return a recording for the replay or comparison of a role, as sent to the workers.
+    """Check the recording for a role's replay or comparison, and return the instruction for the workers.
 
     Raises:
-        ConfigError: The recording is missing, or has another seed, or is to be replayed with another number of ranks.
+        ConfigError: The recording is missing or has another seed, or a recording to replay has other ranks.
     """
     role_folder = RoleFolder.find(given.folder, worker_group.name, role.name)
     problem = f"role {role.name!r}: the recording in {given.folder} is of"
@@ -333,7 +333,7 @@ def _check_step(told: Mapping[str, Any]) -> None:
 
 @attrs.frozen
 class ComparedMethod:
-    """The comparison of a method's calls with the recorded ones.
+    """The result of comparing a method's calls with recorded calls.
 
     Attributes:
         method: The method.
@@ -346,8 +346,8 @@ class ComparedMethod:
         relative: The largest difference relative to the recorded number.
         arguments: The number of calls, or rows, with other arguments.
         missing: The number of calls, or rows, that weren't recorded, or can't be compared over another number of ranks.
-        left: The number of recorded calls that haven't come.
-        first: The first difference, or the reason why a call can't be compared, in words; None for none.
+        left: The number of recorded calls that haven't been made yet.
+        first: A text about the first difference, or why a call can't be compared; None without either.
         origin: The first differing call, and the parameter if an argument differs; None for none. Of all compared roles
             of a group, start to look at the origin with the lowest `seq`.
     """
@@ -367,7 +367,7 @@ class ComparedMethod:
 
 
 def comparison(view: Any) -> list[ComparedMethod]:
-    """Return the comparison of a role with a recording so far (`role(...).on(compare=...)`), by method.
+    """Return the results so far of a role's comparison with a recording (`role(...).on(compare=...)`), by method.
 
     Raises:
         ConfigError: The view is no view, or the role isn't compared.
@@ -380,7 +380,7 @@ def comparison(view: Any) -> list[ComparedMethod]:
     by_method: dict[str, list[Compared]] = {}
     results = _call(worker_group, COMPARISON, role=role.name)
     if (joining := of_group(worker_group).joining.get(role.name)) is not None:
-        worker_group.services.timers.run(lambda: None)  # waits for the reports of ended calls
+        worker_group.services.timers.run(lambda: None)  # Wait until the results of ended calls are handled.
         results = [joining.table()]
     for methods in results:
         for name, compared in (methods or {}).items():

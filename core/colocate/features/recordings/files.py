@@ -1,9 +1,9 @@
-"""The files of a recording: a folder for each role, in which each rank has files of documents, one after the other.
+"""The files of a recording: a folder for each role, with files of documents for each rank.
 
     FOLDER/GROUP.ROLE/role.json
     FOLDER/GROUP.ROLE/rank-0.0000.calls, rank-0.0001.calls ...
 
-The files are readable while they grow. If a rank was killed, its last document may be torn; readers skip that.
+The files are readable while they grow. If a rank was killed, its last document may be incomplete. Readers skip it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ STEPS = "steps.jsonl"
 _FULL, _ENDED, _ROWS = "ended", "ended.txt", "rows.jsonl"
 _FILE_BYTES = 256 << 20
 _QUEUED_BYTES = 256 << 20
-_LOOKS_BYTES = 16 << 20  # bytes that a rank writes between checks of the total size
+_LOOKS_BYTES = 16 << 20  # A rank writes this many bytes between checks of the recording's total size.
 _MOST_RANKS = 1 << 16
-_MOST_WHOLE = 1 << 26  # the size limit of a file that is read in one piece, in bytes
+_MOST_WHOLE = 1 << 26  # At most this many bytes are read of a file that is read in one piece.
 
 
 def damaged(path: Path, byte: int, why: object) -> SerializationError:
-    """Return the error of a damaged file."""
+    """Return an error for a damaged file, with the position and the reason."""
     words = (message_of if isinstance(why, ValueError) else error_text)(why) if isinstance(why, Exception) else why
     return SerializationError(f"{path} is damaged at byte {byte}: {words}")
 
 
 def opened(path: Path) -> BufferedReader:
-    """Open a file of a recording to read.
+    """Open a file of a recording for reading.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -63,12 +63,12 @@ def opened(path: Path) -> BufferedReader:
 
 
 def to_line(told: Mapping[str, Any]) -> str:
-    """Return a line of JSON with a digest of the other keys."""
+    """Return a line of JSON with an additional digest of the contents."""
     return json.dumps({**told, "digest": digest_of_bytes(json.dumps(told).encode())}) + "\n"
 
 
 def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict[str, Any]]:
-    """Return the objects in a file's lines, without a torn last line; empty if the file is missing.
+    """Return the JSON objects in a file's lines, without an incomplete last line. A missing file has no lines.
 
     Args:
         file: The file.
@@ -81,7 +81,8 @@ def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict
         with opened(file) as lines:
             entries, at = list[dict[str, Any]](), 0
             for line in lines:
-                if line.endswith(b"\n") or (b'"digest"' in line and line[-2:-1] == b"}"):  # else the line is torn
+                # Skip a last line that was written only in part.
+                if line.endswith(b"\n") or (b'"digest"' in line and line[-2:-1] == b"}"):
                     entries.append(_from_line(line, file, at, check))
                 at += len(line)
             return entries
@@ -90,7 +91,7 @@ def lines_of(file: Path, check: Callable[[dict[str, Any]], object]) -> list[dict
 
 
 def _whole(file: Path, check: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Return the object of a file that was written in one piece. Errors: see `opened` and `lines_of`."""
+    """Return the JSON object in a file that was written in one piece. `opened` and `lines_of` list the errors."""
     with opened(file) as lines:
         return _from_line(lines.read(_MOST_WHOLE), file, 0, check)
 
@@ -108,13 +109,13 @@ def _from_line(line: bytes, file: Path, at: int, check: Callable[[dict[str, Any]
         raise ConfigError(f"{file}: {error.message}") from None
     except json.JSONDecodeError as error:
         raise damaged(file, at + error.pos, error) from error
-    except Exception as error:  # the contents may be anything
+    except Exception as error:  # The contents of a line may be anything.
         raise damaged(file, at, error) from error
     return entry
 
 
 def folder_of(given: str | os.PathLike[str]) -> Path:
-    """Return the folder of a recording, given that folder or a run's.
+    """Find the recording in a folder, which is the recording's own folder or the folder of a run.
 
     Raises:
         ConfigError: The folder is missing, or has no recording.
@@ -181,7 +182,7 @@ class RoleFolder:
 
     @classmethod
     def find(cls, given: str | os.PathLike[str], group: str, role: str) -> RoleFolder:
-        """Return the folder of a role in a recording: of this group, or else of the only role so named.
+        """Return the folder of a role in a recording. If the group has none, the role's name must be unique.
 
         Raises:
             ConfigError: There is no such role, or several.
@@ -198,7 +199,7 @@ class RoleFolder:
         return cls.read(role_folders[named[0]])
 
 
-_TOLD = {"collect", "rows", "ends_in_rows"}  # the keys of a method's metadata
+_TOLD = {"collect", "rows", "ends_in_rows"}  # The metadata of a method has these keys.
 
 
 def _check_role(told: Mapping[str, Any]) -> None:
@@ -221,14 +222,17 @@ def _check_role(told: Mapping[str, Any]) -> None:
 
 
 class Writer:
-    """Writes a rank's documents on a separate thread; `add` blocks while too many bytes are queued.
+    """Writes a rank's documents to files on a separate thread.
 
     Attributes:
         ended: Whether writing has stopped.
     """
 
     def __init__(self, folder: Path, rank: int, limit: int | None, tell: Callable[[str], object]) -> None:
-        """Args: limit: Bytes of the whole recording. tell: Called with the reason if writing stops early."""
+        """Prepare for writing to a role's `folder`.
+
+        `limit` is the limit of the complete recording in bytes. `tell` receives the reason if writing stops early.
+        """
         self._folder, self._rank, self._limit, self._tell = folder, rank, limit, tell
         self._thread = JobThread(f"colocate-recording-{folder.name}-{rank}", self._failed)
         self._room = threading.Condition()
@@ -237,7 +241,7 @@ class Writer:
         self.ended = False
 
     def add(self, pieces: Sequence[Any], length: int) -> None:
-        """Queue a document for writing; block while too many bytes are queued. No effect once writing has stopped."""
+        """Queue a document for writing, and block while the queue is full. Do nothing if writing has stopped."""
         with self._room:
             self._room.wait_for(lambda: self.ended or not self._queued or self._queued + length <= _QUEUED_BYTES)
             if self.ended:
@@ -246,7 +250,7 @@ class Writer:
         self._thread.soon(partial(self._write, pieces, length))
 
     def close(self, within_s: float | None = None) -> None:
-        """Write the queued documents. Args: within_s: The timeout in seconds; None for a worker's default."""
+        """Write the queued documents within `within_s` seconds, or within a worker's default timeout, and stop."""
         is_over = self._thread.close(within_s)
         self._end()
         if is_over and self._file is not None:
@@ -287,7 +291,7 @@ class Writer:
         if self._limit is None:
             return True
         mark = self._folder.parent / _FULL
-        if mark.exists():  # another rank has reached the limit
+        if mark.exists():  # Another rank has noticed that the recording has reached the limit.
             self._end()
             return False
         if self._unlooked + length >= min(_LOOKS_BYTES, self._limit // 64) or not self._number:
@@ -313,12 +317,12 @@ class Writer:
 
 
 def mark_end(folder: Path, why: str) -> None:
-    """Write to a role's folder why the recording has ended."""
+    """Write a file to a role's folder with the reason why the recording has ended."""
     write_whole(folder / _ENDED, to_line({"ended": why}))
 
 
 def why_ended(folder: Path) -> str:
-    """Return the reason why a recording has ended; "" if unknown."""
+    """Return the reason why a recording has ended, or "" if unknown."""
     if (folder.parent / _FULL).exists():
         return "it has reached its limit"
     try:
@@ -328,14 +332,15 @@ def why_ended(folder: Path) -> str:
 
 
 def as_ended(folder: Path) -> str:
-    """Return the reason why a recording has ended, as the end of a sentence; "" if unknown."""
+    """Return the reason why a recording has ended as a clause for an error text, or "" if unknown."""
     return f", as {why}" if (why := why_ended(folder)) else ""
 
 
 class RowOrder:
-    """Writes the driver's knowledge of rows: a line for each call, on a separate thread.
+    """Writes the order or the partition of each call's rows to a file, on a separate thread.
 
-    For rows that end one by one this is the order of arrival; for chosen partitions the rows of each rank.
+    For rows that end one by one, a line has their order of arrival at the driver. For a partition that the driver has
+    chosen, a line has the rows of each rank.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -343,20 +348,24 @@ class RowOrder:
         self._thread = JobThread(f"colocate-recording-{folder.name}-rows", lambda error: report_exception())
 
     def add(self, seq: int, **what: Any) -> None:
-        """Queue a call's line: `rows`, as (rank, index) in order of arrival; or `partition`, by rank. Never blocks."""
+        """Queue the line of a call for writing, without blocking.
+
+        `what` is `rows`, as pairs of rank and index in order of arrival, or `partition`, with the rows of each rank.
+        """
         self._thread.soon(partial(self._write, to_line({"seq": seq, **what})))
 
     def close(self) -> None:
-        """Write the queued lines."""
+        """Write the queued lines, and stop."""
         self._thread.close()
 
     def _write(self, line: str) -> None:
-        with closing(GrowingFile(self._folder / _ROWS)) as file:  # opened per line: a call may end after the last close
+        # Open the file for each line, because a call may end after the last close.
+        with closing(GrowingFile(self._folder / _ROWS)) as file:
             file.add(line)
 
     @classmethod
     def read(cls, folder: Path, what: str = "rows") -> Mapping[int, Sequence[Any]]:
-        """Return the written rows or partitions, by call. Errors: see `lines_of`."""
+        """Return the written rows or partitions by call number. `lines_of` lists the errors."""
         stored = lines_of(folder / _ROWS, _check_rows)
         return {entry["seq"]: [*map(tuple, entry[what])] for entry in stored if what in entry}
 
@@ -369,5 +378,5 @@ def _check_rows(told: Mapping[str, Any]) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of a recording's calls."""
+    """Return the total size of a recording's documents, in bytes."""
     return sum(path.stat().st_size for path in folder.glob("*/*.calls"))

@@ -1,4 +1,4 @@
-"""`Replay` and `Compare`: the user's options for the recording of a replayed or compared role."""
+"""`Replay` and `Compare`: the user's options for a role that is replayed from or compared with a recording."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _absolute(folder: str | PathLike[str]) -> str:
 
 @attrs.frozen
 class Replay:
-    """A recording that answers the calls of a role, which isn't constructed: `colocate.role(...).on(replay=...)`.
+    """A recording that answers the calls of a role in place of the role: `colocate.role(...).on(replay=...)`.
 
     A call whose method, order or arguments differ from the recording raises a `ReplayError`, which names the first
-    difference. The role holds, starts and receives nothing: its memory is free; `sync_weights`, sleep, pause and
-    checkpoint are accepted and do nothing.
+    difference. The role isn't constructed, so it needs no memory; `sync_weights`, sleep, pause and checkpoint are
+    accepted and do nothing.
 
     Attributes:
         folder: The folder of a run, or of a recording.
@@ -49,7 +49,7 @@ class Compare:
     Attributes:
         folder: The folder of a run, or of a recording.
         tolerance: The allowed distance of numbers from recorded ones, absolute or relative.
-        step: See `Replay`.
+        step: The first step to compare, as counted by `run.log`; None for the first one.
     """
 
     folder: str = attrs.field(converter=_absolute)
@@ -63,7 +63,7 @@ class Compare:
 
 
 def given(what: Literal["replay", "compare"], value: Any) -> Replay | Compare:
-    """Return a `Replay` or `Compare` from an argument of `role(...).on()`."""
+    """Convert an argument of `role(...).on()` to a `Replay` or `Compare`."""
     kind: type[Replay | Compare] = Replay if what == "replay" else Compare
     if isinstance(value, kind):
         return value

@@ -1,7 +1,7 @@
-"""Comparison with a recording of another number of ranks, on the driver: by the values that callers get.
+"""Compares a role with a recording of another number of ranks, by the values that callers get.
 
-The parts of the recorded ranks are joined as the method's collect says, and so are the parts from this run's ranks
-(`TellingTap`).
+This runs on the driver. The method's `collect` joins the results of the recorded ranks, and also the results of this
+run's ranks (`TellingTap`).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from colocate.features.recordings.whole import CannotJoin, Whole
 
 
 class Joining:
-    """The comparison of a role's calls with a recording of another number of ranks.
+    """Compares a role's calls with a recording of another number of ranks.
 
     Attributes:
-        methods: The results by method; for the comparison's thread alone.
+        methods: The results by method. Only the comparison's thread uses them.
     """
 
     def __init__(self, role: RoleInfo, played: Played, tell: Callable[[str], object]) -> None:
         self._role, self._played = role, played
         self._teller = Teller(lambda words: tell(f"role {role.name!r}: differs from {played.folder}: {words}"))
-        self._weights: str | None = None  # label of the first call since the weights differ
+        self._weights: str | None = None  # The label of the first call with different weights.
         self._folder = RoleFolder.read(Path(played.folder))
         self._meshes = {name: Mesh(shape) for name, shape in self._folder.meshes.items()}
         self._find = find_for(role.methods)
-        self._told: dict[int, list[tuple[int, Any]]] = {}  # rank and document, by call
+        self._told: dict[int, list[tuple[int, Any]]] = {}  # The documents from ranks, by call.
         self._thread = JobThread(f"colocate-comparison-{role.name}", lambda error: report_exception())
-        self._next: dict[str, int] = {}  # the number of each method's next call
+        self._next: dict[str, int] = {}  # The number of each method's next call.
         self.methods: dict[str, Compared] = {}
         self._begin()
 
     def begin_anew(self) -> None:
-        """Start again from a checkpoint, or from the construction: calls may come again."""
+        """Read the recording from the start again, because calls may be repeated after a restore."""
         self._thread.soon(self._begin)
 
     def _begin(self) -> None:
@@ -58,21 +58,21 @@ class Joining:
                 self._skipped[method] = max(count, self._skipped.get(method, 0))
 
     def heard(self, call: PendingCall, rank: int, document: Any) -> None:
-        """Store a rank's result of a call in progress. The order's lock is held."""
+        """Store a rank's result until the call has ended. The caller holds the lock of the group's order."""
         if call.seq not in self._told:
-            if call.done():  # the call has failed on another rank
+            if call.done():  # The call has already failed on another rank.
                 return
             self._told[call.seq] = []
             call._then(self._over)
         self._told[call.seq].append((rank, document))
 
     def table(self) -> dict[str, Compared]:
-        """Return the results of ended calls, by method."""
+        """Return the results of all ended calls, by method."""
         self._thread.run(self._count_left)
         return self.methods
 
     def close(self) -> None:
-        """Stop comparing."""
+        """Stop the comparison."""
         self._thread.close()
 
     def _over(self, call: PendingCall) -> None:
@@ -82,7 +82,7 @@ class Joining:
 
     def _count_left(self) -> None:
         ended = {key for calls in self._recorded for key, call in calls.all().items() if call.end is not None}
-        # Calls from before the restored checkpoint count as come.
+        # Recorded calls from before the restored checkpoint count as made, not as missing.
         with_left(self.methods, [key for key in ended if key[1] >= self._next.get(key[0], 0)])
 
     def _look(self, call: PendingCall, told: Sequence[tuple[int, Any]]) -> None:
@@ -101,15 +101,15 @@ class Joining:
         now = Whole(parts, ranks.world_size, ranks.meshes, call.partition, call.spec, self._find)
         try:
             self._compare(compared, label, self._before(call, number, now), now)
-        except Exception as error:  # includes errors of a user's collect or class
+        except Exception as error:  # A user's `collect` or class may raise any error.
             why = str(error) if isinstance(error, CannotJoin) else f"it can't be joined: {error_text(error)}"
             self._teller.add(compared.lack(label, why))
 
     def _before(self, call: PendingCall, number: int, now: Whole) -> Whole:
-        """Return the recorded call.
+        """Return the recorded call for a call of this run (`now`).
 
         Raises:
-            CannotJoin: The call wasn't recorded, or one of the two is incomplete.
+            CannotJoin: The call wasn't recorded, or the recorded or the present call is incomplete.
         """
         parts: dict[int, RankCall] = {}
         for rank, calls in enumerate(self._recorded):
@@ -192,4 +192,5 @@ class Joining:
 
     def _row(self, row: Document) -> Any:
         value = recorded_value(row, self._find)
-        return value if row.about["digest"] or "error" in row.about else value[1]  # else (index, item)
+        # If a method yields rows, each row is recorded as a pair of index and item, without a digest.
+        return value if row.about["digest"] or "error" in row.about else value[1]

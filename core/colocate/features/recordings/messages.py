@@ -1,4 +1,4 @@
-"""Messages about recordings."""
+"""Messages between the driver and workers about recordings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ RECORDING, COMPARISON = "the recording", "the comparison"
 
 @attrs.frozen
 class Recorded:
-    """The recording of a role, as sent to workers.
+    """The instruction to record a role, or to stop recording, as sent to workers.
 
     Attributes:
         role: The role.
         folder: The role's folder; None to stop the recording.
-        limit: The limit of the whole recording in bytes; None for no limit.
+        limit: The limit of the complete recording in bytes; None for no limit.
         inputs: Whether arguments are recorded, too.
-        begins: Whether calls are recorded from here on; False to get ready first.
+        begins: Whether calls are recorded from now on; False to prepare only.
     """
 
     role: str
@@ -33,19 +33,19 @@ class Recorded:
 class Noticed(Message):
     """A notice for the user about a recording, a replay or a comparison."""
 
-    text: str  # the notice
+    text: str
 
 
 @message
 class Gave(Message):
-    """The result of a rank's call, or of a row, that the driver compares. Body: a document."""
+    """The result of a call or a row on one rank, for a comparison on the driver. The body is a document."""
 
-    seq: int  # the call
+    seq: int  # The call's number in the order of the group.
 
 
 @attrs.frozen
 class Played:
-    """A recording for a replay or a comparison, as sent to workers.
+    """The instruction to replay a role or to compare a role with a recording, as sent to workers.
 
     Attributes:
         folder: The role's folder in the recording.

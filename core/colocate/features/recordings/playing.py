@@ -1,4 +1,4 @@
-"""Replay and comparison on a worker: `Replaying` answers a role's calls, `Comparing` checks the role's results."""
+"""Replay and comparison in a worker: `Replaying` answers a role's calls, and `Comparing` checks a role's results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from colocate.worker.context import WorkerContext
 from colocate.worker.results import sources_of
 from colocate.worker.serving.role_instance import RoleInstance
 
-_AFTER_ALL = 1 << 40  # the turns of rows that weren't recorded
+_AFTER_ALL = 1 << 40  # Rows that weren't recorded get turns from this number on, after all recorded rows.
 
 
 class ReplayedRole:
-    """A placeholder for the object of a replayed role."""
+    """A placeholder for the instance of a replayed role, which isn't constructed."""
 
     def __init__(self, role: str, folder: str) -> None:
         self.__dict__["_replayed"] = f"role {role!r} is replayed from {folder}: it wasn't constructed"
@@ -43,41 +43,42 @@ def find_for(methods: Mapping[str, Any]) -> Find:
 
 
 class Found:
-    """The recorded calls of a role, on this rank and the others."""
+    """The recorded calls of a role on all ranks, as seen by one rank."""
 
     def __init__(
         self, played: Played, context: WorkerContext, role: RoleInstance, find: Find, tell: Callable[[str], object]
     ) -> None:
         self.played, self.context, self.role, self.find, self.tell = played, context, role, find, tell
         self.own = self.of(role.ctx.rank)
-        self.skipped: dict[str, int] = {}  # skipped calls before the first replayed one, by method
-        self.places = 0  # the number of calls so far
+        # The number of recorded calls before the first call that is replayed, by method.
+        self.skipped: dict[str, int] = {}
+        self.places = 0  # The number of calls so far.
         self.counts: Callable[[str], int] = lambda method: 0
         if played.after:
             self.skipped, self.places = self.own.skip(played.after)
 
     def of(self, rank: int) -> RankCalls:
-        """Open the recorded calls of a rank."""
+        """Open the recording of a rank."""
         return RankCalls(Path(self.played.folder), rank)
 
     @cached_property
     def others(self) -> Mapping[int, RankCalls]:
-        """Return the recorded calls of all ranks."""
+        """The recorded calls of all ranks, including this rank."""
         return {
             rank: self.own if rank == self.role.ctx.rank else self.of(rank) for rank in range(self.role.ctx.world_size)
         }
 
     @cached_property
     def came(self) -> Mapping[int, Sequence[tuple[int, int]]]:
-        """Return the order of arrival of rows at the driver, by call."""
+        """The order in which rows arrived at the driver, by call."""
         return RowOrder.read(Path(self.played.folder))
 
     def call(self, seen: Seen) -> RankCall | None:
-        """Return the recorded call on this rank; None if missing."""
+        """Return the recorded call on this rank, or None if the call wasn't recorded."""
         return self.own.get(seen.method, seen.number + self.skipped.get(seen.method, 0))
 
     def has_failed(self, seen: Seen) -> bool:
-        """Return whether the recorded call raised on some rank: then other ranks may not have started the call."""
+        """Return whether the recorded call raised an error on any rank. Other ranks may not have started the call."""
         number = seen.number + self.skipped.get(seen.method, 0)
         for calls in self.others.values():
             call = calls.get(seen.method, number)
@@ -86,7 +87,7 @@ class Found:
         return False
 
     def label(self, seen: Seen) -> str:
-        """Return the label of a call."""
+        """Return the label of a call for messages."""
         return f"{self.role.name}.{seen.method}, call {seen.number + self.skipped.get(seen.method, 0)}"
 
     def counted(self, method: str) -> int:
@@ -94,7 +95,7 @@ class Found:
         return self.counts(method) + self.skipped.get(method, 0)
 
     def over(self, seen: Seen) -> None:
-        """Drop a call that has ended."""
+        """Forget the recorded documents of a call that has ended."""
         for calls in (self.own, *self.__dict__.get("others", {}).values()):
             calls.found.pop((seen.method, seen.number + self.skipped.get(seen.method, 0)), None)
 
@@ -106,7 +107,7 @@ class Found:
         value = document.value(self.find, self.context.boot.device)
         if about.get("defaults"):
             value, states = value
-            if self.context.in_process:  # otherwise each role has separate generators
+            if self.context.in_process:  # Only roles in one process share the default generators.
                 have_defaults(states)
         if (error_entry := about.get("error")) is not None:
             raise self._rebuilt(error_entry, *value)
@@ -117,7 +118,7 @@ class Found:
         kind = getattr(builtins, name, None) if module == "builtins" else self.find(module, name)
         if isinstance(kind, type) and record_kind(kind) == "error":
             error = made_error(kind, args, attributes)
-        else:  # the class is unknown here: the driver shows the name, as for any unknown class
+        else:  # The class is unknown here, so a new class gets the recorded name.
             about = {"__module__": module, "__qualname__": name}
             error = type(name.rpartition(".")[2], (Exception,), about)(told["text"])
         error.add_note(f"as it was recorded:\n{told['trace'].rstrip()}")
@@ -130,11 +131,12 @@ class Replaying(Player):
     def __init__(self, found: Found) -> None:
         self._found = found
         self._calls: dict[int, RankCall] = {}
-        self._rows: dict[int, dict[int, list[tuple[int, Document]]]] = {}  # rows with their turns, by call and row
+        # The documents of rows with their turns, by call and row index.
+        self._rows: dict[int, dict[int, list[tuple[int, Document]]]] = {}
         self._told: set[tuple[str, str]] = set()
 
     def begins(self, seen: Seen) -> None:
-        """Find the recorded call, and check the order and the arguments."""
+        """Find the recorded call, and check the order of calls and the arguments."""
         call = self._found.call(seen)
         if call is None:
             self._missing(seen)
@@ -163,22 +165,24 @@ class Replaying(Player):
                 rows.setdefault(document.about["row"], []).append((turn, document))
         state: Any = running_call.get()
         if not rows.get(row):
-            state.turn = _AFTER_ALL + row  # last: a caller that reads as far as the recorded one never gets this row
+            # This row comes last, so that a caller that reads as far as in the recorded run never gets the row.
+            state.turn = _AFTER_ALL + row
             raise ReplayError(f"{self._found.label(seen)}: row {row} wasn't recorded")
-        state.turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]  # the row was tried again
+        # If the row was tried several times, each attempt gets the next recorded document.
+        state.turn, document = rows[row].pop(0) if len(rows[row]) > 1 else rows[row][0]
         if (where := first_difference(document.about["digest"], digest)) is not None:
             self._differs(seen, "arguments", f"{self._found.label(seen)}, row {row}: argument {where}")
         return self._found.value(document)
 
     def rows(self, seen: Seen) -> Iterator[Any]:
-        """Yield the rows of a call, each with a turn among the rows of all reporting ranks."""
+        """Yield the rows of a call, and set the turn of each row in the recorded order of arrival."""
         call = self._calls[seen.seq]
         role, work = self._found.role, running_call.get()
         ranks = sources_of(role.methods[seen.method], role.ctx)
         documents = self._in_order(call, ranks) if role.ctx.rank in ranks else []
         turns = {(entry.path, entry.begin): turn for turn, entry in enumerate(documents)}
         for document in call.rows:
-            if hasattr(work, "turn"):  # otherwise the rows are kept
+            if hasattr(work, "turn"):  # Rows that stay on the worker need no turn.
                 work.turn = turns.get((document.path, document.begin))  # type: ignore[union-attr]
             yield self._found.value(document)
         assert call.end is not None
@@ -188,7 +192,7 @@ class Replaying(Player):
             raise ReplayError(f"{self._found.label(seen)}: its rows were read no further when it was recorded")
 
     def over(self, seen: Seen) -> None:
-        """Drop a call that has ended."""
+        """Forget a call that has ended."""
         self._calls.pop(seen.seq, None)
         self._rows.pop(seen.seq, None)
         self._found.over(seen)
@@ -208,9 +212,10 @@ class Replaying(Player):
             self._found.tell(f"{words}; it is answered as recorded, and other differences of the kind aren't told")
 
     def _passed_over(self, call: RankCall) -> RankCall | None:
-        """Return the recorded call that should come before this one; this one if too late; None if in order.
+        """Return the recorded call that should have come instead of this call, or None if the order is right.
 
-        A call that was withdrawn here, because another one failed elsewhere, counts among the calls of its method.
+        If this call comes too late, return this call. A call that was withdrawn because another call failed counts
+        among the calls of its method.
         """
         role_calls = self._found
         if call.place < role_calls.places:
@@ -231,7 +236,7 @@ class Replaying(Player):
     def _missing(self, seen: Seen) -> NoReturn:
         number = seen.number + self._found.skipped.get(seen.method, 0)
         if self._found.has_failed(seen):
-            # Another rank raises the recorded error. Raised first, this one would cancel that call before the start.
+            # Wait for the recorded error of another rank, because an error here could cancel that rank's call first.
             self._found.context.store.wait_for(self._is_over, CAUSE_WITHIN_S)
             raise Poisoned(f"{self._found.label(seen)} failed on another rank before it had begun here, when recorded")
         counts: dict[str, int] = {}
@@ -258,35 +263,35 @@ class Comparing(Tap):
         self._found = found
         self.methods: dict[str, Compared] = {}
         self._teller = Teller(lambda words: found.tell(f"differs from {found.played.folder}: {words}"))
-        self._weights: str | None = None  # label of the first call since the weights differ
+        self._weights: str | None = None  # The label of the first call with different weights.
 
     def table(self) -> dict[str, Compared]:
-        """Return the results by method, with the number of calls that haven't come."""
+        """Return the results by method, with the number of recorded calls that haven't been made yet."""
         role_calls = self._found
         ended = [key for key, call in role_calls.own.all().items() if call.end is not None]
-        # Recorded calls from before the restored checkpoint aren't missing: they count as already made.
+        # Recorded calls from before the restored checkpoint count as made, not as missing.
         return with_left(self.methods, [key for key in ended if key[1] >= role_calls.counted(key[0])])
 
     def gave(self, seen: Seen, value: Any) -> None:
-        """Compare a call's value."""
+        """Compare the value of a call with the recorded value."""
         self._look(seen, value, None)
 
     def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
-        """Compare a row."""
+        """Compare the value of a row with the recorded row."""
         self._look(seen, value, row, digest)
 
     def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """Compare an error by class and text."""
+        """Compare the class and the text of an error with the recording."""
         self._look(seen, Raised(f"{type(error).__qualname__}: {message_of(error)}"), row, digest)
 
     def over(self, seen: Seen) -> None:
-        """Compare the number of rows of an ended call."""
+        """Compare the number of rows of an ended call with the recording."""
         self._look(seen, None, None)
 
     def _look(self, seen: Seen, value: Any, row: int | None, digest: Digest | None = None) -> None:
         try:
             self._compare(seen, value, row, digest)
-        except Exception as error:  # of a damaged recording, or a user's class: the call must not fail
+        except Exception as error:  # A damaged recording or an error of a user's class must not fail the call.
             compared = self.methods.setdefault(seen.method, Compared())
             self._teller.add(compared.lack(self._label(seen, row), f"it can't be compared: {error_text(error)}"))
         finally:
@@ -310,7 +315,7 @@ class Comparing(Tap):
         compared.arguments += where is not None
         difference = Difference(self._found.played.tolerance)
         if row is None and "rows" in document.about:
-            # Rows from the driver go to any free rank: their number is compared over all ranks.
+            # If the driver sends rows to any free rank, compare the total number over all ranks.
             name = "rows" if self._found.role.methods[seen.method].rows is None else "valid"
             difference.add(document.about[name], {"rows": seen.rows, **seen.had}[name], " (the number of its rows)")
         else:
@@ -328,7 +333,7 @@ class Comparing(Tap):
 
     def _row(self, call: RankCall, row: int) -> Document | None:
         rows = call.rows
-        if not rows or rows[0].about["digest"]:  # rows from the driver may have ended on another rank
+        if not rows or rows[0].about["digest"]:  # Rows that the driver sends may have ended on another rank.
             calls = [calls.get(call.method, call.number) for calls in self._found.others.values()]
             rows = [document for other in calls if other is not None for document in other.rows]
         return next((document for document in rows if document.about["row"] == row), None)

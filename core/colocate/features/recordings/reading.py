@@ -1,4 +1,4 @@
-"""`load_recording`: recorded calls as Python objects; values are read on demand."""
+"""Implements `load_recording`, which gives access to recorded calls as Python objects."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from colocate.features.recordings.whole import CannotJoin, Whole, method_of
 def load_recording(folder: str | os.PathLike[str], *, packages: Collection[str] = ()) -> Recording:
     """Load the recorded calls of a run.
 
-    Values are read on demand. No code of the recorded run is executed: classes of records are looked up in imported
-    modules.
+    Values are read on demand. No code of the recorded run is executed, because classes of records are looked up in
+    imported modules.
 
     Args:
         folder: The folder of a run, or of a recording.
@@ -52,14 +52,14 @@ class RecordedError:
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> RecordedError | None:
-        """Return the error in a document's metadata; None for none."""
+        """Return the error in a document's metadata, or None if there is none."""
         error_entry = about.get("error")
         return None if error_entry is None else cls(error_entry["class"], error_entry["text"], error_entry["trace"])
 
 
 @attrs.frozen
 class RecordedRow:
-    """A recorded row.
+    """A recorded row of a call.
 
     Attributes:
         index: The index in the caller's batch or result; None if unknown: the caller doesn't get rows of this rank, or
@@ -79,13 +79,14 @@ class RecordedRow:
 
     @property
     def value(self) -> Any:
-        """Return the row's value. Errors: see `RecordedCall.value`."""
+        """The row's value. `RecordedCall.value` lists the errors."""
         value = _value(self._document, self._find, self.error)
-        return value if self._document.about["digest"] else value[1]  # a method that yields gives (index, item)
+        # If a method yields rows, each row is recorded as a pair of index and item, without a digest.
+        return value if self._document.about["digest"] else value[1]
 
     @property
     def inputs(self) -> Any:
-        """Return the recorded argument of the row. Errors: see `RecordedCall.inputs`."""
+        """The recorded argument of the row. `RecordedCall.inputs` lists the errors."""
         (value,) = _inputs(self._inputs, self._find).values()
         return value
 
@@ -120,7 +121,7 @@ class RecordedCall:
 
     @classmethod
     def of(cls, by_rank: Mapping[int, RankCall], role: RecordedRole) -> RecordedCall:
-        """Return a call, given the recorded parts of ranks."""
+        """Combine the recorded documents of all ranks to a call."""
         first = next(iter(by_rank.values()))
         abouts = [rank_call.about for rank_call in by_rank.values()]
         begun = min(about["begun"] for about in abouts)
@@ -140,7 +141,7 @@ class RecordedCall:
         )
 
     def joined(self) -> Any:
-        """Return the value that the caller got: all ranks' results in order, joined by the method's collect.
+        """Join the ranks' results with the method's `collect`, and return the value that the caller got.
 
         Raises:
             ConfigError: The caller got no value, or a rank's result is missing, or the collect is a class of yours: see
@@ -164,14 +165,18 @@ class RecordedCall:
             raise ConfigError(f"call {self.number} of {self.method} can't be joined: {why}; see its values") from error
 
     def _whole(self) -> Whole:
-        """Return the call with all ranks. Raises: CannotJoin: The collect is a user's class."""
+        """Return the call with the results of all ranks.
+
+        Raises:
+            CannotJoin: The collect is a user's class.
+        """
         role, folder = self._role, self._role._folder
         meshes = {name: Mesh(shape) for name, shape in folder.meshes.items()}
         spec, partition = method_of(folder.methods[self.method]), role._partitions.get(self.seq)
         return Whole(self._by_rank, role.ranks, meshes, partition, spec, role._find)
 
     def value(self, rank: int = 0) -> Any:
-        """Return the value of a rank.
+        """Return the recorded value of the call on a rank.
 
         Raises:
             ConfigError: The rank has no value: it took no part, the call has rows, or the recording ends amid the call.
@@ -183,7 +188,7 @@ class RecordedCall:
         return _value(end, self._role._find, RecordedError.of(end.about))
 
     def inputs(self, rank: int = 0) -> dict[str, Any]:
-        """Return the recorded arguments of a rank by parameter; arguments of single rows are in `rows`.
+        """Return the recorded arguments on a rank, by parameter. `rows` has the arguments of single rows.
 
         Raises:
             ConfigError: Arguments aren't recorded: name the role in `runtime.record(inputs=...)`, or
@@ -194,32 +199,32 @@ class RecordedCall:
         return _inputs(next(documents, None), self._role._find)
 
     def values(self) -> list[Any]:
-        """Return the values of all ranks that took part. Errors: see `value`."""
+        """Return the values of all ranks that took part in the call. `value` lists the errors."""
         return [self.value(rank) for rank in self.ranks]
 
     @property
     def missing(self) -> str | None:
-        """Return the reason why a value or row of the first such rank wasn't recorded; None if all were."""
+        """The reason why a value or row of the call wasn't recorded, or None if all were recorded."""
         documents = [
             document for call in self._by_rank.values() for document in (*call.rows, call.end) if document is not None
         ]
         return next((document.about["missing"] for document in documents if "missing" in document.about), None)
 
     def arguments(self, rank: int = 0) -> Digest:
-        """Return the digests of a rank's arguments: by parameter, each part's path with a description."""
+        """Return the digests of a rank's arguments: the path and a description of each part, by parameter."""
         digest: Digest = self._of(rank).about["digest"]
         return digest
 
     @property
     def rows(self) -> list[RecordedRow]:
-        """Return the rows, if the call's rows end one by one, in the order of arrival at the driver."""
+        """The rows in the order of their arrival at the driver, if the call's rows end one by one."""
         rows = [(rank, document) for rank, call in self._by_rank.items() for document in call.rows]
         if not rows:
             return []
         try:
             whole = self._whole()
             places = None if whole.spec.rows is not None else whole.places()
-        except CannotJoin:  # the order of the rows is unknown
+        except CannotJoin:  # The indices of the rows are unknown.
             places = {}
         find = self._role._find
         return [
@@ -270,7 +275,7 @@ class RecordedRole:
 
     @classmethod
     def of(cls, folder: RoleFolder, find: Find) -> RecordedRole:
-        """Return the role of a folder."""
+        """Read the recorded role in a folder."""
         parts = [RankCalls(folder.path, rank) for rank in range(folder.ranks)]
         for part in parts:
             part.all()
@@ -291,7 +296,7 @@ class RecordedRole:
 
     @cached_property
     def calls(self) -> list[RecordedCall]:
-        """Return the role's calls, in order."""
+        """All calls of the role, in the order of the group's calls."""
         by_seq: dict[int, dict[int, RankCall]] = {}
         for rank, part in enumerate(self._parts):
             for call in part.found.values():
@@ -299,7 +304,7 @@ class RecordedRole:
         return [RecordedCall.of(by_seq[seq], self) for seq in sorted(by_seq)]
 
     def __getitem__(self, method: str) -> list[RecordedCall]:
-        """Return the calls of a method, in order."""
+        """Return the calls of a method, in the order of the group's calls."""
         calls = [call for call in self.calls if call.method == method]
         if not calls:
             has = dict.fromkeys(call.method for call in self.calls)
@@ -308,14 +313,14 @@ class RecordedRole:
 
 
 class Recording(Mapping[str, RecordedRole]):
-    """The recorded roles, by "role", or "group.role" if several groups have such a role.
+    """All roles of a recording. The keys are "role", or "group.role" if several groups have such a role.
 
     Attributes:
         folder: The recording's folder.
     """
 
     def __init__(self, folder: Path, find: Find) -> None:
-        """Use `load_recording`."""
+        """Create a recording. Users call `load_recording` instead."""
         self.folder = folder
         folders = [RoleFolder.read(item.parent) for item in sorted(folder.glob(f"*/{ROLE}"))]
         names = [item.role for item in folders]
@@ -325,7 +330,7 @@ class Recording(Mapping[str, RecordedRole]):
         self._find = find
 
     def __getitem__(self, name: str) -> RecordedRole:
-        """Return a role, as far as recorded now.
+        """Return a role with the calls that are recorded so far.
 
         Raises:
             ConfigError: The role isn't recorded.

@@ -1,7 +1,7 @@
-"""Taps: observers of a role's calls and results. One kind records; others replay, or compare.
+"""Taps: observers that record or compare a role's calls and results. A player replays calls.
 
-A role with taps has other routes: this feature runs its calls, on top of the feature that runs them without taps. Roles
-without taps pay nothing.
+If a role has taps, this feature runs the role's calls, on top of the feature that runs the calls otherwise. Roles
+without taps have no overhead.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NAME = "recordings"
 
 @attrs.define(eq=False)
 class Seen:
-    """A call as seen by a tap.
+    """A running call, as observed by taps.
 
     Attributes:
         method: The method.
         number: The number among the method's calls, from 0, counted from the tap's first call.
-        place: The number among the role's calls, counted likewise.
+        place: The number among the role's calls, also counted from the tap's first call.
         seq: The number in the order of the group.
         digest: The digests of the arguments.
         begun: The start, in seconds of time.time().
@@ -61,7 +61,7 @@ class Seen:
 
 
 class Tap(abc.ABC):
-    """Observes the calls of a role on a rank; on the role's lane."""
+    """An observer of a role's calls on a rank. Its methods are called on the role's lane."""
 
     def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:  # noqa: B027
         """Handle the arguments of a call, or of a row, before the method runs. The default does nothing."""
@@ -87,11 +87,11 @@ class Tap(abc.ABC):
 
 
 class Player(abc.ABC):
-    """Answers the calls of a role in place of the role."""
+    """Answers the calls of a replayed role in place of the role."""
 
     @abc.abstractmethod
     def begins(self, seen: Seen) -> None:
-        """Find the answer to a call, or raise to refuse the call."""
+        """Find the recorded answer to a call, or raise an error to refuse the call."""
 
     @abc.abstractmethod
     def value(self, seen: Seen) -> Any:
@@ -103,7 +103,7 @@ class Player(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, seen: Seen) -> Iterator[Any]:
-        """Yield the recorded rows of a call to a method that yields."""
+        """Yield the recorded rows of a call, for methods that yield their rows."""
 
     @abc.abstractmethod
     def over(self, seen: Seen) -> None:
@@ -111,13 +111,13 @@ class Player(abc.ABC):
 
 
 class Tapped:
-    """The calls of a role with taps.
+    """Runs the calls of a role that has taps or a player.
 
     Attributes:
         methods: The methods as declared by the role.
         taps: The observers of calls.
-        player: Answers the calls; None for the role itself.
-        before: The number of each method's calls before the first counted one.
+        player: Answers the calls; None if the role itself does.
+        before: The number of each method's calls before the first call that counts.
         weights: A digest of the weights of the last sync.
     """
 
@@ -134,32 +134,32 @@ class Tapped:
         role.routes = {name: (routed[name], label) for name, (_, label) in role.routes.items()}
 
     def counts_from_here(self) -> None:
-        """Count calls from here: from the first call of a recording, or after a restore."""
+        """Start to count calls from 0, at the start of a recording or after a restore."""
         self.before, self._places = dict(self._role.ctx._calls), 0
 
     def counted(self, method: str) -> int:
-        """Return the number of calls of a method so far, including withdrawn calls."""
+        """Return the number of a method's calls so far, including withdrawn calls."""
         return self._role.ctx._calls.get(method, 0) - self.before.get(method, 0)
 
     def weigh(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the weights of a sync, and store a digest after the last weight."""
+        """Yield the weights of a sync, and store their digest after the last weight."""
         digest = hashlib.blake2b(digest_size=8)
         for pair in weights:
             digest.update(f"{pair[0]} {digest_of({'': pair[1]})[''][0][1]};".encode())
             yield pair
-            del pair  # a reference here would look like a tensor that the target keeps
+            del pair  # Drop the reference, which would look like a tensor that the target role keeps.
         self.weights = digest.hexdigest()
 
     def _routed(self, spec: MethodSpec) -> MethodSpec:
         function = spec.function if spec.feature is None else self._in_rows(spec)
         routed = attrs.evolve(spec, function=function)
-        object.__setattr__(routed, "feature", NAME)  # a frozen class
+        object.__setattr__(routed, "feature", NAME)  # The class is frozen, so a plain assignment would raise.
         return routed
 
     # -- a call
 
     def runs(self, work: Work, code: Callable[[object, dict[str, Any]], Any]) -> Callable[..., Any]:
-        """Return a function that runs a call with taps, given the one without (`code`). On the role's lane."""
+        """Return a function that runs a call by `code` and reports the call to the taps."""
         if not self.taps and self.player is None:
             return code
         spec = self.methods[work.spec.name]
@@ -191,11 +191,11 @@ class Tapped:
     def _begin(self, work: Work, spec: MethodSpec, arguments: Mapping[str, Any]) -> Seen:
         assert work.place is not None
         method, count = work.place
-        former = self._under_way.get(work.seq)  # the call was put back
+        former = self._under_way.get(work.seq)  # A call that is retried is known already.
         place = self._places if former is None else former.place
         self._places += former is None
         digest = digest_of(arguments)
-        if spec.rows is not None:  # rows come one by one, to any rank, and each has a digest
+        if spec.rows is not None:  # Each row has a separate digest, because rows arrive one by one on any rank.
             digest = {**digest, spec.rows: [["", f"{work.valid_rows} rows"]]}
         tapped_call = Seen(method, count - self.before.get(method, 0), place, work.seq, digest, time.time())
         had = {"valid": work.valid_rows, "padded": work.rows}
@@ -244,7 +244,7 @@ class Tapped:
             tap.raised(seen, error)
 
     def _look(self, seen: Seen) -> None:
-        """Record the end of a call, with the generators' states if changed."""
+        """Record the end of a call, and the states of the default generators if the call has changed a state."""
         del self._under_way[seen.seq]
         if self.player is not None:
             self.player.over(seen)
@@ -343,7 +343,7 @@ def _cut(seen: Seen | None) -> None:
 
 
 def _defaults() -> tuple[Any, ...]:
-    """Return the states of the process's default generators, in a comparable form."""
+    """Return the states of the process's default random generators, in a comparable form."""
     torch, numpy = imported("torch"), sys.modules.get("numpy.random")
     of_torch = None if torch is None else torch.get_rng_state().numpy().tobytes()
     if numpy is None:
@@ -353,7 +353,7 @@ def _defaults() -> tuple[Any, ...]:
 
 
 def have_defaults(states: Sequence[Any]) -> None:
-    """Set the states of the process's default generators."""
+    """Set the states of the process's default random generators."""
     of_torch, of_random, of_numpy = states
     if of_torch is not None and (torch := imported("torch")) is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))

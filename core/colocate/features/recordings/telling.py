@@ -1,4 +1,4 @@
-"""Taps that make documents of a role's results: for files, or for a comparison on the driver."""
+"""Taps that convert a role's results to documents, for files or for a comparison on the driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colocate.worker.context import WorkerContext
 
 
 class DocumentTap(Tap):
-    """Makes documents of a role's results on a rank."""
+    """A tap that converts a role's results to documents."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell = tell
@@ -30,18 +30,18 @@ class DocumentTap(Tap):
 
     @abc.abstractmethod
     def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
-        """Handle a document."""
+        """Handle a new document."""
 
     def gave(self, seen: Seen, value: Any) -> None:
-        """Write the value of a call, as of now."""
+        """Make a document with the value of a call."""
         self._add(seen, value)
 
     def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
-        """Write a row."""
+        """Make a document with the value of a row."""
         self._add(seen, value, row=row, digest=digest)
 
     def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """Write an error: class, text, and the traceback as text."""
+        """Make a document with the class, the text and the traceback of an error."""
         kind = type(error)
         failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
         fields: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
@@ -51,7 +51,7 @@ class DocumentTap(Tap):
             self._add(seen, ((failed["text"],), {}), **fields)
 
     def over(self, seen: Seen) -> None:
-        """Write the number of rows."""
+        """Make a document with the number of a call's rows."""
         self._add(seen, None, rows=seen.rows, **({"cut": True} if seen.cut else {}))
 
     def _add(self, seen: Seen, value: Any, strict: bool = False, **more: Any) -> None:
@@ -81,7 +81,7 @@ class DocumentTap(Tap):
 
 
 class RecordingTap(DocumentTap):
-    """Writes a role's results on a rank.
+    """A tap that writes a role's results to the files of a rank.
 
     Attributes:
         folder: The role's folder in the recording.
@@ -96,13 +96,13 @@ class RecordingTap(DocumentTap):
         self.has_begun = False
 
     def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:
-        """Write the arguments of a call or a row, if the recording has inputs."""
+        """Write the arguments of a call or a row, if inputs are recorded."""
         if self._inputs:
             where: dict[str, Any] = {} if row is None else {"row": row}
             self._add(seen, dict(arguments), inputs=True, **where)
 
     def close(self, within_s: float | None = None) -> None:
-        """Write the queued documents; `within_s`: the timeout in seconds."""
+        """Stop recording, and write the queued documents within a timeout of `within_s` seconds."""
         self._writer.close(within_s)
 
     def _is_over(self) -> bool:
@@ -114,7 +114,7 @@ class RecordingTap(DocumentTap):
 
 
 class TellingTap(DocumentTap):
-    """Sends a role's results on a rank to the driver."""
+    """A tap that sends a role's results to the driver."""
 
     def __init__(self, context: WorkerContext, tell: Callable[[str], object]) -> None:
         super().__init__(tell)

@@ -1,4 +1,4 @@
-"""Encode values as safetensors documents: tensors and arrays as raw bytes, other values as JSON without code.
+"""Encode values as safetensors documents, with tensors and arrays as raw bytes and other values as JSON.
 
 A document is readable by `safetensors.torch.load`. Its entry "value" is JSON: numbers, texts, true, false and null
 stand for themselves, and any other value is a list [KIND, CONTENT]. Kinds are a closed list. A value that occurs twice
@@ -6,7 +6,7 @@ has a number, [KIND, CONTENT, NUMBER], and is ["again", NUMBER] elsewhere.
 
 A record (dataclass, class of attrs, named tuple, enum, `UserDict`, exception, type with leaves of `register_batch`) is
 stored as the name of its class and its content. A reader finds the class among imported modules and sets the
-attributes: it calls no constructor and no `__setstate__`. A class whose code would run all the same (`__del__`, or
+attributes: it calls no constructor and no `__setstate__`. A class whose code would run nonetheless (`__del__`, or
 `__hash__` for a key) isn't recorded and isn't read.
 """
 
@@ -69,7 +69,7 @@ Find = Callable[[str, str], Any]
 
 
 class NotRecorded(ColocateError):
-    """The type of a value can't be recorded."""
+    """Raised if the type of a value can't be recorded."""
 
 
 def _from_pairs(kind: Callable[[], Any]) -> Callable[[Sequence[Any]], Any]:
@@ -127,7 +127,7 @@ _PLAIN = {*SCALARS, bytes, datetime.timedelta, datetime.timezone}
 
 
 def _plain(kind: str, parts: Sequence[Any]) -> Sequence[Any]:
-    """Return the parts of a value; refuse a part of a class with code that a constructor would run."""
+    """Return the parts of a value. Raise `NotRecorded` if a constructor would run user code of a part's class."""
     for part in parts if kind not in _OF_ANY else ():
         if type(part) not in _PLAIN:
             raise NotRecorded(f"a {kind} of a {type(part).__qualname__} isn't recorded")
@@ -136,7 +136,7 @@ def _plain(kind: str, parts: Sequence[Any]) -> Sequence[Any]:
 
 @by_type
 def record_kind(kind: type) -> str | None:
-    """Return the kind of record that a class is; None for classes of other values."""
+    """Return the kind of record that a class defines, or None if the class isn't recorded as a record."""
     record_type = None
     if structure_of(kind) is not None:
         record_type = "leaves"
@@ -148,12 +148,12 @@ def record_kind(kind: type) -> str | None:
         record_type = "error"
     elif dataclasses.is_dataclass(kind) or attrs.has(kind) or issubclass(kind, UserDict):
         record_type = "record"
-    # A recording may set any attributes: a `__del__` would run on attributes of an attacker.
+    # Refuse a class with `__del__`, because this code would run with attributes from a possibly hostile recording.
     return None if hasattr(kind, "__del__") else record_type
 
 
 def named_parts(value: Any) -> dict[str, Any] | None:
-    """Return the parts of a record, or a TensorDict, by the path to each; None for other values."""
+    """Return the parts of a record or TensorDict by path, or None for any other value."""
     kind = type(value)
     if (structure := structure_of(kind)) is not None:
         return dict(named(structure.open(value)))
@@ -168,7 +168,7 @@ def named_parts(value: Any) -> dict[str, Any] | None:
 
 
 def is_named(value: Any) -> bool:
-    """Return whether `repr` identifies a value: dates, paths, enums, dtypes and devices."""
+    """Return whether the `repr` of a value identifies the value, as for dates, paths, enums and dtypes."""
     torch, numpy = imported("torch"), imported("numpy")
     named = [enum.Enum, slice, fractions.Fraction, uuid.UUID, *_PARTS, *([] if numpy is None else [numpy.dtype])]
     named += [] if torch is None else [torch.dtype, torch.device, torch.layout, torch.memory_format]
@@ -180,16 +180,17 @@ def is_named(value: Any) -> bool:
 
 @attrs.frozen
 class _Leaf:
-    dtype: str  # the name of the dtype in torch
+    dtype: str  # The name of the dtype in torch.
     shape: tuple[int, ...]
     data: Any
-    width: int  # alignment in bytes
+    width: int  # The alignment in bytes.
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.leaves: list[_Leaf] = []
-        self._known: dict[int, tuple[Any, list[Any]]] = {}  # value and node by id; the reference keeps the id valid
+        # The value and the JSON node by the value's id. The reference to the value keeps the id valid.
+        self._known: dict[int, tuple[Any, list[Any]]] = {}
         self._numbers = 0
 
     def encode(self, value: Any) -> Any:
@@ -271,7 +272,7 @@ class _Encoder:
             description = f"{type(tensor).__qualname__}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise NotRecorded(f"a tensor of {description}, isn't recorded")
         data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        # The role may write to host memory as soon as the call has ended.
+        # Copy the data, because the role may write to host memory as soon as the call has ended.
         copied = data.clone() if tensor.device.type == "cpu" else data.cpu()
         number = self._add(dtype, tuple(tensor.shape), copied.numpy(), tensor.element_size())
         return ["tensor", [number, dtype, [*tensor.shape], tensor.device.type != "cpu"]]
@@ -284,7 +285,7 @@ _recorded = (
 
 
 def _base_of(kind: type) -> Any:
-    """Return the builtin base type for creating a record without user code."""
+    """Return the builtin base type that can create a record of a class without running user code."""
     base: Any = next(base_class for base_class in (OrderedDict, dict, object) if issubclass(kind, base_class))
     try:
         base.__new__(kind)
@@ -294,14 +295,14 @@ def _base_of(kind: type) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return all attributes of an object, also those in slots."""
+    """Return all attributes of an object, including attributes in slots."""
     kind = type(value)
     attributes = dict(_dict_of(value)) if kind.__dictoffset__ else {}
     for name in _slots(kind):
         member = _slot(kind, name)
         try:
             part = member.__get__(value)
-        except AttributeError:  # an empty slot
+        except AttributeError:  # The slot is empty.
             continue
         if part is not None or member.__objclass__.__flags__ & _HEAP_TYPE:
             attributes[name] = part
@@ -309,7 +310,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _dict_of(value: Any) -> dict[str, Any]:
-    """Return the `__dict__` of an object; refuse a class that overrides the `__dict__` descriptor."""
+    """Return the `__dict__` of an object. Raise `NotRecorded` if the class overrides the `__dict__` descriptor."""
     kind: type = type(value)
     names = next(names for base in kind.__mro__ if "__dict__" in (names := _names_of_class(base)))
     if type(names["__dict__"]) is not types.GetSetDescriptorType:
@@ -329,17 +330,18 @@ def _slots(kind: type) -> Collection[str]:
 
 
 def _slot(kind: type, name: str) -> Any:
-    """Return the slot itself, even if a property of the same name hides the slot."""
+    """Return the descriptor of a slot, even if a property of the same name hides the slot."""
     members = (_names_of_class(base).get(name) for base in kind.__mro__)
     return next(member for member in members if type(member) is types.MemberDescriptorType)
 
 
-_HEAP_TYPE = 1 << 9  # flag of a class defined in Python
-_BESIDES_ARGS = {"filename", "filename2", "name", "name_from", "obj", "path"}  # slots of builtin exceptions
+_HEAP_TYPE = 1 << 9  # The flag of classes that are defined in Python.
+# Builtin exceptions have these slots, besides the arguments.
+_BESIDES_ARGS = {"filename", "filename2", "name", "name_from", "obj", "path"}
 
 
 def _checked(keys: Collection[Any]) -> Collection[Any]:
-    """Return keys or set members; refuse a key with a user-defined `__hash__` or `__eq__`."""
+    """Return keys or set members. Raise `NotRecorded` if a key's class has a user-defined `__hash__` or `__eq__`."""
     if SCALARS.issuperset(map(type, keys)):
         return keys
     for key in keys:
@@ -355,7 +357,7 @@ def _checked(keys: Collection[Any]) -> Collection[Any]:
 
 
 def _dtype_code(dtype: Any) -> str:
-    """Return a dtype's code in NumPy's file format; refuse a dtype that the format can't represent."""
+    """Return a dtype's code in NumPy's file format. Raise `NotRecorded` if the format can't represent the dtype."""
     from numpy.lib.format import dtype_to_descr
 
     with suppress(TypeError, ValueError):
@@ -366,7 +368,9 @@ def _dtype_code(dtype: Any) -> str:
 
 
 def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
-    """Return a document in pieces that no other code changes, and the length. The seal is blank; see `seal`.
+    """Encode a value as the pieces of a document, and return the pieces and their length.
+
+    No other code changes the pieces. `seal` fills in the blank seal.
 
     Args:
         value: The value of the document.
@@ -382,7 +386,7 @@ def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
         raise
     except RecursionError:
         raise NotRecorded("it has too many lists and mappings inside each other") from None
-    except Exception as error:  # raised by the leaves= of register_batch
+    except Exception as error:  # The `leaves=` of `register_batch` may raise any error.
         raise NotRecorded(f"it can't be taken apart: {error_text(error)}") from error
     leaves = {str(number): leaf for number, leaf in enumerate(encoder.leaves)}
     leaves[_VALUE] = _Leaf("uint8", (len(text),), text, 1)
@@ -390,7 +394,8 @@ def packed(value: Any, about: Mapping[str, Any]) -> tuple[list[Any], int]:
         "__metadata__": {"seal": "0" * _SEAL, "colocate": json.dumps(about, separators=(",", ":"))}
     }
     pieces, end = list[Any](), 0
-    for name, leaf in sorted(leaves.items(), key=lambda each: -each[1].width):  # widest first: keeps each leaf aligned
+    # The leaves with the widest alignment come first, so that each leaf is aligned.
+    for name, leaf in sorted(leaves.items(), key=lambda each: -each[1].width):
         begin, end = end, end + len(leaf.data)
         header[name] = {"dtype": NAMES[leaf.dtype], "shape": leaf.shape, "data_offsets": (begin, end)}
         pieces.append(leaf.data)
@@ -408,7 +413,7 @@ START = 8 + len(_PREFIX) + _SEAL
 
 
 def digest_of_bytes(*pieces: Any) -> str:
-    """Return a digest of 16 letters, by BLAKE2b."""
+    """Return the BLAKE2b digest of some bytes, as 16 letters."""
     digest = hashlib.blake2b(digest_size=8)
     for piece in pieces:
         digest.update(piece)
@@ -416,7 +421,7 @@ def digest_of_bytes(*pieces: Any) -> str:
 
 
 def seal(pieces: Sequence[Any]) -> list[Any]:
-    """Return the pieces of a document with length and digests filled into the head."""
+    """Fill the length and the digests into the head of a document, and return the pieces."""
     first, *body = pieces
     digests = f"{sum(map(len, body)):016x}{digest_of_bytes(first[START:])}{digest_of_bytes(*body)}".encode()
     start = first[: START - _SEAL] + digests
@@ -425,7 +430,7 @@ def seal(pieces: Sequence[Any]) -> list[Any]:
 
 @attrs.frozen
 class Start:
-    """The first bytes of a document, decoded: lengths and digests of head and body."""
+    """The decoded first bytes of a document: the lengths and digests of head and body."""
 
     head: int
     body: int
@@ -434,7 +439,7 @@ class Start:
 
     @classmethod
     def read(cls, data: bytes) -> Start:
-        """Read the first `START` bytes.
+        """Decode the first `START` bytes of a document.
 
         Raises:
             ValueError: The bytes are damaged.
@@ -452,7 +457,7 @@ class Start:
 
 
 def head_of(data: bytes) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Parse the JSON head of a document; return metadata, entries, and the length of the body.
+    """Parse the JSON head of a document, and return the metadata, the entries and the length of the body.
 
     Raises:
         ValueError: The bytes are no head of a document.
@@ -586,12 +591,12 @@ def _member(kind: Any, name: str | int) -> Any:
 
 
 def made_error(kind: type[BaseException], args: Any, attributes: Any) -> BaseException:
-    """Create an exception by the builtin base class, without user code."""
+    """Create an exception with the builtin base class, so that no user code runs."""
     if type(args) is not tuple:
         raise ValueError("the arguments of an exception are no tuple")
     base: Any = next(base_class for base_class in cast("Any", kind).__mro__ if not base_class.__flags__ & _HEAP_TYPE)
     is_group = base.__name__ == "BaseExceptionGroup" and [*map(type, args)] in ([str, list], [str, tuple])
-    # Some constructors call methods of their arguments, which may be user code.
+    # Pass no other arguments, because some constructors call methods of the arguments, which may be user code.
     plain_args = args if is_group or _is_plain(args) else ()
     error: BaseException = base.__new__(kind, *plain_args)
     base.__init__(error, *plain_args)
@@ -619,10 +624,10 @@ def _set_attributes(made: Any, attributes: Any) -> None:
 
 
 def unpacked(data: Any, entries: Mapping[str, Any], find: Find, device: str | None = None) -> Any:
-    """Return the value of a document.
+    """Decode the value of a document.
 
     Args:
-        data: The bytes after the head. The value takes them over.
+        data: The bytes after the head. The value shares this memory.
         entries: From `head_of`.
         find: Finds classes of records.
         device: The device for tensors that were on a device; None for the host.
@@ -635,7 +640,7 @@ def unpacked(data: Any, entries: Mapping[str, Any], find: Find, device: str | No
         return decoder.value(json.loads(bytes(decoder.part(_VALUE))))
     except SerializationError:
         raise
-    except Exception as error:  # the contents may be anything
+    except Exception as error:  # The contents of a file may be anything.
         raise SerializationError(f"it isn't a value that was recorded: {error_text(error)}") from error
 
 
@@ -664,7 +669,7 @@ def finder(packages: Collection[str] = (), names: Sequence[Mapping[str, Any]] = 
     return find
 
 
-_module_of = type.__dict__["__module__"].__get__  # a builtin class has no own `__module__`
+_module_of = type.__dict__["__module__"].__get__  # Builtin classes have no `__module__` in their own `__dict__`.
 
 
 def _names_of_module(module: Any) -> Mapping[str, Any]:
@@ -677,7 +682,7 @@ def _names_of_module(module: Any) -> Mapping[str, Any]:
 
 
 def _names_of_class(found: Any) -> Mapping[str, Any]:
-    """Return a class's own names, empty for any other object: no attribute access on the object."""
+    """Return the `__dict__` of a class without running user code, or an empty mapping for any other object."""
     if not issubclass(type(found), type):
         return {}
     names: Mapping[str, Any] = type.__dict__["__dict__"].__get__(found)

@@ -1,4 +1,4 @@
-"""Join the recorded results of all ranks into the value of the caller."""
+"""Joins the recorded results of all ranks to the value that the caller got."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from colocate.features.recordings.values import Find
 
 
 class CannotJoin(Exception):
-    """The value of the caller is unknown, or depends on the number of ranks; the message says why."""
+    """Raised if the value that the caller got is unknown or depends on the number of ranks."""
 
 
 @attrs.frozen
 class Whole:
-    """A recorded call with the results of all ranks.
+    """A call with the results of all ranks, recorded or of this run.
 
     Attributes:
-        parts: The recorded part of each rank, by rank.
+        parts: The documents of the call, by rank.
         world_size: The number of ranks of the role.
         meshes: The meshes over these ranks.
-        partition: The rows of each rank, if the driver chose them.
+        partition: The rows of each rank, if the driver chose the partition.
         spec: The method, or the recorded properties of the method.
         find: Finds the classes of values.
     """
@@ -43,35 +43,35 @@ class Whole:
 
     @property
     def raised(self) -> Document | None:
-        """Return the first error, which is the caller's."""
+        """The document of the first error, which the caller got; None without errors."""
         raised = [part.raised for part in self.parts.values()]
         return min(filter(None, raised), key=_ended, default=None)
 
     @property
     def error(self) -> Any:
-        """Return class and text of the first error."""
+        """The class and the text of the first error."""
         return Raised("none") if self.raised is None else recorded_value(self.raised, self.find)
 
     @property
     def weights(self) -> str:
-        """Return a digest of the weights of the ranks; "" if unknown."""
+        """A digest of the weights of the ranks, or "" if unknown."""
         return next((part.about["weights"] for part in self.parts.values() if "weights" in part.about), "")
 
     @property
     def began(self) -> tuple[int, float]:
-        """Return the sequence number of the call, and the start time of the first rank."""
+        """The sequence number of the call, and the earliest start time on a rank."""
         abouts = [part.about for part in self.parts.values()]
         return abouts[0]["seq"], min(about["begun"] for about in abouts)
 
     @property
     def is_usual(self) -> bool:
-        """Whether the call went to the default ranks of the method."""
+        """Whether the call was sent to the method's default ranks."""
         targets = self.spec.dispatch.targets(Ranks(self.world_size, self.meshes))
         return self.parts.keys() == {*(range(self.world_size) if targets is None else targets)}
 
     @property
     def ranks(self) -> Ranks:
-        """Return the ranks for `Collect.join`."""
+        """The description of the ranks for `Collect.join`."""
         rows, padded = self._counts("valid"), self._counts("padded")
         if len(self.parts) == self.world_size:
             return Ranks(self.world_size, self.meshes, rows, padded, partition=self.partition)
@@ -82,7 +82,7 @@ class Whole:
         return counts if any(row_count is not None for row_count in counts) else None
 
     def arguments(self) -> tuple[Digest, Sequence[str]]:
-        """Return the digests of the arguments that all ranks share, and the names of the split arguments."""
+        """Return the digests of arguments that are equal on all ranks, and the names of arguments that were split."""
         dispatch = self.spec.dispatch
         digest: Digest = next(part for part in self.parts.values() if part.end is not None).about["digest"]
         split: Sequence[str] = () if isinstance(dispatch, Broadcast | OnRank) else [*digest]
@@ -91,7 +91,7 @@ class Whole:
         return {name: leaves for name, leaves in digest.items() if name not in split}, split
 
     def results(self, sources: Sequence[int]) -> Mapping[int, Any]:
-        """Return the results of ranks.
+        """Return the results of some ranks, by rank.
 
         Raises:
             CannotJoin: A result wasn't recorded.
@@ -107,13 +107,13 @@ class Whole:
         return values
 
     def value(self) -> Any:
-        """Return the joined value of the caller."""
+        """Join the results of the ranks, and return the value that the caller got."""
         ranks, collect = self.ranks, self.spec.collect
         results = self.results(collect.sources(ranks))
         return collect.join([results.get(rank) for rank in sorted(self.parts)], ranks)
 
     def places(self) -> dict[int, Sequence[int]]:
-        """Return the row indices of each rank in the batch of the caller; ranks with copies are left out."""
+        """Return the indices of each rank's rows in the caller's batch, without ranks that have copies of rows."""
         rows_by_rank: dict[int, Sequence[int]] = {}
         begin = 0
         for rank in self.spec.collect.sources(Ranks(self.world_size, self.meshes)):
@@ -121,15 +121,15 @@ class Whole:
                 rows_by_rank[rank] = self.partition[rank]
             elif rank in self.parts and (count := self.parts[rank].about.get("valid")) is not None:
                 rows_by_rank[rank] = range(begin, begin := begin + count)
-            else:  # the offset of the next rank is unknown
+            else:  # Stop here, because the offset of the next rank is unknown.
                 break
         return rows_by_rank
 
     def rows(self) -> dict[int, Document]:
-        """Return the documents of rows by index in the batch of the caller."""
+        """Return the documents of rows by their index in the caller's batch."""
         if self.spec.rows is not None:
             ended = sorted((row for part in self.parts.values() for row in part.rows), key=_ended)
-            return {row.about["row"]: row for row in ended}  # the last attempt of a row that was tried again counts
+            return {row.about["row"]: row for row in ended}  # If a row was tried again, the last attempt counts.
         return {
             numbers[row.about["row"]]: row
             for rank, numbers in self.places().items()
@@ -140,11 +140,11 @@ class Whole:
 
 @attrs.frozen
 class RecordedMethod:
-    """The recorded properties of a method.
+    """The properties of a method as stored in a recording.
 
     Attributes:
         collect: The collect that joins the results.
-        rows: The parameter with rows that the method is given one by one.
+        rows: The parameter with rows that the method receives one by one.
         ends_in_rows: Whether the method's rows end one by one.
     """
 
@@ -157,7 +157,7 @@ _COLLECTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Concat, First, 
 
 
 def described(spec: MethodSpec) -> dict[str, Any]:
-    """Return the properties of a method that a recording stores, as plain data."""
+    """Return the properties of a method as plain data for a recording."""
     collect: Any = spec.collect
     kind = type(collect)
     plain = [kind.__qualname__, attrs.asdict(collect) if kind in _COLLECTS.values() else None]
@@ -165,7 +165,7 @@ def described(spec: MethodSpec) -> dict[str, Any]:
 
 
 def method_of(plain: Mapping[str, Any]) -> RecordedMethod:
-    """Build the recorded properties of a method from plain data.
+    """Rebuild the properties of a method from the plain data of a recording.
 
     Raises:
         CannotJoin: The collect is a user's class.

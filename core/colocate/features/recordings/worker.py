@@ -1,4 +1,4 @@
-"""`RecordingsOfWorker`: the taps on calls of a worker's recorded, replayed or compared roles."""
+"""The worker's side of recordings: observes the calls of recorded, replayed or compared roles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 
 class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "compared"}):
-    """The recorded, replayed and compared roles of a worker."""
+    """The recording feature in a worker: starts and stops recordings, replays and comparisons of the roles."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
@@ -37,14 +37,14 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
     # -- roles
 
     def stands_in(self, role: str, cls: type, plain: Sequence[Played]) -> ReplayedRole | None:
-        """Return a placeholder for a role that is replayed; None for other roles."""
+        """Return a placeholder for a role that is replayed, or None for any other role."""
         replays = next((recording for recording in plain if recording.replays), None)
         if replays is None:
             return None
         return ReplayedRole(role, replays.folder)
 
     def built(self, role: RoleInstance, plain: Sequence[Played] | None) -> None:
-        """Start the replay or comparisons of a role."""
+        """Start the replay or the comparisons of a role that was just constructed."""
         if plain:
             self._played[str(role.name)] = plain
             self._begin(role)
@@ -64,7 +64,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
                 tapped.taps = (*tapped.taps, Comparing(role_calls))
 
     def saved(self, role: RoleInstance) -> str | None:
-        """Return the position and results of a role's comparisons, for a checkpoint within this life of the group."""
+        """Return the position and the results of a role's comparisons, as JSON for a checkpoint."""
         name = str(role.name)
         if name not in self._played:
             return None
@@ -79,7 +79,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         )
 
     def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
-        """Continue after a restore: in the same life of the group from the saved position, else from the start."""
+        """Continue after a restore, from the saved position if the same group has saved the checkpoint."""
         tapped, name = self._tapped.get(str(role.name)), str(role.name)
         if tapped is None:
             return
@@ -100,14 +100,14 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
             }
 
     def arriving(self, role: RoleInstance, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Digest arriving weights of a recorded or compared role."""
+        """Return the weights of a sync. For a recorded or compared role, this also computes a digest of the weights."""
         tapped = self._tapped.get(str(role.name))
         return tapped.weigh(weights) if tapped is not None and tapped.taps else weights
 
     # -- calls
 
     def work(self, *arguments: Any) -> Work:
-        """Return the lane's work for a call, by the feature that runs the method without taps."""
+        """Return the lane's work for a call, created by the feature that runs the method without taps."""
         call, spec = arguments[3], arguments[6]
         assert isinstance(call, Call)
         feature = self._tapped[call.role].methods[spec.name].feature
@@ -115,7 +115,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         return work_class(*arguments)
 
     def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
-        """Return a function that runs a call and reports to the taps."""
+        """Return a function that runs a call and reports the results to the taps."""
         tapped = self._tapped[str(role.name)]
         feature = tapped.methods[work.spec.name].feature
         code = work.spec.call if feature is None else self._worker_context.part(feature).runs(work, role)
@@ -125,10 +125,10 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
 
     @method
     def record(self, recorded: tuple[Recorded, ...]) -> None:
-        """Start, prepare or stop the recording of roles. While all lanes stand still."""
+        """Start, prepare or stop the recording of roles. Called while all lanes are idle."""
         for order in recorded:
             role = self._worker_context.roles.get(order.role)
-            if role is None:  # on other slots
+            if role is None:  # The role runs on other slots.
                 continue
             tapped = self._of(role)
             if order.folder is None:
@@ -143,7 +143,7 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
 
     @method(collect=Gather())
     def compared(self, role: str) -> dict[str, Compared] | None:
-        """Return the comparison of a role, by method; None if the role isn't compared, or lives on other slots."""
+        """Return the results of a role's comparison by method, or None if the role isn't compared in this worker."""
         comparing = self._comparing(role)
         return None if comparing is None else comparing.table()
 
@@ -152,11 +152,11 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
         return next((tap for tap in taps if isinstance(tap, Comparing)), None)
 
     def _finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Ask the driver to write the partition of rows, if the driver may have chosen one."""
+        """Return a request to write the partition of rows, if the driver may have chosen one for the call."""
         return {NAME: True} if isinstance(work.spec.dispatch, Scatter) else None
 
     def tell(self, role: RoleInstance, text: str) -> None:
-        """Send the driver's user a notice about a role."""
+        """Send a notice about a role to the user."""
         self._worker_context.say(Noticed(f"role {role.name!r}, rank {role.ctx.rank}: {text}"))
 
     def _of(self, role: RoleInstance) -> Tapped:
@@ -177,6 +177,6 @@ class RecordingsOfWorker(OfWorker, calls={RECORDING: "record", COMPARISON: "comp
             self._worker_context.list_hooks()
 
     def close(self) -> None:
-        """Write the queued documents."""
+        """End all recordings, and write the queued documents."""
         for tapped in self._tapped.values():
             self._end(tapped)

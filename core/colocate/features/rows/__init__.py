@@ -1,1 +1,1 @@
-"""Calls with rows that end one by one: `@method(rows=...)`, methods that yield, streams. The page: docs/rows.md."""
+"""Calls with rows that end one by one: `@method(rows=...)`, methods that yield, and streams. See docs/rows.md."""

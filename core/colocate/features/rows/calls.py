@@ -1,7 +1,7 @@
-"""Rows of a call that end one by one, the driver's half: the assignment of rows to ranks, and the outcomes.
+"""The driver's side of calls with rows that end one by one: assigns rows to ranks, and records results.
 
-Such a call has one place in the order of its group. Ranks get rows of a method with `rows=` as they have free places;
-rows yielded by a batched method arrive while there is credit. `tasks.py` is the other half.
+Such a call has one position in the order of the group's calls. For a method with `rows=`, a rank gets a row when the
+rank has a free place. Rows that a batched method yields arrive while there is credit. `tasks.py` is the worker's side.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from colocate.errors import CallCancelled, ClosedError, ColocateError, RoleError
 from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row, RowEnded
 from colocate.features.rows.row_stream import OnError
 
-_OUT = 2  # limit on given and unread rows, per row that can run at once
+_OUT = 2  # Limit on assigned and unread rows, per row that can run at once.
 
 
 class Flow:
-    """The assignment of rows to slots, for slots that take rows one by one. No threads, no clocks.
+    """The assignment of rows to slots that take rows one by one. Uses no threads or clocks.
 
     Attributes:
         running: The slot of each running row.
@@ -54,39 +54,41 @@ class Flow:
         keys: Mapping[int, Hashable] | None = None,
         tries: MutableMapping[int, int] | None = None,
     ) -> None:
-        """Start without any assignment.
+        """Start without any assigned row.
 
         Args:
             rows: The waiting rows, in order.
             slots: The slots.
             places: The number of rows that run at once on each slot.
-            ahead: The limit on rows that are given and unread; None for no limit.
-            keys: By row; rows with equal keys go to one slot. None: each row goes to the slot with most free places.
-            tries: The tries of each row; one if not listed.
+            ahead: The limit on rows that are assigned and unread; None for no limit.
+            keys: The key of each row. Rows with equal keys run on one slot. None for no keys: each row runs on the slot
+                with most free places.
+            tries: The number of tries of each row; one for rows that aren't listed.
         """
         self.running: dict[int, int] = {}
         self.tries = {} if tries is None else tries
         self._waiting = deque(rows)
-        self._own: dict[int, deque[int]] = {slot: deque() for slot in slots}  # rows bound to one slot
+        self._own: dict[int, deque[int]] = {slot: deque() for slot in slots}  # Rows that must run on this slot.
         self._free = dict.fromkeys(slots, places)
         self._ahead = ahead
         self._out = 0
         self._keys = keys
         self._homes: dict[Hashable, int] = {}
-        self._bereft: set[int] = set()  # slots without a child that the role needs: rows fail there at once
+        # Slots where rows fail at once, because a child process that the role needs has ended.
+        self._bereft: set[int] = set()
 
     @property
     def waits(self) -> bool:
-        """Whether rows wait."""
+        """Whether any row waits for a slot."""
         return bool(self._waiting) or any(self._own.values())
 
     @property
     def is_stalled(self) -> bool:
-        """Whether rows wait until others have been read."""
+        """Whether rows can't begin until the driver has read other rows."""
         return self._ahead is not None and self._out >= self._ahead and self.waits
 
     def give(self) -> list[tuple[int, int]]:
-        """Assign the rows that can begin now; return slot and row of each."""
+        """Assign rows that can begin now, and return slot and row of each assignment."""
         assignments: list[tuple[int, int]] = []
         while (self._ahead is None or self._out < self._ahead) and (assignment := self._next()) is not None:
             slot, row = assignment
@@ -113,16 +115,20 @@ class Flow:
         return None
 
     def _able(self) -> Collection[int]:
-        """Return slots where rows don't fail at once; all slots if there is none: rows fail with the reason then."""
+        """Return the slots where rows don't fail at once.
+
+        If there is none, return all slots, so that rows fail there with the reason.
+        """
         return [slot for slot in self._free if slot not in self._bereft] or self._free
 
     def ended(self, row: int, again: bool = False, is_bereft: bool = False) -> None:
-        """Record the end of a row.
+        """Record that a row has ended.
 
         Args:
             row: The row.
             again: Whether the row gets another try, on another slot if there is one.
-            is_bereft: Whether other rows fail there, too: they go elsewhere until a row ends there without this flag.
+            is_bereft: Whether other rows fail on this slot, too. They run on other slots until a row ends on this slot
+                without this flag.
         """
         slot = self.running.pop(row)
         self._free[slot] += 1
@@ -138,11 +144,11 @@ class Flow:
             self._homes = {key: home for key, home in self._homes.items() if home not in self._bereft}
 
     def read(self) -> None:
-        """Record the read of an ended row."""
+        """Record that the driver has read an ended row."""
         self._out -= 1
 
     def stop(self) -> None:
-        """Drop all waiting rows."""
+        """Remove all waiting rows."""
         self._waiting.clear()
         for row_queue in self._own.values():
             row_queue.clear()
@@ -152,15 +158,15 @@ class RowsCall(PendingCall, abc.ABC):
     """A call with rows that end one by one.
 
     Attributes:
-        on_error: The effect of an error of one row.
+        on_error: The effect of a row's error: "raise" or "return".
         count: The number of rows.
         ends: The outcome of each ended row, by index: the slot, and the packed value or an error.
         heard: Called with the call and the index of each ended row, on a framework thread, with the order's lock held.
-        is_read: Whether rows are read one by one; otherwise the call's value has all rows.
+        is_read: Whether rows are read one by one. Otherwise the call's value has all rows.
         order: The order of the group's calls.
     """
 
-    _is_cancelled = True  # whether awaits of the ranks are cancelled when the rows are withdrawn
+    _is_cancelled = True  # Whether the awaits of ranks are cancelled when the rows are withdrawn.
 
     def __init__(
         self,
@@ -173,7 +179,7 @@ class RowsCall(PendingCall, abc.ABC):
         on_error: OnError,
         rows: int,
     ) -> None:
-        """Args: order: The order of the group's calls. on_error: As in options."""
+        """Prepare the call. `order` is the order of the group's calls; `rows` is the number of rows."""
         super().__init__(label, role, method, targets, ranks)
         self.on_error = on_error
         self.count = rows
@@ -181,17 +187,18 @@ class RowsCall(PendingCall, abc.ABC):
         self.heard: Callable[[RowsCall, int], object] = lambda call, row: None
         self.is_read = False
         self.order, self._lock = order, order.lock
-        self._read: deque[int] = deque()  # the slots of rows that were read since the last report
-        self._is_withdrawn = False  # possibly before the call was sent
-        self._is_over = False  # whether `NoMoreRows` was sent
-        self._early: dict[int, tuple[int, RowEnded, Any]] = {}  # rows that ended before their turn, by turn
-        self._turn = 0  # the next turn
-        self._is_telling = False  # whether a report of read rows is scheduled
+        self._read: deque[int] = deque()  # The slots of rows that were read since the last report to the ranks.
+        self._is_withdrawn = False  # The call may be withdrawn even before the driver has sent the call.
+        self._is_over = False  # Whether `NoMoreRows` was sent.
+        # Early rows, which ended before their turn, by turn number.
+        self._early: dict[int, tuple[int, RowEnded, Any]] = {}
+        self._turn = 0  # The next turn in the order of results.
+        self._is_telling = False  # Whether a report of read rows is scheduled.
 
     # -- with the order's lock held
 
     def begin(self) -> None:
-        """Start to give rows, once the call has been sent."""
+        """Start to send rows, after the call itself was sent."""
         if self._is_withdrawn:
             self._end_rows(withdrawn=True)
         else:
@@ -199,10 +206,10 @@ class RowsCall(PendingCall, abc.ABC):
 
     @abc.abstractmethod
     def _begin(self) -> None:
-        """Give the ranks a first set of rows."""
+        """Send a first set of rows to the ranks."""
 
     def take(self, slot: int, told: RowEnded, body: Any) -> list[tuple[int, RowEnded]]:
-        """Record an ended row, at once or in turn; return the rows recorded now, by slot."""
+        """Record an ended row, at once or in turn. Return slot and message of each row that was recorded now."""
         if told.turn is None:
             self.row_ended(slot, told, body)
             return [(slot, told)]
@@ -217,7 +224,7 @@ class RowsCall(PendingCall, abc.ABC):
         return row_messages
 
     def _none_besides(self, early: int) -> bool:
-        """Return whether no other row can end while this many early rows wait."""
+        """Return whether no row can end except the `early` rows, which wait for their turn."""
         return False
 
     @abc.abstractmethod
@@ -238,15 +245,15 @@ class RowsCall(PendingCall, abc.ABC):
                 self._is_to_end()
 
     def _is_to_end(self) -> None:
-        """Give the ranks the grace of a hold to end the call; then check the call."""
+        """Check after a grace period whether the ranks have ended the call."""
         self.group.services.timers.after(self.group.grace, partial(_look_for_end, weakref.ref(self)))
 
     def fail_if_left(self, stacks: Stacks) -> None:
-        """Fail the group if a rank still runs the call."""
+        """Fail the group if a rank still runs the withdrawn call."""
         with self._lock:
             if self.done():
                 return
-            # Other ranks wait for an earlier call or a hold, and will notice the withdrawal then.
+            # Ranks that wait for an earlier call or a hold will notice the withdrawal then.
             stuck = [slot for slot in self.missing() if self.seq in self.order.stacks.ran.get(slot, ())]
             if stuck and not self.order.is_held(self.lane) and not self.group.stood(time.time() - self.group.grace):
                 self.group.fail(left_error(self.group, self, stuck[0], stacks.of(stuck[0])))
@@ -255,26 +262,26 @@ class RowsCall(PendingCall, abc.ABC):
 
     @property
     def group(self) -> WorkerGroup:
-        """The call's group, once the call has been sent."""
+        """The call's group. Known once the call has been sent."""
         return cast("WorkerGroup", self.link)
 
     # -- on any thread
 
     def withdraw(self) -> None:
-        """Withdraw the call: no further rows begin, and running rows are cancelled."""
+        """Withdraw the call, so that no further rows begin and running rows are cancelled."""
         with self._lock:
             self._is_withdrawn = True
             if self.seq >= 0 and not self.done():
                 self._end_rows(withdrawn=True)
 
     def note_read(self, row: int) -> None:
-        """Record the first read of a row."""
+        """Record that the driver has read a row for the first time."""
         if (end := self.ends.pop(row, None)) is not None:
             self._read.append(end[0])
         self.tell_read()
 
     def tell_read(self) -> None:
-        """Schedule a report of read rows to the ranks; one report covers all rows read until then."""
+        """Schedule a report to the ranks. One report covers all rows that were read until then."""
         if self._is_telling or not self._wants_read():
             return
         self._is_telling = True
@@ -285,17 +292,17 @@ class RowsCall(PendingCall, abc.ABC):
         """Return whether the ranks need a report of read rows."""
 
     def _note_read(self) -> None:
-        self._is_telling = False  # first: later reads schedule another report
+        self._is_telling = False  # The flag is reset first, so that later reads schedule another report.
         with self._lock:
             if not self.done():
                 self._take_read()
 
     @abc.abstractmethod
     def _take_read(self) -> None:
-        """Report the read rows to the ranks."""
+        """Report to the ranks which rows were read."""
 
     def value_of(self, row: int) -> Any:
-        """Return the value of an ended row; with on_error="return", possibly the error.
+        """Return the value of an ended row; with on_error="return", possibly the row's error.
 
         Raises:
             ColocateError: The row's error.
@@ -328,7 +335,7 @@ class RowsCall(PendingCall, abc.ABC):
 
 
 class GivenRows(RowsCall):
-    """The call of a method with `rows=`: the driver gives the rows to ranks one by one."""
+    """The call of a method with `rows=`. The driver sends the rows to ranks one by one."""
 
     def __init__(
         self,
@@ -342,8 +349,8 @@ class GivenRows(RowsCall):
         Args:
             args: As for `RowsCall`.
             flow: The assignment of rows to ranks.
-            bodies: The packed rows, by index; ended rows are removed.
-            take_number: Returns the call's number among the calls of its method. Called once, as the call begins.
+            bodies: The packed rows, by index. Ended rows are removed.
+            take_number: Returns the call's number among the calls of the method. Called once, when the call begins.
         """
         super().__init__(*args)
         self._flow = flow
@@ -356,10 +363,10 @@ class GivenRows(RowsCall):
         self._give()
 
     def copy_rows(self) -> None:
-        """Copy the rows that may be sent later: afterwards the caller may write to the shared memory.
+        """Copy rows that may be sent later, so that the caller may write to the shared memory afterwards.
 
-        A row that was sent is in a message already, and is copied only if a retry is possible. The order's lock is
-        taken for each row alone: a copy may take long.
+        A sent row is in a message already, and is copied only if a retry is possible. The order's lock is released
+        after each row, because a copy may take long.
         """
         with self._lock:
             waiting = list(self._packed.items())
@@ -370,7 +377,7 @@ class GivenRows(RowsCall):
                         self._packed[row] = copy
 
     def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
-        """Record the end of a row, and give out other rows."""
+        """Record the end of a row, and send further rows."""
         row, failure = told.row, told.failure
         again = failure is not None and self._flow.tries[row] > 0 and not self._is_over
         self._flow.ended(row, again, told.is_bereft)
@@ -403,7 +410,7 @@ class GivenRows(RowsCall):
             for slot, row in assignments:
                 try:
                     self.group.send([slot], Row(self.seq, row, self._number), self._packed[row])
-                except Exception as error:  # for example, no descriptor is left
+                except Exception as error:  # For example, no descriptor is free.
                     self._flow.ended(row)
                     words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
                     self._note(row, slot, None, SerializationError(words, method=self.method, row=row))
@@ -419,16 +426,16 @@ class GivenRows(RowsCall):
 
 
 class YieldedRows(RowsCall):
-    """The call of a batched method: ranks yield the rows of their part."""
+    """The call of a batched method. Each rank yields the rows of the rank's part."""
 
     def __init__(self, *args: Any, places: Mapping[int, Sequence[int]], is_ahead: bool, is_cancelled: bool) -> None:
         """Prepare the call.
 
         Args:
             args: As for `RowsCall`.
-            places: By slot with results that count, the indices of the slot's rows.
+            places: The indices of the rows of each slot whose results count.
             is_ahead: Whether rows are read one by one.
-            is_cancelled: Whether awaits for the rows are cancelled once the rows are withdrawn.
+            is_cancelled: Whether the awaits of ranks are cancelled when the rows are withdrawn.
         """
         super().__init__(*args)
         self._is_cancelled = is_cancelled
@@ -436,7 +443,7 @@ class YieldedRows(RowsCall):
         self._is_ahead = is_ahead
 
     def _begin(self) -> None:
-        if not self._is_ahead:  # the rows are read all at once: each rank may send all of its rows
+        if not self._is_ahead:  # Nobody reads single rows, so each rank may send all rows.
             for slot, rows in self._rows_of.items():
                 self.group.send([slot], ReadRows(self.seq, len(rows)))
 
@@ -457,7 +464,7 @@ class YieldedRows(RowsCall):
 
 
 def left_out(call: RowsCall, count: int) -> ColocateError:
-    """Return the error for rows without a result, after a cancellation or the close of the group."""
+    """Return the error for rows without a result, after the call was cancelled or the group was closed."""
     rows, closed_by = plural(count, "row"), call.group.closed_by
     if closed_by is not None:
         words = f"group {call.group.name!r} was closed by {closed_by} before {call.label} had ended {rows}"
@@ -468,7 +475,7 @@ def left_out(call: RowsCall, count: int) -> ColocateError:
 
 
 def left_error(link: WorkerGroup, call: PendingCall, slot: int, stack: str) -> ColocateError:
-    """Return the error of a group with a rank that still runs withdrawn rows."""
+    """Return the error of a group in which a rank still runs withdrawn rows after the grace period."""
     return RoleError(
         f"group {link.name!r} failed: {call.label} did not end on slot {slot} (node {link.node(slot)}) within "
         f"{link.grace:g} s after nobody waited for its rows any more, as its stream was left or a row had failed. What "
@@ -489,30 +496,32 @@ def _look_for_end(ref: weakref.ref[RowsCall]) -> None:
 
 
 class CallNumbers:
-    """Numbers of a group's calls of methods with `rows=`: rows draw random numbers by call number.
+    """The numbers of a group's calls of methods with `rows=`.
 
-    Checkpoints include the counts: a restored run draws the same numbers. Callers hold the order's lock.
+    Random numbers of rows depend on the call's number.
+
+    Checkpoints include the counts, so that a restored run draws the same random numbers. Callers hold the order's lock.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
     def take(self, label: str, known: int | None) -> int:
-        """Return the number of a method's next call; the known number if a call goes on after a restart."""
+        """Return the number of a method's next call. A call that continues after a restart keeps the `known` number."""
         number = self._counts.get(label, 0) if known is None else known
         self.raise_to({label: number + 1})
         return number
 
     def raise_to(self, counts: Mapping[str, int]) -> None:
-        """Raise counts that are lower than these."""
+        """Raise counts to at least the given counts."""
         self._counts |= {label: max(count, self._counts.get(label, 0)) for label, count in counts.items()}
 
     def counts(self) -> dict[str, int]:
-        """Return the number of calls by label of the method."""
+        """Return the number of calls of each method, by label."""
         return dict(self._counts)
 
     def reset(self, counts: Mapping[str, int]) -> None:
-        """Replace all counts."""
+        """Replace the counts of all methods."""
         self._counts = dict(counts)
 
 
@@ -529,7 +538,7 @@ class RowOptions:
 
 @attrs.define(eq=False)
 class Asked:
-    """A prepared request for rows: begins a call, and further calls after restarts of the group."""
+    """A prepared request for rows. Sends a call, and further calls after restarts of the group."""
 
     worker_group: WorkerGroup
     role: RoleInfo
@@ -537,14 +546,14 @@ class Asked:
     label: str
     options: RowOptions
     consumer: Consumer
-    arguments: Mapping[str, Any]  # without the rows to give one by one
-    count: int = 0  # the number of rows; for batched methods known after the split
+    arguments: Mapping[str, Any]  # All arguments except the rows, if rows are sent one by one.
+    count: int = 0  # Number of rows. For batched methods the number is known after the split.
     bodies: dict[int, Any] = attrs.field(factory=dict)
     keys: Mapping[int, Hashable] | None = None
     tries: dict[int, int] = attrs.field(factory=dict)
-    at: Any = None  # the line of the request
-    number: int | None = None  # the call's number among the method's calls; a restart keeps this number
-    shared: Any = None  # the other arguments, packed, and the residents used there: for a call after a restart
+    at: Any = None  # The user's line of code that made the request.
+    number: int | None = None  # The call's number among the method's calls. A restart keeps this number.
+    shared: Any = None  # The packed arguments without rows, stored for a call after a restart.
     shared_uses: Sequence[Reference] = ()
 
     def begin(
@@ -554,17 +563,18 @@ class Asked:
         prepare: Callable[[RowsCall], object] = lambda call: None,
         is_again: bool = False,
     ) -> RowsCall:
-        """Send a call for some of the rows.
+        """Send a call for the given rows, and return the call.
 
         Args:
-            rows: The rows to give one by one.
+            rows: Indices of the rows to send one by one.
             is_ahead: Whether rows are read one by one, with a limit on unread rows.
             prepare: Called with the call before it is sent.
-            is_again: Whether this call follows one that ended with a restart of the group.
+            is_again: Whether this call follows a call that ended with a restart of the group.
         """
         worker_group, role, spec = self.worker_group, self.role, self.spec
         uses: list[Reference] = []
-        if is_again:  # the packed arguments: the caller may have changed the originals since then
+        # A repeated call uses the arguments packed earlier, because the caller may have changed the originals since.
+        if is_again:
             arguments, uses = {}, [use.bound(self.consumer) for use in self.shared_uses]
         else:
             arguments = with_references(dict(self.arguments), worker_group, self.consumer, self.label, uses)
@@ -579,7 +589,7 @@ class Asked:
             most_ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
             flow = Flow(rows, targets, spec.concurrency, most_ahead, self.keys, self.tries)
             call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies, take_number=self._take_number)
-            planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # each rank may get any of the rows
+            planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # Each rank may get any of the rows.
         else:
             places: dict[int, Sequence[int]] = {}
             self.count = 0
@@ -590,7 +600,7 @@ class Asked:
                 )
                 places[role.slots[rank]] = rank_rows
                 self.count += size
-            # A rank must not leave steps shared with other ranks.
+            # Awaits are cancelled only if every rank yields rows. Otherwise a rank could leave steps that ranks share.
             is_cancelled = spec.is_async and len(places) == len(role.slots)
             call = YieldedRows(*where, self.count, places=places, is_ahead=is_ahead, is_cancelled=is_cancelled)
             call.partition = planned.partition
@@ -608,7 +618,10 @@ class Asked:
         return call
 
     def _take_number(self) -> int:
-        """Return the number of the call: a new one, or the known one after a restart. Callers hold the order's lock."""
+        """Return the number of the call: a new one, or the known one after a restart.
+
+        Callers hold the order's lock.
+        """
         numbers: CallNumbers = self.worker_group.part("rows").numbers  # type: ignore[attr-defined]
         self.number = numbers.take(self.label, self.number)
         return self.number

@@ -1,4 +1,4 @@
-"""Calls with rows that end one by one: streams, and lists of all results."""
+"""The driver's view of methods with rows that end one by one: streams, and lists of all results."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from colocate.features.rows.stream import Stream
 
 
 class RowsOfGroup(OfGroup):
-    """A group's calls with rows that end one by one.
+    """The calls of a group with rows that end one by one.
 
     Attributes:
-        listeners: Called for each recorded row with the call, the slot, and the row's index there. The order's lock is
-            held.
-        numbers: The numbers of the group's calls.
+        listeners: Called for each recorded row, with the call, the slot, and the row's index on the slot. The order's
+            lock is held.
+        numbers: The counter of calls of each method.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
@@ -45,23 +45,23 @@ class RowsOfGroup(OfGroup):
         self.listeners: tuple[Callable[[RowsCall, int, int], object], ...] = ()
 
     def view_call(self, role: RoleInfo, spec: MethodSpec) -> RowsViewCall:
-        """Return the object that a view offers as a method whose rows end one by one."""
+        """Return the object that a view offers for a method with rows that end one by one."""
         return (_YieldsViewCall if spec.yields else RowsViewCall)(self._worker_group, role, spec)
 
     def renewed(self) -> None:
-        """Reset call numbers: the roles are as constructed, until `restored`."""
+        """Reset the numbers of calls, because the roles were constructed anew. `restored` may set other numbers."""
         self.numbers.reset({})
 
     def saved(self) -> dict[str, int]:
-        """Return the counts of calls for a checkpoint."""
+        """Return the number of calls of each method, for a checkpoint."""
         return self.numbers.counts()
 
     def restored(self, saved: dict[str, int] | None) -> None:
-        """Set the counts of calls from a checkpoint."""
+        """Set the number of calls of each method from a checkpoint."""
         self.numbers.reset(saved or {})
 
     def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
-        """Raise call numbers to a rank's counts, which include calls of a former driver."""
+        """Raise the numbers of calls to a rank's counts, which include calls of an earlier driver."""
         self.numbers.raise_to(plain or {})
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
@@ -70,14 +70,14 @@ class RowsOfGroup(OfGroup):
         order = self._worker_group.order
         with order.lock:
             call = order.pending.get(message.seq)
-            if isinstance(call, RowsCall):  # None if the call has failed
+            if isinstance(call, RowsCall):  # A call that has failed isn't pending any more.
                 for slot, row_message in call.take(worker.slot, message, body):
                     for listener in self.listeners:
                         listener(call, slot, row_message.row)
 
 
 class RowsViewCall(OnDriver):
-    """One method of a role with rows that end one by one."""
+    """The object that a view offers for a method with rows that end one by one."""
 
     __slots__ = ("_label", "_options", "_role", "_spec", "_worker_group")
 
@@ -91,13 +91,16 @@ class RowsViewCall(OnDriver):
         self._label = f"{role.name}.{spec.name}"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run all rows, wait, and return the values in order."""
-        with Stream(self._asked(args, kwargs), is_ahead=False) as rows:  # an interrupt closes the stream
+        """Run all rows, wait until all have ended, and return the values in order."""
+        with Stream(self._asked(args, kwargs), is_ahead=False) as rows:  # An interrupt closes the stream.
             ended = dict(rows)
         return [ended[row] for row in range(len(ended))]
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[list[Any]]:
-        """Send the call and return at once. A failure is the call's error, and a restart of the group ends the call."""
+        """Send the call and return at once. A failure becomes the error of the returned `Call`.
+
+        A restart of the group ends the call.
+        """
         refused = None
         if self._options.retry and self._worker_group.restarts.limit:
             refused = "retry=... in a group that restarts", "is given to its new workers"
@@ -112,11 +115,11 @@ class RowsViewCall(OnDriver):
         return Call(request.begin(range(request.count), is_ahead=False))
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
-        """Send the call and return at once: the stream gives rows in the order of their ends."""
+        """Send the call and return at once. The returned stream yields the rows in the order of their ends."""
         return Stream(self._asked(args, kwargs), is_ahead=True)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Refuse: rows don't stay in the workers."""
+        """Raise an error, because rows can't stay in the workers."""
         no_keep(self._label)
 
     def options(
@@ -128,7 +131,7 @@ class RowsViewCall(OnDriver):
         retry: int | None = None,
         sticky: Callable[[Any], object] | None = None,
     ) -> RowsViewCall:
-        """Return the method with other options; see `RowCall.options`."""
+        """Return the method with changed options; see `RowCall.options`."""
         check_row_options(self._spec, self._label, on_error, retry, sticky)
         arguments: dict[str, Any] = {
             "timeout": limit(timeout, "options(timeout)", positive=True),
@@ -144,9 +147,9 @@ class RowsViewCall(OnDriver):
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"
 
     def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
-        """Prepare a request: pack everything, so that an error comes before any row is sent.
+        """Prepare a request and pack all rows, so that an error is raised before any row is sent.
 
-        Residents among the rows are fetched: the driver assigns rows to ranks.
+        Residents among the rows are fetched, because the driver assigns the rows to ranks.
         """
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
         refuse_here(worker_group, label)
@@ -176,7 +179,7 @@ class RowsViewCall(OnDriver):
 
 
 class _YieldsViewCall(RowsViewCall):
-    """A batched method that yields rows. Kept rows stay in the workers that made them."""
+    """A batched method that yields rows. With `keep` the rows stay in the workers that made these rows."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Messages of rows that end one by one: the first three go to workers, the last comes from workers."""
+"""Messages about rows that end one by one. `RowEnded` comes from workers, the others go to workers."""
 
 from __future__ import annotations
 
@@ -8,51 +8,57 @@ from colocate._protocol.from_worker import Failure
 from colocate._protocol.message import Head, Message, message, values
 
 AHEAD = 64
-"""The first credit of a rank that yields rows: the number of results sent before any row was read."""
+"""The number of results that a rank may send before the driver has read any row: the rank's first credit."""
 
 
 @message
 class Row(Message):
-    """Run a row of a call of a method with `rows=`; answered by `RowEnded`. Body: the row, by its parameter's name."""
+    """Run one row of a call of a method with `rows=`; answered by `RowEnded`.
 
-    seq: int  # the call
-    row: int  # the row's index in the driver's argument
-    number: int  # the number of earlier calls of the method, also before a restart or a restore
+    The body has the row, by the name of the parameter.
+    """
+
+    seq: int  # Sequence number of the call.
+    row: int  # Index of the row in the driver's argument.
+    number: int  # Number of earlier calls of the method, including calls before a restart or a restore.
 
 
 @message
 class NoMoreRows(Message):
-    """Announce that a call gets no more rows: the call ends after the running ones."""
+    """Announce that a call gets no more rows. The call ends after the running rows."""
 
-    seq: int  # the call
-    withdrawn: bool  # whether running rows are withdrawn, too: these are cancelled, and a batch yields nothing more
+    seq: int  # Sequence number of the call.
+    withdrawn: bool  # Whether running rows are cancelled, and a batched method must yield no more rows.
 
 
 @message
 class ReadRows(Message):
-    """Raise a call's credit after reads: as many more rows may be sent."""
+    """Raise a call's credit after the driver has read rows. The rank may then send as many more rows."""
 
-    seq: int  # the call
-    count: int  # the number of rows read
+    seq: int  # Sequence number of the call.
+    count: int  # Number of rows that the driver has read.
 
 
 @message
 class RowEnded(Message):
-    """Report the end of one row while the call goes on. Body: the value, or the exception after a failure."""
+    """Report the end of one row while the call continues.
 
-    seq: int  # the call
-    row: int  # the row's index in the driver's argument; for a method that yields, in the rank's part
-    failure: Failure | None  # None after a success
-    is_bereft: bool = False  # whether other rows fail there, too, since a child of the role has ended
-    turn: int | None = None  # the row's place in a fixed order of results; None for any order
+    The body has the row's value, or the exception after a failure.
+    """
+
+    seq: int  # Sequence number of the call.
+    row: int  # Index of the row in the driver's argument. For a method that yields, the index in the rank's part.
+    failure: Failure | None  # None if the row has succeeded.
+    is_bereft: bool = False  # Whether other rows fail on this rank too, because a child process of the role has ended.
+    turn: int | None = None  # Position of the row in a fixed order of results; None for any order.
 
     def head(self) -> Head:
-        """Return the wire format of the message."""
+        """Return the message in the wire format."""
         failure = None if self.failure is None else values(self.failure)
         return "RowEnded", self.seq, self.row, failure, self.is_bereft, self.turn
 
     @classmethod
     def of(cls, *values: Any) -> RowEnded:
-        """Build the message from the wire format; see `Message.of`."""
+        """Rebuild the message from the wire format (see `Message.of`)."""
         seq, row, failure, is_bereft, turn = values
         return cls(seq, row, None if failure is None else Failure(*failure), is_bereft, turn)

@@ -1,6 +1,6 @@
-"""`RowQueue`: the driver's messages on the rows of a call, on the way to the lane.
+"""`RowQueue`, which passes the driver's messages about the rows of a call to the lane.
 
-`RowsWork` is the lane's object for the call.
+`RowsWork` represents the call on the lane.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
     from colocate.worker.serving.tasks import Tasks
 
-_ROWS_TOLD = 4  # the number of running rows in a report of stacks
+_ROWS_TOLD = 4  # A report of stacks shows at most this many running rows.
 
 
 class RowQueue:
-    """Messages on the rows of one call, passed from the receiving thread to the lane.
+    """The messages about the rows of one call, passed from the receiving thread to the lane.
 
     Attributes:
         lane: The lane of the call.
-        rows: The rows that may begin: index and body.
-        number: The call's number among the calls of its method, set by the first row.
-        credit: How many more yielded rows may be sent.
+        rows: Index and body of each row that may begin.
+        number: The call's number among the calls of the method, set by the first row.
+        credit: The number of yielded rows that may still be sent.
         no_more: Whether no other rows will come.
         withdrawn: Whether all rows were withdrawn.
-        stopped: Whether the group is about to close: no row begins any more, and running rows have their grace.
+        stopped: Whether the group is about to close. No row begins any more, and running rows have a grace period.
         has_begun: Whether the call has begun.
-        ended: The reason why a call that has begun must not wait any longer, as a failure of an earlier call.
+        ended: The reason why a call that has begun must not wait any longer, such as a failure of an earlier call.
         running: The running rows, with their tasks. A failed row may come again before its task is over.
         is_alone: Whether no other rank works on the same rows, so that a withdrawn call may end here.
         awaiting: The task that awaits the next yielded row, if it may be cancelled.
@@ -75,48 +75,48 @@ class RowQueue:
         self._told.set()
 
     def end(self, reason: str) -> None:
-        """End all waits of the call with a reason, if the call has begun."""
+        """End all waits of the call. `check` then raises an error with the reason."""
         self.ended = reason
         self._told.set()
 
     def stop(self) -> None:
-        """Stop the start of rows: the group is about to close."""
+        """Prevent the start of further rows, because the group is about to close."""
         self.stopped = True
         self._told.set()
 
     # -- on the lane
 
     def begin(self, scope: Scope, seq: int) -> None:
-        """Mark the call as begun, and drop reasons to end from the time in the queue."""
-        self.has_begun, self.ended = True, None  # first, so that a later reason isn't lost
+        """Record that the call has begun, and discard reasons to end that arrived before."""
+        self.has_begun, self.ended = True, None  # This comes first, so that a later reason isn't lost.
         if (why := scope.why(seq)) is not None:
             self.ended = why
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the method may yield, or must stop."""
+        """Whether the method may yield the next row, or must stop. While false, the method waits."""
         return bool(self.credit or self.withdrawn or self.stopped or self.ended is not None)
 
     def check(self) -> None:
-        """Raise if the call must not wait any longer."""
+        """Raise a `Consequence` if the call must not wait any longer."""
         if self.ended is not None:
             raise Consequence(self.ended)
 
     def wait(self) -> None:
-        """Block until `may_go_on`."""
+        """Block the lane until `may_go_on` is true."""
         while not self.may_go_on:
             self._told.wait()
             self._told.clear()
 
     def news(self) -> asyncio.Future[None]:
-        """Return a future that `wake` completes."""
-        import asyncio  # other calls don't need asyncio
+        """Return a future that the next `wake` completes."""
+        import asyncio  # This import is late, because other calls don't need asyncio.
 
         self._news = asyncio.get_running_loop().create_future()
         return self._news
 
     def wake(self) -> None:
-        """Wake the call's waits after a message."""
+        """Wake the waits of the call after a message, or after the end of a row."""
         if self.withdrawn and self.awaiting is not None:
             self.awaiting.cancel()
             self.awaiting = None
@@ -124,37 +124,40 @@ class RowQueue:
             self._news.set_result(None)
 
     def over(self, row: RowState) -> None:
-        """Record the end of a row's task."""
+        """Record that a row's task has ended."""
         del self.running[row]
         self._cancelled.discard(row)
         self.wake()
 
     def fail(self, error: Callable[[], BaseException], only: RowState | None) -> None:
-        """Cancel running rows and fail each with an error; only the row `only`, if given."""
+        """Cancel all running rows, or only the row `only` if given, and fail each with a new error."""
         for row, task in self.running.items():
             if only in (None, row):
                 row.raised = error()
                 task.cancel()
 
     def cancel(self) -> None:
-        """Cancel each running row, once."""
+        """Cancel each running row, at most once."""
         for row, task in self.running.items():
             if row not in self._cancelled:
                 self._cancelled.add(row)
                 task.cancel()
 
     def is_wanted(self, row: RowState) -> bool:
-        """Return whether a row isn't cancelled by the framework. A task doesn't tell: role code cancels tasks, too."""
+        """Return whether the framework hasn't cancelled a row.
+
+        The row's task can't tell, because role code cancels tasks, too.
+        """
         return row not in self._cancelled
 
 
 @attrs.define(eq=False)
 class RowsWork(Work):
-    """A call with rows that end one by one.
+    """A call on the lane with rows that end one by one.
 
     Attributes:
-        row_queue: The queue of its rows; None if the result is kept here.
-        turn: The turn of the last yielded row, as `RowState.turn`.
+        row_queue: The queue of messages about the rows; None if the result stays on the worker.
+        turn: The position of the last yielded row in the order of results (`RowState.turn`).
     """
 
     row_queue: RowQueue | None = attrs.field(default=None, init=False)
@@ -162,24 +165,25 @@ class RowsWork(Work):
 
     @property
     def is_whole(self) -> bool:
-        """See `Work.is_whole`: rows given by the driver are parts."""
+        """Whether features are notified once, at the end of the call. False if the driver sends single rows."""
         return self.spec.rows is None
 
     @property
     def may_wait(self) -> bool:
-        """See `Work.may_wait`."""
+        """Whether role code may be running or awaited now. A call for rows may have no running row."""
         return self.is_whole or self.row_queue is None or bool(self.row_queue.running)
 
     def awaiting(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
-        """See `Work.awaiting`: includes the first running rows."""
-        from colocate.worker.serving.tasks import frames_of  # imports asyncio, which other calls don't need
+        """Return the names and frames of the places where the call waits, including the first running rows."""
+        # This module imports asyncio, which other calls don't need.
+        from colocate.worker.serving.tasks import frames_of
 
         rows = [] if self.row_queue is None else list(self.row_queue.running.items())[:_ROWS_TOLD]
         entries = [(f"{self.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
         return [entry for entry in entries if entry[1]] or super().awaiting(frames)
 
     def interrupt(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
-        """See `Work.interrupt`."""
+        """Fail one running row, all running rows, or the whole call with an error, and cancel the awaits."""
         if self.is_whole or self.row_queue is None:
             super().interrupt(tasks, error, row)
         else:

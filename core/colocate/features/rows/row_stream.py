@@ -1,4 +1,4 @@
-"""Rows of a call that end one by one: the stream on the driver, and checks of yielded rows."""
+"""The interface of a stream of rows, with checks of options and of yielded rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from colocate.errors import ConfigError, DispatchError, SerializationError
 T_co = TypeVar("T_co", covariant=True)
 
 OnError: TypeAlias = Literal["raise", "return"]
-"""The effect of a row's error: "raise" ends the call, "return" puts the error in the place of the row's value."""
+"""The effect of a row's error: "raise" ends the call, and "return" returns the error in place of the row's value."""
 
 
 class RowStream(OnDriver, abc.ABC, Generic[T_co]):
-    """The rows of a call in the order of their ends: `(index, value)`, with the row's index in the call's argument.
+    """The rows of a call in the order of their ends, as `(index, value)` with the index in the call's argument.
 
-    An iterator, an async iterator, and a context manager that closes the stream. Several threads, or tasks, may read:
-    each row goes to one of them, and all that wait get the end. A dropped stream is closed.
+    The stream is an iterator, an async iterator, and a context manager that closes the stream. Several threads or tasks
+    may read. Each row goes to one reader, and all waiting readers get the end. A stream without references is closed.
     """
 
     _instead = "Give the values that were read from it instead"
@@ -39,7 +39,7 @@ class RowStream(OnDriver, abc.ABC, Generic[T_co]):
 
     @abc.abstractmethod
     def __next__(self) -> tuple[int, T_co]:
-        """Wait for a row to end.
+        """Wait until a row has ended, and return the row's index and value.
 
         Raises:
             StopIteration: All rows have been read, and the call has ended.
@@ -51,11 +51,11 @@ class RowStream(OnDriver, abc.ABC, Generic[T_co]):
 
     @abc.abstractmethod
     async def __anext__(self) -> tuple[int, T_co]:
-        """As `__next__`."""
+        """Wait until a row has ended, as `__next__` does, without blocking the event loop."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop reading: rows that haven't begun never will, and running rows are cancelled. Returns at once."""
+        """Stop reading, without waiting. Rows that haven't begun never will, and running rows are cancelled."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +67,7 @@ class RowStream(OnDriver, abc.ABC, Generic[T_co]):
 
 
 def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: object, sticky: object) -> None:
-    """Refuse options that don't fit a method; None stands for an unchanged option."""
+    """Check that options fit a method. None means that an option is unchanged."""
     if on_error not in (None, "raise", "return"):
         raise ConfigError(f"options(on_error={on_error!r}): use 'raise' or 'return'")
     if retry is not None and (problem := amount_problem(retry, whole=True)) is not None:
@@ -82,7 +82,7 @@ def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: obj
 
 
 def no_keep(label: str) -> NoReturn:
-    """Refuse a kept result of a method with rows that end one by one."""
+    """Raise an error, because a method with rows that end one by one can't leave results in the workers."""
     raise DispatchError(
         f"{label}.keep(...): the driver gives out its rows one by one, and none stay in the workers: call it, submit "
         "it, or read its .stream(...)"
@@ -90,24 +90,29 @@ def no_keep(label: str) -> NoReturn:
 
 
 class Yielded:
-    """A check of the rows yielded by a method on one rank: each row once."""
+    """A check that a method yields each row of a rank exactly once."""
 
     def __init__(self, label: str, rows: int) -> None:
-        """Args: label: The method. rows: The number of the rank's rows."""
+        """Prepare the check of one rank's rows.
+
+        Args:
+            label: The method's name, for error texts.
+            rows: The number of the rank's rows.
+        """
         self._label = label
         self._rows = rows
         self._seen: set[int] = set()
 
     @property
     def left(self) -> int:
-        """The number of rows still to come."""
+        """The number of rows that haven't been yielded yet."""
         return self._rows - len(self._seen)
 
     def take(self, item: Any) -> tuple[int, Any]:
-        """Return index and value of a yielded item.
+        """Check a yielded item, and return the row's index and value.
 
         Raises:
-            DispatchError: The item is no such pair, or the row came before.
+            DispatchError: The item is no pair of index and value, or the row was yielded before.
         """
         if not (isinstance(item, tuple) and len(item) == 2 and hasattr(item[0], "__index__")):
             raise DispatchError(f"{self._says} {_short(item)}")
@@ -120,7 +125,9 @@ class Yielded:
         return index, value
 
     def take_copy(self, item: Any) -> tuple[int, Any]:
-        """Take an item with a copy of the value: the method goes on, and may write to the same buffer.
+        """Check a yielded item, and return the row's index with a copy of the value.
+
+        The method continues after the yield, and may write to the same buffer.
 
         Raises:
             SerializationError: The value can't be copied.
@@ -129,7 +136,7 @@ class Yielded:
         return index, copied(value, f"{self._label}, row {index}")
 
     def check_end(self) -> None:
-        """Raise a `DispatchError` if rows are missing."""
+        """Raise a `DispatchError` if the method hasn't yielded all rows."""
         if self.left:
             missing = [index for index in range(self._rows) if index not in self._seen]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
@@ -142,14 +149,14 @@ class Yielded:
 
 
 def copied(value: Any, what: str) -> Any:
-    """Copy the value of a row while the call goes on.
+    """Return a copy of a row's value, because the call continues and may change the value.
 
     Raises:
         SerializationError: The value can't be copied.
     """
     try:
         return copy_of(value)
-    except Exception as error:  # classes of users may raise anything
+    except Exception as error:  # Users' classes may raise any error.
         raise SerializationError(
             f"{what}: its value can't be copied ({error_text(error)}), as the values of rows are while the call goes "
             "on: make it of plain data, arrays and tensors"
@@ -162,7 +169,7 @@ def _short(item: Any) -> str:
 
 
 async def end_row(state: RowState) -> None:
-    """Run the cleanups of an ended row, the last one first. Errors of cleanups are printed."""
+    """Run the cleanup functions of an ended row, the last one first. Errors of these functions are only printed."""
     while state.at_end:
         try:
             ended = state.at_end.pop()()

@@ -1,4 +1,4 @@
-"""Calls with rows on a role object outside any worker: all rows run during the call."""
+"""Calls with rows on a role object that isn't in a worker. All rows run during the call."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from colocate.features.standalone.calls import StandaloneCall
 
 @attrs.frozen
 class StandaloneRows(StandaloneCall):
-    """A standalone call with rows: all rows run during the call, up to `concurrency` at a time."""
+    """A call with rows on a role object outside any worker.
+
+    All rows run during the call, up to `concurrency` at the same time.
+    """
 
     _on_error: OnError = "raise"
     _retry: int = 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run all rows and return the values in order."""
+        """Run all rows, and return the values in order."""
         return [value for _, value in sorted(self._ended(args, kwargs), key=lambda row: row[0])]
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
-        """Run all rows; the stream gives rows in the order of their ends."""
+        """Run all rows, and return a stream of the rows in the order of their ends."""
         label = f"{type(self._instance).__name__}.{self._spec.name}"
         return _LocalRows(iter(self._ended(args, kwargs)), label)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
-        """Run a batched method at once and keep the result; refuse other methods."""
+        """Run a batched method and keep the result. Raises an error for methods with `rows=`."""
         if self._spec.rows is not None:
             no_keep(f"{type(self._instance).__name__}.{self._spec.name}")
         return super().keep(*args, **kwargs)
@@ -49,7 +52,7 @@ class StandaloneRows(StandaloneCall):
         retry: int | None = None,
         sticky: Callable[[Any], object] | None = None,
     ) -> StandaloneRows:
-        """Return the method with other options, as a view does; one rank, and nothing to wait for."""
+        """Return the method with changed options, as a view does. Only `on_error` and `retry` have an effect."""
         super().options(timeout=timeout, ranks=ranks)
         check_row_options(self._spec, f"{type(self._instance).__name__}.{self._spec.name}", on_error, retry, sticky)
         return attrs.evolve(self, on_error=on_error or self._on_error, retry=self._retry if retry is None else retry)
@@ -108,7 +111,7 @@ async def _taken(items: AsyncIterator[Any], yielded: Yielded) -> list[tuple[int,
 
 
 class _LocalRows(RowStream[Any]):
-    """Rows that have ended."""
+    """A stream of rows that have all ended."""
 
     def __init__(self, rows: Iterator[tuple[int, Any]], label: str) -> None:
         self._rows = rows

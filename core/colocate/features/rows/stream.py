@@ -1,6 +1,6 @@
-"""`Stream`: the driver's stream of a call's rows, for any number of threads and tasks.
+"""`Stream`, the driver's stream of the rows of a call. Any number of threads and tasks may read.
 
-A signal's handler may raise while a thread waits for a row, or unpacks one: the row is put back for the next
+A signal handler may raise while a thread waits for a row or unpacks a row. The row is then put back for the next
 reader. One reader handles the end of a call.
 """
 
@@ -32,30 +32,35 @@ from colocate.features.rows.row_stream import RowStream
 _log = logging.getLogger("colocate")
 _SETTLES_WITHIN_S = 0.1
 _Ended: TypeAlias = tuple[RowsCall, int | None, tuple[int, Any] | None]
-"""A call, an ended row, and the unpacked item if done already; row None marks the end of the call."""
+"""A call, an ended row, and the unpacked item if there is one already. If the row is None, the call has ended."""
 
 
 class _Reader:
-    """The last reader of a stream; before the first read, the thread that opened the stream."""
+    """A record of the thread and task that last read a stream.
+
+    Before the first read, the thread that created the stream counts as the reader.
+    """
 
     def __init__(self) -> None:
-        self._thread = weakref.ref(threading.current_thread())  # idents are reused
+        # Thread ids aren't stored, because the system reuses ids.
+        self._thread = weakref.ref(threading.current_thread())
         self._task: weakref.ref[Any] | None = None
 
     def note(self) -> None:
         self._thread, self._task = weakref.ref(threading.current_thread()), _task()
 
     def refuse(self, stream: PendingCall, waiting: PendingCall, awaits: bool) -> None:
-        """Refuse a wait for a call behind a stream that the same thread, or task, reads: nobody would read the stream.
+        """Raise an error if the stream's only reader is about to wait for a call that comes after the stream.
 
-        Calls that the awaited call depends on count, too: makers of its residents, and earlier calls that await such.
+        The wait would never end, because nobody would read the stream. The check includes calls on which the awaited
+        call depends: the calls that made the call's residents, and earlier calls with such dependencies.
         """
         if self._thread() is not who_waits() or (awaits and (self._task is None or self._task != _task())):
             return
         for call in _awaited(waiting):
             if not _is_behind(call, stream):
                 continue
-            # The stream may be garbage, referenced only by an exception's frames or by pending callbacks.
+            # The stream may be garbage, with references only from an exception's frames or from pending callbacks.
             settle(_SETTLES_WITHIN_S)
             gc.collect()
             if stream not in held_open or stream.done():
@@ -73,7 +78,10 @@ class _Reader:
 
 
 def _awaited(waiting: PendingCall) -> list[PendingCall]:
-    """Return a call and all unfinished calls that must end before. Earlier calls count only if they wait for others."""
+    """Return a call, with all unfinished calls that must end before this call can end.
+
+    Earlier calls count only if they wait for other calls.
+    """
     calls = [waiting]
     for call in calls:
         sent = list(call.link.order.pending.values()) if isinstance(call.link, WorkerGroup) else []
@@ -87,7 +95,7 @@ def _awaited(waiting: PendingCall) -> list[PendingCall]:
 
 
 def _is_behind(call: PendingCall, other: PendingCall) -> bool:
-    """Return whether a call comes after another one in the order of a lane, on some rank."""
+    """Return whether a call comes after another call in the order of a lane, on some rank."""
     return (
         (link := other.link) is call.link
         and link is not None
@@ -106,13 +114,13 @@ def _task() -> weakref.ref[Any] | None:
     asyncio = sys.modules.get("asyncio")
     try:
         task = None if asyncio is None else asyncio.current_task()
-    except (RuntimeError, AttributeError):  # no loop runs here, or another thread imports asyncio at this moment
+    except (RuntimeError, AttributeError):  # No event loop runs here, or another thread is importing asyncio.
         return None
     return None if task is None else weakref.ref(task)
 
 
 class Stream(RowStream[Any]):
-    """The rows of a call on the driver."""
+    """The driver's stream of the rows of a call, which continues after a restart of the group."""
 
     def __init__(self, asked: Asked, is_ahead: bool) -> None:
         self._is_closed = self._is_told = False
@@ -121,15 +129,15 @@ class Stream(RowStream[Any]):
         self._arrivals: Arrivals[_Ended] = Arrivals()
         self._reader = _Reader()
         self._done: set[int] = set()
-        self._why: BaseException | None = None  # the error that ended the stream, if any
+        self._why: BaseException | None = None  # The error that ended the stream; None if there is none.
         self._call: RowsCall
-        self._calls: list[RowsCall] = []  # the current call, and calls before a restart
-        self._unended: list[RowsCall] = []  # calls with an end that no reader has handled
+        self._calls: list[RowsCall] = []  # The current call, and calls before a restart.
+        self._unended: list[RowsCall] = []  # Calls that are running, or have an end that no reader has handled.
         try:
             asked.begin(range(asked.count), is_ahead, self._hear)
         except BaseException:
             self._arrivals.end()
-            if (call := getattr(self, "_call", None)) is not None:  # a call was made, and perhaps sent
+            if (call := getattr(self, "_call", None)) is not None:  # A call was created, and perhaps sent.
                 held_open.pop(call, None)
                 asked.worker_group.services.timers.soon(call.withdraw)
             raise
@@ -137,7 +145,7 @@ class Stream(RowStream[Any]):
             held_open.pop(self._call, None)
 
     def _hear(self, call: RowsCall) -> None:
-        """Connect a new call to this stream, before the call is sent."""
+        """Connect a new call with this stream, before the call is sent."""
         self._call = call
         self._calls.append(call)
         self._unended.append(call)
@@ -168,8 +176,9 @@ class Stream(RowStream[Any]):
                     mine.clear()
             raise end
         except BaseException as error:
-            self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
-            self._is_told, end = self._is_told or error is end, None  # `end` refers to this frame: a cycle
+            self._arrivals.come.extendleft(mine)  # Items are put back first, so that no item is lost (see `Arrivals`).
+            # `end` refers to this frame, which would be a reference cycle.
+            self._is_told, end = self._is_told or error is end, None
             self._arrivals.wake()
             raise
 
@@ -193,21 +202,21 @@ class Stream(RowStream[Any]):
                     mine.clear()
             raise end
         except BaseException as error:
-            self._arrivals.come.extendleft(mine)  # first; see `Arrivals`
+            self._arrivals.come.extendleft(mine)  # Items are put back first, so that no item is lost (see `Arrivals`).
             self._is_told, end = self._is_told or error is end, None
             self._arrivals.wake()
             raise
 
     def close(self) -> None:
-        """Stop reading; see `RowStream.close`."""
+        """Stop reading, withdraw the call, and notify all waiting readers (see `RowStream.close`)."""
         if self._is_closed or self._arrivals.is_over:
             return
-        self._is_closed = True  # first: another call meanwhile checks this flag afterwards
+        self._is_closed = True  # The flag is set first, because a new call after a restart checks this flag later.
         self._let_go(self._call)
-        self._arrivals.end()  # other readers may wait
+        self._arrivals.end()  # Other readers may be waiting.
 
     def _let_go(self, call: RowsCall) -> None:
-        """Withdraw a call without readers; log a failure that nobody gets."""
+        """Withdraw a call that nobody reads any more, and log a failure of the call."""
         worker_group = self._asked.worker_group
         held_open.pop(call, None)
         if worker_group.forked:
@@ -217,13 +226,13 @@ class Stream(RowStream[Any]):
         call._then(partial(_tell_failure, worker_group))
 
     def __del__(self) -> None:
-        with suppress(AttributeError, RuntimeError):  # never sent, or the interpreter ends
+        with suppress(AttributeError, RuntimeError):  # The call was never sent, or the interpreter is ending.
             self.close()
 
     # -- what comes next
 
     def _end(self, kind: type[BaseException], waits: bool) -> BaseException | None:
-        """Return the exception for a reader when no row will come: the stream's error once, then a plain stop."""
+        """Return the exception for a reader if no row will come: first the stream's error, later a plain stop."""
         self._call._check_fork()
         if self._is_closed:
             return ClosedError(f"the stream of {self._asked.label} was closed, and is read")
@@ -241,7 +250,7 @@ class Stream(RowStream[Any]):
             self._call.refuse_in_vain(awaits)
 
     def _taken(self, mine: deque[_Ended]) -> tuple[int, Any] | None:
-        """Return the taken row; None for the end of a call, or an error to raise at the end."""
+        """Return the row that a reader has taken. None for the end of a call, or if the value can't be rebuilt."""
         call, row, result = mine[0]
         if row is None:
             return None
@@ -254,7 +263,7 @@ class Stream(RowStream[Any]):
             except ColocateError as error:
                 if is_of_handler(error):
                     raise
-                self._why = error  # the value can't be rebuilt: the other rows are dropped
+                self._why = error  # The value can't be rebuilt, so the other rows are dropped.
                 self._let_go(call)
                 self._arrivals.come.clear()
                 self._arrivals.end()
@@ -273,7 +282,7 @@ class Stream(RowStream[Any]):
     # -- the end of a call
 
     def _see_to_end(self, call: RowsCall) -> None:
-        """Handle the end of a call: begin missing rows again after a restart, or end the stream."""
+        """Handle the end of a call: send missing rows again after a restart, or end the stream."""
         if self._is_closed or not self._claims(call):
             return
         held_open.pop(call, None)
@@ -288,7 +297,7 @@ class Stream(RowStream[Any]):
             self._conclude(missing, call, error)
 
     def _claims(self, call: RowsCall) -> bool:
-        """Return whether this reader is the one to handle a call's end."""
+        """Return whether this reader must handle the end of a call, because no other reader has."""
         try:
             self._unended.remove(call)
         except ValueError:
@@ -296,7 +305,10 @@ class Stream(RowStream[Any]):
         return True
 
     def _missing(self) -> list[int]:
-        """Return the rows without a result. Other threads read meanwhile: results are checked before `_done`."""
+        """Return the rows without a result.
+
+        Other threads may read meanwhile, so results are checked before `_done`.
+        """
         return [
             row
             for row in range(self._asked.count)
@@ -304,7 +316,6 @@ class Stream(RowStream[Any]):
         ]
 
     def _give_up(self, rows: Sequence[int], call: RowsCall, error: BaseException | None) -> None:
-        """Put an error in the places of rows."""
         if isinstance(error, ColocateError):
             for row in rows:
                 call.ends[row] = call.targets[0], None, error
@@ -318,9 +329,9 @@ class Stream(RowStream[Any]):
         self._arrivals.end()
 
     def _begin_anew(self, rows: Sequence[int], call: RowsCall) -> None:
-        """Begin missing rows again on the restarted group's workers.
+        """Send missing rows again, to the workers of the restarted group.
 
-        An error ends the stream for the next reader: this thread may have given up.
+        An error ends the stream for the next reader, because this thread may have stopped reading.
         """
         try:
             self._asked.worker_group.restarts.wait(None, notes=False)
@@ -328,13 +339,13 @@ class Stream(RowStream[Any]):
                 return
             self._asked.begin(rows, self._is_ahead, self._hear, is_again=True)
         except BaseException as error:
-            if not isinstance(error, Exception) or is_of_handler(error):  # the next reader begins again
+            if not isinstance(error, Exception) or is_of_handler(error):  # The next reader sends the rows again.
                 self._unended.append(call)
                 raise
             if self._call is call or self._claims(self._call):
                 self._conclude(rows, self._call, error)
             return
-        if self._is_closed:  # closed meanwhile, perhaps before the new call existed
+        if self._is_closed:  # The stream may have been closed before the new call existed.
             self._let_go(self._call)
 
 
@@ -343,7 +354,7 @@ def _heard(arrivals: Arrivals[_Ended], call: Any, row: int | None = None) -> Non
 
 
 def _tell_failure(worker_group: WorkerGroup, call: PendingCall) -> None:
-    """Log the failure of a closed stream's call, since no reader gets the error."""
+    """Log the failure of a closed stream's call, because no reader gets the error."""
     error = call._error or call.failure
     if error is None or error is worker_group.failure or (isinstance(error, ColocateError) and error._told):
         return

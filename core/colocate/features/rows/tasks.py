@@ -1,7 +1,7 @@
-"""Rows of a call that end one by one, the worker's half.
+"""The worker's side of calls with rows that end one by one. `calls.py` is the driver's side.
 
 For a method with `rows=`, each row is a task of the lane's event loop. Rows yielded by a batched method are sent one
-by one, and the method goes on only while the driver has credit for more. `calls.py` is the driver's half.
+by one, and the method continues only while the driver gives credit for more rows.
 """
 
 from __future__ import annotations
@@ -30,30 +30,35 @@ from colocate.worker.serving.signal_handlers import calls_role_code
 
 
 class RowTasks:
-    """Runs calls with rows that end one by one. On the lane."""
+    """Runs calls with rows that end one by one. Used on the lane."""
 
     def __init__(self, worker_context: WorkerContext, background: Background | None) -> None:
-        """Args: worker_context: The worker. background: The background role of the lane; None for the main lane."""
+        """Prepare for the calls of one lane.
+
+        Args:
+            worker_context: The context of the worker.
+            background: The background role of the lane; None for the main lane.
+        """
         self._worker_context, self._background = worker_context, background
         self._device = worker_context.device if background is None else background.device
-        self._role_code = RoleCode(has_thread=False)  # for each row
+        self._role_code = RoleCode(has_thread=False)  # Each row enters this context while role code runs.
 
     def runs(self, work: RowsWork, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
-        """See `OfWorker.runs`."""
+        """Return the function that runs the rows of a call (see `OfWorker.runs`)."""
         spec: MethodSpec = work.spec
         if work.row_queue is not None:
             work.row_queue.begin(self._worker_context.scope, work.seq)
 
         def run(instance: object, arguments: dict[str, Any]) -> Any:
             if work.row_queue is not None:
-                # First: the call may be withdrawn at this moment, or was before.
+                # `is_alone` is set first, because the receiving thread may withdraw the call at this moment.
                 work.row_queue.is_alone = (
                     spec.rows is not None or len(sources_of(spec, role.ctx)) == role.ctx.world_size
                 )
                 work.cancelled = work.cancelled or (work.row_queue.withdrawn and work.row_queue.is_alone)
             if spec.rows is not None:
                 return self._play(work, role, arguments)
-            if work.row_queue is None:  # the rows are kept
+            if work.row_queue is None:  # The rows stay on the worker.
                 return (_all_async if spec.is_async else _all)(work, spec, instance, arguments)
             items, yielded = spec.call(instance, arguments), Yielded(work.label, work.valid_rows or 0)
             if spec.is_async:
@@ -84,7 +89,7 @@ class RowTasks:
                 if over and not row_queue.running:
                     return
                 await self._news(work)
-        finally:  # all rows must end before the call does
+        finally:  # All rows must end before the call does.
             row_queue.cancel()
             while row_queue.running:
                 with contextlib.suppress(asyncio.CancelledError):
@@ -115,7 +120,7 @@ class RowTasks:
                 if state.raised is not None:
                     raise state.raised from None
             self._tell(work, state.row, result, state.turn)
-        except BaseException as error:  # any error of role code is the row's
+        except BaseException as error:  # Every error of role code is the row's error.
             await worker_context.await_cause(error, role.name, state)
             self._tell_failure(work, role, state, error)
 
@@ -134,7 +139,7 @@ class RowTasks:
             self._worker_context.broken(f"{work.label}, row {state.row}: {lost}")
 
     def _over(self, work: RowsWork, role: RoleInstance, state: RowState, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # before the first step: later steps catch a cancellation
+        if task.cancelled():  # The task was cancelled before the first step. Later steps catch a cancellation.
             self._tell_failure(work, role, state, state.raised or asyncio.CancelledError())
         work.active_tasks -= 1
         _queue_of(work).over(state)
@@ -149,7 +154,7 @@ class RowTasks:
         worker_context.say_result(RowEnded(work.seq, row, None, turn=turn), body, label)
 
     async def _news(self, work: RowsWork) -> None:
-        """Wait for a message; the call is at a pause point meanwhile."""
+        """Wait for a message about the call. Meanwhile the call is at a pause point."""
         news = _queue_of(work).news()
         if self._background is None:
             await news
@@ -158,7 +163,7 @@ class RowTasks:
 
     # -- rows that a method yields
 
-    # With other ranks on the same rows, a withdrawn call runs to the end: a single rank must not leave common steps.
+    # If ranks share rows, a withdrawn call runs to the end, because no rank may leave the common steps.
 
     @staticmethod
     def _is_over(row_queue: RowQueue, is_alone: bool) -> Callable[[], bool]:
@@ -221,7 +226,7 @@ class RowTasks:
                 except asyncio.CancelledError:
                     if waiting is None or row_queue.awaiting is not None or work.raised is not None:
                         raise
-                    waiting.uncancel()  # nobody reads the results
+                    waiting.uncancel()  # Nobody reads the results any more.
                     return
                 finally:
                     row_queue.awaiting = None

@@ -1,4 +1,4 @@
-"""`RowsOfWorker`: the worker's row queues. `tasks.py` runs the rows."""
+"""`RowsOfWorker`, which holds the row queues of a worker. `tasks.py` runs the rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate.worker.serving.role_instance import RoleInstance
 
 
 class RowsOfWorker(OfWorker):
-    """The row queues of a worker's calls, as long as the calls exist."""
+    """The row queues of a worker's calls. Each queue exists as long as the call."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
@@ -25,7 +25,10 @@ class RowsOfWorker(OfWorker):
         worker_context.scope.ends(self._end_waits)
 
     def work(self, *arguments: Any) -> RowsWork:
-        """Create the lane's work for a call, with a row queue unless the result is kept here."""
+        """Create the lane's work for a call.
+
+        The work gets a row queue, unless the result stays on the worker.
+        """
         work = RowsWork(*arguments)
         call = work.message
         assert isinstance(call, Call)
@@ -36,22 +39,22 @@ class RowsOfWorker(OfWorker):
 
     def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
         """Return the function that runs the rows of a call."""
-        from colocate.features.rows.tasks import RowTasks  # imports asyncio, which other calls don't need
+        from colocate.features.rows.tasks import RowTasks  # This module imports asyncio, which other calls don't need.
 
         assert isinstance(work, RowsWork)
         return RowTasks(self._worker_context, self._worker_context.background.get(role.name or "")).runs(work, role)
 
     def heard(self, message: Message, body: Any) -> None:
-        """Pass a message on rows to the call's queue and wake the lane."""
+        """Pass a message about rows to the call's queue, and wake the lane."""
         assert isinstance(message, Row | NoMoreRows | ReadRows)
-        if (row_queue := self._row_queues.get(message.seq)) is not None:  # None if the call has failed here
+        if (row_queue := self._row_queues.get(message.seq)) is not None:  # A call that has failed here has no queue.
             row_queue.tell(message, body)
             if row_queue.withdrawn and row_queue.is_alone:
                 row_queue.lane.cancel(message.seq, message.seq)
             row_queue.lane.do(row_queue.wake)
 
     def back(self, hold: int) -> dict[str, int]:
-        """Return the counts of calls of methods with `rows=` on this worker, for a new driver."""
+        """Return how many calls of each method with `rows=` ran on this worker, for a new driver."""
         roles = self._worker_context.roles.values()
         return {
             f"{role.name}.{name}": count
@@ -66,13 +69,13 @@ class RowsOfWorker(OfWorker):
             row_queue.end("nobody waits for it any more")
 
     def stops(self) -> None:
-        """Stop the start of rows in all calls."""
+        """Prevent the start of further rows in all calls."""
         for row_queue in list(self._row_queues.values()):
             row_queue.stop()
             row_queue.lane.do(row_queue.wake)
 
     def _end_waits(self, concerns: Callable[[int], bool], reason: str) -> None:
         for number, row_queue in list(self._row_queues.items()):
-            if row_queue.has_begun and concerns(number):  # a call that begins later asks the scope itself
+            if row_queue.has_begun and concerns(number):  # A call that begins later checks the scope by itself.
                 row_queue.end(reason)
                 row_queue.lane.do(row_queue.wake)

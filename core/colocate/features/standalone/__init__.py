@@ -1,1 +1,1 @@
-"""Role objects outside any worker, called like views: `Sums().add(1)`. The page: docs/testing.md."""
+"""Calls role objects outside any worker like views, for example `Sums().add(1)`. See docs/testing.md."""

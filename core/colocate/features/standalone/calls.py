@@ -1,4 +1,4 @@
-"""A role object made outside any worker answers as a view of one rank, so algorithm code runs without an executor."""
+"""A role object outside any worker acts like a view of one rank, so that algorithm code runs without an executor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _ONE = Ranks(1)
 
 @attrs.frozen
 class StandaloneCall:
-    """A role method of a standalone object: dispatch and collect apply, the call runs at once, errors come bare."""
+    """A method of a role object outside any worker.
+
+    Calls run at once, with dispatch and collect, and raise plain errors.
+    """
 
     _instance: Any
     _spec: MethodSpec
@@ -83,14 +86,14 @@ class StandaloneCall:
         return LocalResident(self(*args, **kwargs))
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> StandaloneCall:
-        """Return this call: options change nothing for one rank that runs at once."""
+        """Return this call, because options change nothing for one rank that runs at once."""
         if ranks is not None and (named := list(chosen_ranks(ranks))) != [0]:
             raise DispatchError(f"ranks={named}: a role object outside any worker has rank 0 only")
         return self
 
 
 class LocalResident(Resident[T_co]):
-    """The resident of a role object outside any worker: holds the value itself."""
+    """A resident made by a role object outside any worker. It holds the value itself."""
 
     def __init__(self, value: T_co) -> None:
         self._value: T_co | None = value
@@ -103,11 +106,11 @@ class LocalResident(Resident[T_co]):
 
     @property
     def spec(self) -> ResidentSpec:
-        """Return the structure, shapes, dtypes and bytes of the value."""
+        """Structure, shapes, dtypes and bytes of the value."""
         return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once: the value exists already."""
+        """Return at once, because the value exists already."""
         limit(timeout, "wait(timeout)")
         self.fetch()
 

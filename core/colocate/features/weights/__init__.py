@@ -1,1 +1,1 @@
-"""Copies of a role's weights for another role: `colocate.sync_weights`. The page: docs/weights.md."""
+"""Copy a role's weights to another role (`colocate.sync_weights`); see docs/weights.md."""

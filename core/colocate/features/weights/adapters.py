@@ -1,4 +1,4 @@
-"""Weights of a model with PEFT adapters, merged by PEFT itself, one layer at a time.
+"""Use PEFT to merge a model's adapters into the weights, one layer at a time.
 
 A layer with adapters gets a twin: the same classes and settings, with tensors of its own. PEFT merges the twin, and
 the trained model stays as it is. A twin without memory (on the meta device) gives names, shapes and dtypes in advance,
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without the prefixes of wrapping modules; some of these leave the prefix out of `state_dict`."""
+    """Return a weight's name without the prefixes that wrapping modules add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -93,7 +93,7 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Yield the paths of the modules above a weight, the outermost first."""
+    """Yield the paths of the modules that contain a weight, the outermost first."""
     at = name.find(".")
     while at >= 0:
         yield name[:at]
@@ -101,7 +101,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers with adapters, without layers inside of others."""
+    """Yield the outermost layers with adapters, each with a path in the model."""
     kinds, layer_paths = _layer_kinds(), set[str]()
     for path, submodule in _modules(module):
         if isinstance(submodule, kinds) and not any(above in layer_paths for above in _above(path)):
@@ -110,7 +110,7 @@ def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield PEFT's wrappers around models: the path in front, and the prefix added to names.
+    """Yield, for each of PEFT's wrappers around models, the path to the wrapper and the prefix added to names.
 
     Raises:
         ConfigError: The adapters can't be merged into weights.
@@ -137,7 +137,7 @@ _ADVICE = "; send the adapters alone (adapters='alone'), to a role that has such
 
 def _named(name: str, wraps: list[tuple[str, str]]) -> str | None:
     """Return the name of a weight without PEFT's prefixes; None for a weight of PEFT's own."""
-    for before, added in reversed(wraps):  # the innermost first
+    for before, added in reversed(wraps):  # The innermost wrapper comes first.
         if name.startswith(before):
             if not name.startswith(before + added):
                 return None
@@ -149,7 +149,7 @@ class AdaptedLayer:
     """The outermost PEFT wrapper around a layer of a model."""
 
     def __init__(self, path: str, layer: nn.Module) -> None:
-        """`path`: the layer's path in the model."""
+        """Wrap a layer; `path` is the layer's path in the model."""
         self._path, self._layer = path, layer
 
     def parts(self) -> list[Part]:
@@ -160,27 +160,27 @@ class AdaptedLayer:
         """
         try:
             tensors = self._weights(_without_memory)
-        except ConfigError:  # some kinds need numbers to merge, or PEFT gives the reason only here
+        except ConfigError:  # Some adapters, or PEFT's error texts, need tensors with memory.
             tensors = self._weights(_own)
         return [Part(self, name, WeightSpec(tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors.items()]
 
     def whole(self) -> Tensors:
-        """Return the layer's weights with the adapters merged; the model's own tensors without any active adapters.
+        """Return the layer's weights with the adapters merged. Without active adapters, return the model's own tensors.
 
-        Shards are gathered: all ranks must call this.
+        Shards are gathered, so all ranks must call this.
 
         Raises:
-            ConfigError: As `parts`.
+            ConfigError: PEFT can't merge the adapters.
         """
         return self._weights(_own)
 
     def before(self) -> Tensors:
-        """Return the model's own tensors, without any adapter."""
+        """Return the layer's tensors without adapters, as in the original model."""
         layer = _twin(self._layer, lambda tensor: tensor)
         return _tensors(getattr(layer, "original_module", None) or _bare(layer, merge=False))
 
     def trained(self) -> set[int]:
-        """Return the addresses of the trained parameters besides the layer's own tensors."""
+        """Return the memory addresses of the layer's parameters that aren't the model's own tensors."""
         own_ids = {id(tensor) for tensor in self.before().values()}
         return {_address(tensor) for tensor in self._layer.parameters() if id(tensor) not in own_ids}
 
@@ -191,7 +191,7 @@ class AdaptedLayer:
         try:
             with torch.no_grad():
                 bare = _bare(layer, merge=merges)
-        except Exception as error:  # PEFT may raise anything here
+        except Exception as error:
             raise self._refusal(f"PEFT can't merge them: {type(error).__name__}: {error}") from error
         return _tensors(bare)
 
@@ -200,11 +200,10 @@ class AdaptedLayer:
         return (submodule for submodule in self._layer.modules() if isinstance(submodule, tuners.BaseTunerLayer))
 
     def _missing(self, layer: Any) -> bool:
-        """Return whether a layer has active adapters that aren't merged yet."""
         return bool(layer._get_available_adapters() & {*layer.active_adapters} - {*layer.merged_adapters})
 
     def _check(self) -> None:
-        """Refuse adapters with a merge that would differ from the model's computation.
+        """Refuse adapters if the merged weights would compute something else than the model.
 
         Raises:
             ConfigError: Adapters are disabled, merged and active adapters differ, or weights are quantized.
@@ -237,7 +236,7 @@ class AdaptedLayer:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return a class name familiar to PEFT's users: `lora.Linear`."""
+    """Return the name of a layer's class in PEFT's own style, such as `lora.Linear`."""
     cls = next(
         (base_class for base_class in type(layer).__mro__ if base_class.__module__.startswith("peft.")), type(layer)
     )
@@ -246,9 +245,9 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _refuse_parted(found: Mapping[str, torch.Tensor | Part]) -> None:
-    """Refuse tied weights, as of a head and embeddings, that adapters make different.
+    """Refuse tied weights (of a head and embeddings, for example) that become different through adapters.
 
-    A target with the same config has one weight for both: the later one would win.
+    A target with the same config has one weight for both, so the later one would overwrite the earlier one.
 
     Raises:
         ConfigError: There are such weights.
@@ -297,7 +296,7 @@ def _as_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a private, whole copy of a tensor."""
+    """Return a private copy of a tensor, with all shards gathered."""
     return cast("Any", tensor.detach()).full_tensor() if _is_on_mesh(tensor) else tensor.detach().clone()
 
 
@@ -306,7 +305,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Return a module of the same class and settings with other tensors; tied tensors stay tied."""
+    """Return a module of the same class and settings with tensors from `place`. Tied tensors stay tied."""
     copies: dict[int, Any] = {}
 
     def placed(value: Any) -> Any:
@@ -320,7 +319,7 @@ def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> n
     def made(module: nn.Module) -> nn.Module:
         if id(module) in copies:
             return cast("nn.Module", copies[id(module)])
-        twin: nn.Module = object.__new__(type(module))  # FSDP2's classes override __new__
+        twin: nn.Module = object.__new__(type(module))  # The classes of FSDP2 override `__new__`.
         copies[id(module)] = twin
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
@@ -340,7 +339,7 @@ def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> n
 
 
 def _bare(layer: nn.Module, merge: bool) -> nn.Module:
-    """Return a layer without PEFT, as `merge_and_unload` and `unload` do."""
+    """Return the layer inside PEFT's wrapper, with the adapters merged if `merge`."""
     any_layer: Any = layer
     if hasattr(any_layer, "unload_and_optionally_merge_module"):
         unloaded: nn.Module = any_layer.unload_and_optionally_merge_module(

@@ -1,4 +1,4 @@
-"""`compare_weights`: a comparison of two roles' weights, bit by bit, by digests."""
+"""Compare the weights of two roles bit by bit, by means of digests (`compare_weights`)."""
 
 from __future__ import annotations
 
@@ -88,14 +88,15 @@ def compare_weights(
 ) -> WeightsTable:
     """Compare the weights of two roles bit by bit, as given by the roles' `named_weights`, and wait for the result.
 
-    Each rank of either digests its tensors where they lie, and all are compared with those of a's first rank, so that
-    ranks that have drifted apart show up, too; `compare_weights(a, a)` compares a's ranks alone. If dtypes of
-    floating-point numbers differ, a's weights are compared as a sync to b would have converted them. The two may be of
-    any groups and runtimes. Both calls have their place in their groups' orders, b's before a's.
+    Each rank of both roles computes digests of its tensors on their device, and all digests are compared with the
+    digests of a's first rank. The result therefore also shows differences between ranks; `compare_weights(a, a)`
+    compares a's ranks alone. If floating-point dtypes differ, a's weights are compared as a sync to b would have
+    converted them. The roles may be of any groups and runtimes. The comparison makes a call of each role, in the order
+    of the group's calls, first of b and then of a.
 
     Args:
-        a: The view of a role with `named_weights`, as an actor's: gathered whole, if it is sharded.
-        b: Likewise, as of a role with an engine.
+        a: The view of a role with `named_weights`, such as an actor; sharded weights are gathered.
+        b: The view of another role with `named_weights`, such as a role with an engine.
         names: b's names by a's names; None for a weight that isn't compared.
         timeout: Seconds until a call is given up; None for never.
 
@@ -151,7 +152,7 @@ def _rows(a: Found, b: Found) -> Iterator[_Weight]:
         if other is None:
             how = "only in a"
         elif first_digest is None:
-            if other.tied in first:  # one tensor with two names, and role a has one of the names
+            if other.tied in first:  # The tensor has two names, and role a has one of the names.
                 continue
             how = "only in b"
         else:

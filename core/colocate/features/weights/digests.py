@@ -1,9 +1,9 @@
-"""Digests of tensors, eight bytes each, computed on the tensor's device: a sync compares both ends by digests.
+"""Compute eight-byte digests of tensors on the tensors' devices, for comparisons of weights.
 
 A digest covers a tensor's bits in the order of the elements: 0.0 and -0.0 differ, and so do NaNs of different bits.
-It is the sum, modulo 2**64, over all words of eight bytes, of a permutation of word and place. One changed word
-always changes the digest, and so do two swapped words, but for one chance in 2**64; sums of integers
-depend neither on a device nor on the order of the summation. Shape and dtype are beside it.
+It is the sum, modulo 2**64, over all words of eight bytes, of a permutation of word and position. One changed word
+always changes the digest. Two swapped words change it, too, except for a chance of one in 2**64. Sums of integers
+depend neither on a device nor on the order of the summation. Shape and dtype are compared separately.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _ON_HOST, _ON_DEVICE = 1 << 15, 1 << 23
 """Words mixed at once: on the host, as many as fit a core's cache with two copies."""
 _WORD = 8
 _BITS = 64
-# From MurmurHash3's 64-bit finalizer; the stride between places is an odd number without a pattern.
+# Shift and factors are from MurmurHash3's 64-bit finalizer; the stride is an odd number without a pattern.
 _SHIFT, _FACTORS, _STRIDE = 33, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53), 0x9E3779B97F4A7C15
 
 
 class Digests:
-    """The digests of tensors; the digests stay on the devices until requested."""
+    """Collects digests of tensors, which stay on the tensors' devices until requested."""
 
     def __init__(self, whose: str) -> None:
-        """Args: whose: The name of the tensors' owner, for error texts."""
+        """Create an empty collection; `whose` is the name of the tensors' owner in error texts."""
         self._whose = whose
         self._found: dict[str, tuple[torch.Tensor, tuple[int, ...], str, tuple[object, ...]]] = {}
         self._places: dict[torch.device, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Digest the current bits of a tensor; with `dtype`, as converted, if both are floating-point.
+        """Add the digest of a tensor's current bits. With `dtype`, a floating-point tensor is converted before.
 
         Raises:
             ConfigError: The tensor is a shard, has no memory, or is no plain tensor: not all bits are here.
@@ -52,7 +52,7 @@ class Digests:
             stacked = torch.stack([self._found[name][0] for name in names])
             values |= zip(names, stacked.tolist(), strict=True)
         first: dict[tuple[object, ...], str] = {}
-        # Memory of a former tensor may be reused: names are tied only if the bits are equal, too.
+        # Names are tied only if the bits are equal, too, because the memory of a former tensor may be reused.
         return {
             name: Digest(shape, dtype, values[name], first.setdefault((*memory, shape, dtype, values[name]), name))
             for name, (_, shape, dtype, memory) in self._found.items()
@@ -64,7 +64,7 @@ class Digests:
         whole = data.numel() // _WORD * _WORD
         if whole:
             words = data[:whole]
-            # A view into other memory may begin between two words.
+            # A view that begins between two words is copied.
             words = (words.clone() if words.storage_offset() % _WORD or words.data_ptr() % _WORD else words).view(
                 torch.int64
             )
@@ -76,7 +76,7 @@ class Digests:
         return total
 
     def _add_up(self, words: torch.Tensor, before: int, total: torch.Tensor) -> None:
-        """Add the mixed words to the total; `before` is the number of earlier words."""
+        """Mix words of a tensor, and add the results to `total`; `before` is the number of earlier words."""
         device = words.device
         most = _ON_HOST if device.type == "cpu" else _ON_DEVICE
         size = min(most, words.numel())
@@ -92,7 +92,7 @@ class Digests:
             torch.add(part, places[:count], out=a)
             a.add_(_signed((before + begin + 1) * _STRIDE))
             for factor in (*_FACTORS, 1):
-                # Mask the sign bits: torch's right shift is arithmetic, and would lose a bit of information.
+                # Mask the sign bits, because torch's right shift is arithmetic, and would lose information.
                 torch.bitwise_right_shift(a, _SHIFT, out=b)
                 a.bitwise_xor_(b.bitwise_and_((1 << _BITS - _SHIFT) - 1))
                 if factor != 1:

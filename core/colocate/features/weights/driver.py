@@ -1,4 +1,4 @@
-"""`sync_weights`: a role gets all weights of another role, or none, at one place in the order of calls."""
+"""Copy all weights of a role to another role, as one step in the order of calls (`sync_weights`)."""
 
 from __future__ import annotations
 
@@ -75,11 +75,12 @@ class WeightsOfGroup(OfGroup):
         self.updates: dict[str, SourceUpdates] = {}
         self.behind: dict[str, int] = {}
         self.last_behind: dict[str, int] = {}
-        self._given: dict[str, list[weakref.ref[SourceUpdates]]] = {}  # counters of the role's updates, by source role
+        # Lists the counters of each source role's updates.
+        self._given: dict[str, list[weakref.ref[SourceUpdates]]] = {}
         self._warned: set[str] = set()
 
     def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Record a sync, an update of a source, or rows of a target."""
+        """Record a worker's report on a sync, a source's update, or a target's rows."""
         kind, at = plain
         if kind == "sync":
             sync: StartedSync | None = call.parts.get("weights")
@@ -110,12 +111,12 @@ class WeightsOfGroup(OfGroup):
                 self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
 
     def take_behind(self) -> dict[str, int]:
-        """Return `behind`, and reset the record."""
+        """Return the maximal lags of rows since the last call (`behind`), and reset the record."""
         behind, self.behind = self.behind, {}
         return behind
 
     def builds(self) -> Mapping[str, tuple[int, str]]:
-        """Return the roles that need a sync, with the number of syncs so far, and the reason."""
+        """Return, for each role that needs a sync, the number of syncs so far and the reason."""
         versions = {
             name: (0, "it was declared to have none before the first sync (weights='from sync')")
             for name, spec in self._worker_group.declared.specs.items()
@@ -126,7 +127,7 @@ class WeightsOfGroup(OfGroup):
         return versions
 
     def keeps(self, taker: str, giver: str) -> None:
-        """Log once that a target keeps the current weights, since the source is replayed."""
+        """Log once that a target keeps the current weights, because the source is replayed from a recording."""
         if taker not in self._keeping:
             self._keeping.add(taker)
             words = (
@@ -135,49 +136,55 @@ class WeightsOfGroup(OfGroup):
             self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
 
     def renewed(self) -> None:
-        """Drop the knowledge of sources: the ranks are new ones."""
+        """Forget the descriptions of sources, because all ranks are new."""
         self.described.clear()
 
     def restored(self, saved: Any) -> None:
-        """Mark all synced weights as stale: the group was restored from a checkpoint."""
+        """Mark all synced weights as stale, because the group was restored from a checkpoint."""
         self.stale |= dict.fromkeys(self.synced, "the group was restored from a checkpoint since")
 
     def told(self, told: Mapping[str, tuple[int, str | None]]) -> None:
-        """Record versions and reasons that only a worker knew, as after a restore."""
+        """Record weight versions and reasons for staleness that only a worker knew, for example after a restore."""
         for name, (version, stale) in told.items():
             synced_version, _ = self.synced.get(name, (0, 0.0))
-            if version > synced_version:  # from a sync that is about to be recorded, or from a checkpoint
+            if version > synced_version:  # The version is from a sync that isn't recorded yet, or from a checkpoint.
                 self.synced[name] = version, time.time() if stale is None else 0.0
                 self.stale.pop(name, None)
-            if stale is not None and version >= synced_version:  # otherwise newer weights have come since
+            if stale is not None and version >= synced_version:  # An older report is ignored.
                 self.stale.setdefault(name, stale)
 
     def shown(self, role: str) -> Mapping[str, str]:
-        """Return the state of a role's synced weights for the graph."""
+        """Return the state of a role's synced weights for the ownership graph."""
         if role not in self.synced and role not in self.stale:
             return {}
         return {"weights": weights_age(self.synced.get(role), self.stale.get(role))}
 
     def memory(self) -> Mapping[str, Any]:
-        """Return versions and stale roles, for the memory report."""
+        """Return the weights' versions and the stale roles for the memory report."""
         return {"weights": dict(self.synced), "stale": dict(self.stale)}
 
     def kept(self) -> dict[str, tuple[int, float]] | None:
-        """Return the numbers of syncs by role, or None without any."""
+        """Return the number and time of syncs by role, for a later driver; None without any sync."""
         return dict(self.synced) or None
 
     def take(self, kept: dict[str, tuple[int, float]]) -> None:
-        """Restore the numbers of syncs by role."""
+        """Restore the number and time of syncs by role from an earlier driver."""
         self.synced.update(kept)
 
 
 @attrs.frozen
 class StartedSync:
-    """The data of a started sync on a group's call."""
+    """Facts about a started sync, attached to a group's call.
+
+    Attributes:
+        updates: The counter of the source's updates from this sync on.
+        source: The source's name; None if the source is in another group.
+        target: The target's name; None if the target is in another group.
+    """
 
     updates: SourceUpdates
-    source: str | None  # the role's name, if the source is in this group
-    target: str | None  # the same for the target
+    source: str | None
+    target: str | None
 
 
 def weights_of(worker_group: WorkerGroup) -> WeightsOfGroup:
@@ -186,15 +193,15 @@ def weights_of(worker_group: WorkerGroup) -> WeightsOfGroup:
 
 
 class Submitted(Generic[P, R]):
-    """A function that sends calls: calling waits for the result, `submit` returns at once."""
+    """A function that sends a call to workers. Calling it waits for the result, and `submit` returns at once."""
 
     def __init__(self, send: Callable[P, R]) -> None:
-        """Args: send: Sends the call and returns the call, typed as the result."""
+        """Wrap the function `send`, which sends a call and returns the call, typed as the result."""
         self._send = send
         functools.update_wrapper(self, send)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Send the call, wait, and return the result."""
+        """Send the call, wait for the end, and return the result."""
         refuse_to_wait(self._send.__name__)
         token = _waits.set(True)
         try:
@@ -204,7 +211,7 @@ class Submitted(Generic[P, R]):
         return call.result()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        """Send the call and return at once; an exception becomes the call's error."""
+        """Send the call and return at once, without waiting for the result."""
         return Call(cast("PendingCall", self._send(*args, **kwargs)))
 
 
@@ -228,7 +235,7 @@ def sync_weights(
     The source has a method `named_weights(self)` that yields `(name, tensor)`: whole tensors, one at a time, the
     same names in the same order on all ranks. The target has `load_weights(self, weights, version)`, which copies
     the tensors from the iterator `weights` (`colocate.Weights`), or, declared with `@method(shares=True)`, keeps these
-    very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` do it for modules.
+    very tensors. Neither needs `@method`. `colocate.torch.named_weights` and `load_weights` implement this for modules.
 
     A sync takes its place in the order of the group's calls. Sleeping memory is woken as far as needed:
     "weights" and "cache" of both roles, or the tags in `@method(awake=...)` of the two methods. Until all ranks of the
@@ -238,15 +245,15 @@ def sync_weights(
 
     Args:
         source: The view of the role that has the weights.
-        target: The view of the role that gets them: of the same group, or of another one of the runtime.
+        target: The view of the role that gets the weights, in the same group or another group of the runtime.
         names: The target's names by the source's names; None for a weight that the target doesn't get.
             Other weights keep their names.
-        dtype: The dtype that floating-point weights are converted to before the target gets them, as torch.bfloat16.
-        bucket: The bytes that travel together between workers, as "256MiB": two of these exist at once.
+        dtype: The dtype that floating-point weights are converted to before the target gets them: torch.bfloat16, say.
+        bucket: The bytes that are sent together between workers, such as "256MiB". Two such buckets exist at once.
         finite: Whether a weight that isn't finite is an error.
         check: Whether the bits of the target's weights are compared afterwards with the weights sent, converted to the
             target's dtypes. The target then needs a method `named_weights`, too, which yields its weights under the
-            names of `load_weights`. Each rank digests its tensors where they lie. Without it, there is no comparison.
+            names of `load_weights`. Each rank computes digests of its tensors on their device.
         staleness: The updates of the source that rows of the target may be behind until the next sync; beyond that a
             warning is logged, once. An update is a call with a step of a torch optimizer. A run's
             metric `weights_behind` has the number.
@@ -257,7 +264,7 @@ def sync_weights(
 
     Raises:
         ConfigError: The weights don't fit; the text lists all mismatches, and nothing was written.
-        RoleError: `named_weights` or `load_weights` has raised; the target is stale if it had got some.
+        RoleError: `named_weights` or `load_weights` has raised; the target is stale if some weights had arrived.
         WeightsDifferError: A rank of the target has other weights; the target is stale.
         SleepingError: Memory of one of the roles, or a weight, sleeps and is only woken by `group.wake`.
     """
@@ -312,7 +319,7 @@ _FOR_CHECK = (
 
 
 def has_method(asks: str, role: RoleInfo, name: str, more: str = "") -> None:
-    """Refuse a role without a method of a certain signature.
+    """Raise unless a role has the named method with the signature that weight syncs need.
 
     Args:
         asks: The caller, for error texts.
@@ -348,10 +355,10 @@ def _planned(
     finite: bool,
     check: bool,
 ) -> SyncPlan:
-    """Plan a sync: ranks in the source's slots get the weights by reference, and each other slot takes from a rank.
+    """Plan a sync: decide from which rank of the source each slot of the target gets the weights.
 
-    The load is spread evenly over the source's ranks, ranks of the taker's node first. But weights written to the
-    host's memory are written once for all takers of a node.
+    Slots with a rank of the source get the weights by reference. For other slots, the load is spread evenly over the
+    source's ranks, ranks on the same node first. But weights in host memory are written once for all takers of a node.
     """
     is_one, services = worker_group is other, worker_group.services
     shares = getattr(getattr(getattr(taker.cls, "load_weights", None), "spec", None), "shares", False)
@@ -447,7 +454,7 @@ def _send_both(gives: Draft, takes: Draft) -> None:
         one.call._then(partial(_fail_too, other))
 
     def send() -> None:
-        with suppress(BaseException), _both:  # the calls have the error already
+        with suppress(BaseException), _both:  # The calls themselves hold the error.
             for draft in (gives, takes):
                 send_now(draft)
 

@@ -1,4 +1,4 @@
-"""Data of weight syncs on the way to workers and back."""
+"""Messages of weight syncs and comparisons between the driver and workers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Synced:
 
     Attributes:
         version: The version of the rank's weights.
-        nbytes: The bytes of the weights, as they came.
+        nbytes: The bytes of the weights, as they arrived.
         seconds: The duration.
         by: The way of the transfer; see `WeightSync`.
         checked: The number of compared weights; None without a check.
@@ -85,7 +85,7 @@ class Wanted:
     Attributes:
         role: The role with the weights.
         whose: The role's name in error texts.
-        dtypes: The dtypes to convert weights to before, by name, without "torch."; other weights stay as they are.
+        dtypes: The dtypes to convert weights to, by name, without "torch."; other weights aren't converted.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""Weights of torch modules: the source's and the target's side of a sync (`colocate.torch`)."""
+"""Read and load the weights of torch modules in a weight sync (`colocate.torch`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMALL, _TOGETHER = 1 << 20, 16 << 20
 
 
 class NamedWeights:
-    """A module's whole weights by name, one at a time: the result of a role's `named_weights`."""
+    """An iterable of a module's complete weights by name, for the result of a role's `named_weights`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class NamedWeights:
         names: Callable[[str], str | None] | None = None,
         adapters: Literal["merged", "alone"] = "merged",
     ) -> None:
-        """Created by `named_weights`."""
+        """Use the function `named_weights` to create an object."""
         while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or isinstance(
             module, DistributedDataParallel
         ):
@@ -90,7 +90,6 @@ class NamedWeights:
         yield from _gathered(together)
 
     def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights; layers with adapters are merged on demand."""
         layer, layer_weights = None, dict[str, torch.Tensor]()
         for name, weight in self._tensors.items():
             if not isinstance(weight, Part):
@@ -102,12 +101,12 @@ class NamedWeights:
 
 
 def _is_extra(name: str) -> bool:
-    """Return whether a name in a state is for `get_extra_state`: never a weight, even with a tensor as value."""
+    """Return whether an entry of a module's state comes from `get_extra_state`, and so is never a weight."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
-    """Return whether a weight can be gathered together with another one: small, split by rows over the same mesh."""
+    """Return whether a weight is small enough, and sharded like another weight, to be gathered together."""
     if not is_on_mesh(tensor) or tensor.nbytes > min(_SMALL, room):
         return False
     from torch.distributed.tensor import Shard
@@ -119,7 +118,7 @@ def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
 
 
 def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather several weights by one collective: small ones cost only latency."""
+    """Gather several small weights by one collective, to save the latency of several collectives."""
     if not shards:
         return
     mesh = shards[0][1].device_mesh
@@ -128,14 +127,15 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
         local_part = shard.to_local()
         part = local_part.new_zeros(
             -(-shard.shape[0] // ranks), *shard.shape[1:]
-        )  # the last ranks may have fewer rows, or none
+        )  # The last ranks may have fewer rows, or none.
         part[: len(local_part)] = local_part
         parts.append(part)
     mine = torch.cat([part.flatten() for part in parts])
     whole = mine.new_empty(ranks * len(mine))
     dist: Any = torch.distributed
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
-    # As bytes: some backends support fewer dtypes.
+    # Before torch 2.13, the function has the name `all_gather_into_tensor`.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    # Bytes are gathered, because some backends support fewer dtypes.
     gather(whole.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())
     columns = torch.split(whole.view(ranks, -1), [part.numel() for part in parts], 1)
     for (name, shard), part, column in zip(shards, parts, columns, strict=True):
@@ -178,7 +178,7 @@ def named_weights(
 
 
 def load_weights(module: nn.Module, weights: Weights) -> None:
-    """Load the weights of another role into a module: for a target's `load_weights(self, weights, version)`.
+    """Load the weights of another role into a module; for use in a target's `load_weights(self, weights, version)`.
 
     All names, shapes and dtypes are compared before anything is written. Floating-point weights are converted to the
     module's dtype. If the method is declared with `@method(shares=True)`, parameters and buffers become

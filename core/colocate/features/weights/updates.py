@@ -1,6 +1,6 @@
-"""The updates of a source since a role's last sync: a growing count shows a forgotten sync.
+"""Count the updates of a source since a role's last sync. A growing count reveals a forgotten sync.
 
-An update is a call in which an optimizer of torch's has made a step.
+An update is a call in which a torch optimizer has made a step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from colocate._role.context import Context, current
 from colocate._system.imported import imported
 
 _steps: WeakKeyDictionary[Context, int] = WeakKeyDictionary()
-_hooks: list[Any] = []  # the hook of this process
+_hooks: list[Any] = []  # Holds this process's hook, once registered.
 
 
 @attrs.define(eq=False)
 class SourceUpdates:
-    """The updates of a source since a sync, on the driver.
+    """The driver's record of a source's updates since a sync.
 
     Attributes:
         source: The source's name in error texts.
@@ -33,8 +33,8 @@ class SourceUpdates:
     times: list[float] = attrs.field(factory=list, init=False)
 
     def count(self, began: float) -> int:
-        """Return the number of updates that ended before rows began: the rows are behind by this number."""
-        return bisect_right(self.times, began)  # calls of a role end in order
+        """Return the number of updates that ended before rows began, which is the lag of the rows."""
+        return bisect_right(self.times, began)  # The times are sorted, because calls of a role end in order.
 
 
 def steps_of(ctx: Context) -> int:

@@ -1,4 +1,4 @@
-"""Weights on the way from one role to another: the argument of the target's `load_weights`, and the target's state."""
+"""The weights that a target's `load_weights` receives in a sync, and the state of a role's received weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WRITTEN = "the role whose tensors it shares has written into them since then"
 
 
 class WeightSpec(NamedTuple):
-    """Shape and dtype of a weight, known in advance."""
+    """The shape and dtype of a weight, known before the weight arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class WeightSpec(NamedTuple):
 
 
 class Weights(Iterator[tuple[str, "torch.Tensor"]]):
-    """The weights of a source, by name, one at a time: the argument of a target's `load_weights`.
+    """An iterator over a source's weights by name, which is the argument of a target's `load_weights`.
 
     Each tensor is the source's or the transport's: the target copies it before the next one is requested,
     and keeps none, unless they are `shared`.
@@ -43,14 +43,14 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         specs: All names to come, in order, with shape and dtype.
         shared: Whether the target keeps these very tensors.
         loaded: The number of weights so far.
-        skipped: Whether the target takes none of them.
+        skipped: Whether the target takes none of the weights.
         mismatch: The error of `check`.
     """
 
     def __init__(
         self, source: str, given: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, WeightSpec], shared: bool
     ) -> None:
-        """Created by `colocate.sync_weights`. `source`: the source's name in error texts."""
+        """Create the iterator for `colocate.sync_weights`; `source` is the source's name in error texts."""
         self.source = source
         self.specs = specs
         self.shared = shared
@@ -61,14 +61,14 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, torch.Tensor]], source: str = "the caller") -> Weights:
-        """Return weights for a `load_weights` called by hand, as in a test.
+        """Return weights for a direct call of `load_weights`, such as in a test.
 
         Args:
             given: Pairs of a name and a tensor. All are iterated at once, unless `given.specs` exists.
             source: The source's name in error texts.
 
         Raises:
-            ConfigError: An item is no such pair, a name comes twice, or there are none.
+            ConfigError: An item is no such pair, a name is repeated, or there are no items.
         """
         specs = getattr(given, "specs", None)
         if specs is None:
@@ -82,14 +82,14 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         return pair
 
     def skip(self) -> None:
-        """Take no weights, on all ranks, as for a target that computes by the source's own module.
+        """Take no weights in this sync, for example in a target that computes with the source's own module.
 
-        Nothing is gathered then, and the version still counts.
+        All ranks must do the same. Nothing is gathered then, and the version still increases.
         """
         self.skipped = True
 
     def check(self, wanted: Mapping[str, torch.Tensor], whose: str = "the target") -> None:
-        """Compare the weights to come with a target's tensors, before anything is written.
+        """Compare the names, shapes and dtypes of the weights with a target's tensors, before anything is written.
 
         Args:
             wanted: The target's tensors by name. For a tensor with several names, one of them is enough.
@@ -123,7 +123,7 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
 
 
 def few(said: Iterable[str]) -> list[str]:
-    """Return the first mistakes, and, if there are more, a last line with the number of the rest."""
+    """Return the first mistakes; if there are more, add a line with the number of the remaining mistakes."""
     texts = [*said]
     return texts if len(texts) <= _TOLD else [*texts[:_TOLD], f"... and {len(texts) - _TOLD} more"]
 
@@ -133,16 +133,16 @@ def _spec(tensor: torch.Tensor) -> WeightSpec:
 
 
 def _fits(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
-    """Return whether a weight fits a tensor. Floating-point numbers are converted by a copy."""
+    """Return whether a weight fits a tensor. Floating-point dtypes may differ, unless the tensor is shared."""
     floats = spec.dtype.is_floating_point and tensor.dtype.is_floating_point
     alike = spec.dtype == tensor.dtype or (floats and not shared)
     return alike and spec.shape == tuple(tensor.shape)
 
 
 def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dict[str, str]:
-    """Return the weights that differ from the arrived ones, by the target's names, with the difference in words.
+    """Return a description of the difference for each of the target's weights that differs from the arrived weight.
 
-    A tensor that the target has under several names is right if one of the names has come.
+    A tensor with several names in the target is right if one of these names has arrived.
     """
     problems: dict[str, str] = {}
     for name, digest in arrived.items():
@@ -163,17 +163,17 @@ def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dic
 def awake_for(cls: type, name: str) -> Sequence[str]:
     """Return the tags of memory that a role's method needs in a sync, from `@method(awake=...)`.
 
-    The default is the weights, and tensors outside modules: these may be weights, too, or be computed on.
+    The default is the weights and the tensors outside modules, which may be weights, too, or be used in computations.
     """
     spec = getattr(getattr(cls, name, None), "spec", None)
     return ("weights", "cache") if spec is None or spec.awake is None else spec.awake
 
 
 def pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield pairs of name and tensor after a check of each pair.
+    """Check each item of a role's weights, and yield pairs of name and tensor.
 
     Raises:
-        ConfigError: An item is no such pair, a name comes twice, or there are none.
+        ConfigError: An item is no such pair, a name is repeated, or there are no items.
     """
     import torch
 
@@ -194,19 +194,19 @@ def pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tens
 
 
 def described(weights: Iterable[Any], source: str) -> dict[str, WeightSpec]:
-    """Return the names, shapes and dtypes of weights, in order. Raises: as `pairs`."""
+    """Return the shapes and dtypes of weights by name, in order; raise the errors of `pairs`."""
     return {name: _spec(tensor) for name, tensor in pairs(weights, source)}
 
 
 @attrs.define(eq=False)
 class Received:
-    """The state of the weights that a role has from another one.
+    """The state of the weights that a role has received from another role.
 
     Attributes:
         version: The number of syncs; 0 for the constructor's weights.
         stale: The reason why the weights can't be used; None if they can.
         since: The time of the last change, in seconds of time.time().
-        whole: Whether stale weights are complete all the same, so that another role may get them.
+        whole: Whether stale weights are nevertheless complete, so that another role may copy them.
         watch: Notices writes of the source into shared tensors.
         shared: The shared tensors, by name.
     """
@@ -224,19 +224,20 @@ class Received:
         return None if self.whole else self.stale
 
     def fail(self, why: str, whole: bool = False) -> None:
-        """Mark the weights as stale; `whole`: see the attribute."""
+        """Mark the weights as stale; `whole` says whether the stale weights are complete."""
         if self.stale is None:
             self.since = time.time()
         self.stale, self.whole, self.watch, self.shared = why, whole, None, {}
 
     def came(self, shared: Mapping[str, torch.Tensor], watch: Watch | None) -> None:
-        """Mark the weights as complete, on all ranks."""
+        """Mark the weights as complete after a sync that has succeeded on all ranks."""
         self.stale, self.since, self.whole, self.watch, self.shared = None, time.time(), False, watch, shared
         self.version += 1
 
     def known(self) -> tuple[int, str | None]:
-        """Return the weights' version, and the reason if unusable. On any thread; changes nothing."""
-        version, stale, watch = self.version, self.stale, self.watch  # in this order, the reverse of `came`
+        """Return the weights' version, and a reason if unusable (else None). May be called on any thread."""
+        # The order of these reads is the reverse of the order of writes in `came`.
+        version, stale, watch = self.version, self.stale, self.watch
         return version, _WRITTEN if stale is None and watch is not None and watch.touched() else stale
 
     def check(self, role: str, label: str) -> None:
@@ -246,7 +247,7 @@ class Received:
             StaleWeightsError: The weights are stale.
         """
         if self.stale is None and self.watch is not None and self.watch.written():
-            self.stale, self.since = _WRITTEN, time.time()  # a sync only checks the shared tensors
+            self.stale, self.since = _WRITTEN, time.time()  # `shared` is kept for the next sync.
         if self.stale is not None:
             at = time.strftime("%H:%M:%S", time.localtime(self.since))
             last = f"version {self.version} was the last whole one" if self.version else "no sync has brought them yet"

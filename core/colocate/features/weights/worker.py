@@ -1,9 +1,9 @@
-"""Syncs of weights, the worker's half: a copy from one role to another, complete or marked stale.
+"""Run the worker's part of weight syncs, which copy all weights from one role to another or mark the target as stale.
 
-The source's `named_weights` yields the weights, and the target's `load_weights` takes them from one iterator, so that
+The source's `named_weights` yields the weights, and the target's `load_weights` reads them from one iterator, so that
 only one tensor's memory is needed in between. The target compares the description from a first pass over the source
-before it writes anything. The target's ranks meet when each has all weights: until then, and after a failure,
-its weights are stale.
+before it writes anything. The target's ranks wait for each other until each has all weights. Until then, and after a
+failure, the target's weights are stale.
 """
 
 from __future__ import annotations
@@ -80,24 +80,25 @@ class _JoinSynced(Collect):
 
 
 class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
-    """The syncs of a worker, and the state of the roles' synced weights. Syncs run on the worker's lane."""
+    """Runs weight syncs on a worker's lane, and keeps the state of the roles' synced weights."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
-        self._specs: dict[str, dict[str, WeightSpec]] = {}  # descriptions of sources without `specs`, by role
-        self._copies: set[tuple[str, str]] = set()  # pairs of source and target with a target known to copy
-        self._told: ColocateError | None = None  # the error of a source
-        self._areas = [Area() for _ in range(_AREAS)]  # for offers, reused: new memory costs more than a copy
-        self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # taken buckets that weren't reported as done
-        self._buffered: list[WeakStorage] = []  # storages still alive when reported as done
-        self._sent: Mapping[str, Digest] | None = None  # the digests sent by another worker
-        self._steps: dict[str, int] = {}  # the optimizer steps of sources, by role
-        self._synced: CallState | None = None  # the last sync
+        # Caches the descriptions of sources that have no `specs`, by role.
+        self._specs: dict[str, dict[str, WeightSpec]] = {}
+        self._copies: set[tuple[str, str]] = set()  # In these pairs of source and target, the target copies tensors.
+        self._told: ColocateError | None = None  # Holds the last error that a source has caused.
+        self._areas = [Area() for _ in range(_AREAS)]  # Offers reuse areas, because new memory costs more than a copy.
+        self._over: deque[tuple[int, list[WeakStorage]]] = deque()  # Lists taken buckets not yet reported as done.
+        self._buffered: list[WeakStorage] = []  # Lists storages that were alive when reported as done.
+        self._sent: Mapping[str, Digest] | None = None  # Holds the digests sent by another worker.
+        self._steps: dict[str, int] = {}  # Counts the optimizer steps of sources, by role.
+        self._synced: CallState | None = None  # Identifies the call of the last sync.
 
     # -- hooks
 
     def built(self, role: RoleInstance, plain: tuple[int, str] | None) -> None:
-        """Mark a role's weights as stale, as the group says."""
+        """Mark the weights of a new role as stale if the group has passed a reason in `plain`."""
         if plain is not None:
             version, why = plain
             received = role.parts["weights"] = Received(version)
@@ -110,11 +111,11 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             received.check(str(role.name), label)
 
     def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
-        """Refuse to hand out a role with stale weights."""
+        """Refuse to pass a role with stale weights to a sibling role."""
         self.begins(role, tags, f"what asks for role {role.name!r} in its worker")
 
     def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
-        """Report a sync, an update of a source, or the start of a target's rows: the driver counts updates between."""
+        """Return a report on a sync, a source's update or a target's rows, from which the driver counts updates."""
         if work is self._synced:
             return {"weights": ("sync", 0.0)}
         if role.name in self._steps:
@@ -126,17 +127,17 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         return None
 
     def told(self, role: RoleInstance) -> tuple[int, str | None] | None:
-        """Return the version of a role's weights, and the reason if unusable."""
+        """Return the version of a role's weights, and a reason if the weights are unusable (else None)."""
         received = received_by(role)
         return None if received is None else received.known()
 
     def saved(self, role: RoleInstance) -> str | None:
-        """Return the version of a role's weights, and the reason if no other role may get the weights."""
+        """Return the weights' version, and a reason if no other role may copy the weights, as text for checkpoints."""
         received = received_by(role)
         return None if received is None else f"{received.version} {received.torn or ''}"
 
     def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
-        """Mark synced weights as stale: the source may have weights of another age now."""
+        """Mark synced weights as stale after a restore, because the source may have other weights now."""
         received = received_by(role)
         if received is None and told is None:
             return
@@ -157,7 +158,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
 
     @method(collect=_JoinSynced())
     def sync(self, plan: SyncPlan) -> Synced | None:
-        """Run this worker's part of a sync (`_run`), and refuse late takers of offers afterwards."""
+        """Run this worker's part of a sync. Afterwards, refuse workers that request an offer too late."""
         if plan.offers is None or self._worker_context.boot.slot not in plan.serves:
             return self._run(plan)
         store, key = self._worker_context.store, plan.offers.key
@@ -168,7 +169,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             store.nothing_from(key - (1 << BUCKETS) + 1)
 
     def _run(self, plan: SyncPlan) -> Synced | None:
-        """Run this worker's part of a sync; return None without a rank of the target.
+        """Run this worker's part of a sync; return None if the worker has no rank of the target.
 
         Raises:
             ConfigError: The weights don't fit, or a role lacks a method of a source or a target.
@@ -185,7 +186,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         if source is not None and source.name is not None:
             self._steps[source.name] = steps_of(source.ctx)
         self._told = self._sent = None
-        self._over.clear()  # of a failed sync
+        self._over.clear()  # Entries may remain from a failed sync.
         needs = [(source, "named_weights"), (target, "load_weights"), (target if plan.check else None, "named_weights")]
         for role, name in needs:
             if role is not None:
@@ -200,15 +201,15 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             if takers := plan.serves.get(slot, 0):
                 sent = _digests(plan.giver) if plan.check else None
                 pairs_iterator = self._offered(pairs_iterator, specs, takers, plan, sent)
-                # Offer the first bucket now: the target's ranks may wait for each other before any takes one.
+                # Offer the first bucket now, because the target's ranks may wait for each other before taking one.
                 next(pairs_iterator)
         elif target is not None:
             pairs_iterator, by, source = self._taken(plan), "peers", None
             specs = self._take(plan, next(_keys(plan)))
         else:
             return None
-        with closing(pairs_iterator):  # closed here and now, to report the end to takers
-            if target is None:  # other ranks may wait for collectives in there
+        with closing(pairs_iterator):  # Closing reports the end to takers.
+            if target is None:  # Other ranks may wait for collectives in the iterator.
                 deque(pairs_iterator, maxlen=0)
                 return None
             received = target.parts["weights"] = received_by(target) or Received()
@@ -220,7 +221,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             weights = Weights(plan.giver, arriving, specs, plan.shares)
             try:
                 shared = self._load(source, target, weights, received, plan)
-                if arriving is not pairs_iterator:  # a digest needs all weights, also after `Weights.skip`
+                if arriving is not pairs_iterator:  # Digests need all weights, even after `Weights.skip`.
                     deque(arriving, maxlen=0)
                 self._tell_over(plan)
                 self._worker_context.ran(target.name, f"the sync of {plan.giver} to {plan.taker}")
@@ -245,7 +246,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
 
     @method(collect=Gather())
     def digests(self, wanted: Wanted) -> dict[str, Digest] | None:
-        """Return the digests of a role's current weights by name; None without the role.
+        """Return the digests of a role's current weights by name; None if the worker doesn't have the role.
 
         Raises:
             ConfigError: The role yields no weights, or tensors without all bits here.
@@ -285,12 +286,12 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _source(
         self, source: RoleInstance, plan: SyncPlan
     ) -> tuple[dict[str, WeightSpec], Generator[tuple[str, torch.Tensor]]]:
-        """Return the description of the weights, by the target's names, and a generator of the weights."""
+        """Return the specs of the weights, by the target's names, and a generator of the weights."""
         name = str(source.name)
         function = _function(source, "named_weights", plan.giver)
         weights = _in_its_place(source, function)
         specs: Mapping[str, WeightSpec] | None = getattr(weights, "specs", None)
-        if specs is None:  # describe the weights by a first pass, once
+        if specs is None:  # A first pass, done once, describes the weights.
             if not plan.described or name not in self._specs:
                 self._specs[name] = described(_each(source, weights), plan.giver)
                 weights = _in_its_place(source, function)
@@ -313,7 +314,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _given(
         self, source: RoleInstance, weights: Any, specs: Mapping[str, WeightSpec], plan: SyncPlan
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield the weights under the target's names, checked against the description."""
+        """Yield the weights under the target's names, each checked against the expected name, shape and dtype."""
         import torch
 
         dtype, remaining, names = _dtype(plan), iter(specs.items()), set[str]()
@@ -363,7 +364,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         plan: SyncPlan,
         sent: Digests | None,
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Offer weights to other workers bucket by bucket, two at once, and yield the weights here, too.
+        """Offer weights to other workers in buckets, two at once, and yield the weights to this worker's target, too.
 
         The first yielded item is a dummy. `sent` has the digests of all offers, and is offered last.
         """
@@ -378,9 +379,9 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             offered.append(key := next(keys))
             if in_files:
                 value = areas[key % len(areas)].write(worker_context.packed(value, plan.giver))
-            store.offer(key, value, f"{plan.source}.named_weights", takers)  # the label names the owner of the memory
+            store.offer(key, value, f"{plan.source}.named_weights", takers)  # The label names the memory's owner.
             while len(offered) > _AT_ONCE:
-                if store.wait_taken(taken_key := offered.popleft(), why_not):  # a taker has kept memory of the bucket
+                if store.wait_taken(taken_key := offered.popleft(), why_not):  # A taker has kept the bucket's memory.
                     areas[taken_key % len(areas)].close()
 
         try:
@@ -402,10 +403,11 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 nbytes += _nbytes(specs[name])
                 del tensor
                 if nbytes >= most:
-                    offer(bucket)  # first: the target may wait for the other ranks with each weight
+                    offer(bucket)  # Offer first, because the target may wait for other ranks at each weight.
                     yield from bucket.items()
                     bucket, versions, nbytes = {}, [], 0
-            if bucket:  # no empty bucket: the target has the last tensor until the next one comes
+            # No empty bucket is offered, because the target holds the last tensor until the next one arrives.
+            if bucket:
                 offer(bucket)
                 yield from bucket.items()
             del bucket
@@ -415,7 +417,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                     areas[taken_key % len(areas)].close()
         except BaseException:
             store.free(offered)
-            for area in areas:  # a taker may still read
+            for area in areas:  # A taker may still be reading from an area.
                 area.close()
             raise
         finally:
@@ -424,12 +426,12 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
                 area.close(above=2 * _IN_CACHE)
 
     def _take(self, plan: SyncPlan, key: int, taking: Taking | None = None) -> Any:
-        """Take an offer of another worker by key, and report a finished bucket."""
+        """Take the offer with a key from another worker. `taking` also reports a finished bucket."""
         peers, rank = self._worker_context.peers, plan.takes[self._worker_context.boot.slot]
         assert plan.offers is not None
         try:
             return peers.part(Source(key, plan.offers.origin), rank, None, taking)
-        except ColocateError as error:  # the cause follows from the source's group, and ends this call
+        except ColocateError as error:  # The cause follows from the source's group, and ends this call.
             self._worker_context.lane.waits()
             self._worker_context.store.wait_for(lambda: self._worker_context.why_not() is not None, CAUSE_WITHIN_S)
             raise Poisoned(f"{plan.giver} doesn't give its weights to the end: {error.message}") from error
@@ -437,8 +439,8 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _taken(self, plan: SyncPlan) -> Generator[tuple[str, torch.Tensor]]:
         """Yield weights from another worker's offers.
 
-        A bucket is reported as done two buckets later: the target holds the last tensor until the next one comes. The
-        memory of a bucket is mapped once, until the end.
+        A bucket is reported as done two buckets later, because the target holds the last tensor until the next one
+        arrives. The memory of a bucket is mapped once, until the end.
         """
         keys, over, taking = _keys(plan), self._over, Taking(deque(maxlen=_AREAS))
         self._buffered.clear()
@@ -449,7 +451,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             if first is not None:
                 taking.over = first[0], _is_kept(first[1])
                 if taking.over[1]:
-                    self._buffered += first[1]  # possibly only until the target has all weights
+                    self._buffered += first[1]  # The target may release these storages later.
             bucket: dict[str, torch.Tensor] | tuple[tuple[str, Digest], ...] = self._take(plan, key, taking)
             if not isinstance(bucket, dict):
                 over.append((key, []))
@@ -460,13 +462,13 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             del bucket
 
     def _tell_over(self, plan: SyncPlan) -> None:
-        """Report the last buckets as done, once the target holds no tensor from there.
+        """Check that the target holds no tensor of the last buckets, and report these buckets as done.
 
         Raises:
-            RoleError: The target holds one, although others may share the memory.
+            RoleError: The target still holds a tensor, although other workers may share the memory.
         """
         taken_storages = [*self._buffered, *(storage for _, storages in self._over for storage in storages)]
-        # Otherwise `_load` has checked.
+        # With tensors passed by reference, `_load` has checked this already.
         if self._worker_context.codec.name != "reference" and self._has_kept(lambda: _is_kept(taken_storages)):
             raise self._keeps(plan)
         while self._over:
@@ -490,12 +492,12 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
             if shared.keys() == received.shared.keys() and all(
                 map(_is_same, shared.values(), received.shared.values())
             ):
-                return shared  # shared already
+                return shared
             weights._given = iter(shared.items())
         alive: list[weakref.ref[torch.Tensor]] = []
         handed: list[WeakStorage] = []
         names = plan.giver, str(target.name)
-        # Tensors from another worker's process are the target's own.
+        # Tensors from another worker's process belong to the target alone.
         by_reference = not plan.shares and (source is not None or self._worker_context.codec.name == "reference")
         strict = self._worker_context.store.strict
         looks = by_reference and (strict or names not in self._copies)
@@ -505,20 +507,20 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         try:
             target.run_hook(partial(_without_grad, load, weights, received.version + 1), name="load_weights")
         except BaseException:
-            # The framework's error takes precedence over the target's.
+            # The framework's own error takes precedence over the target's error.
             if (ours := weights.mismatch or self._told) is not None:
                 raise ours.with_traceback(None) from None
             raise
         if weights.skipped:
             if plan.check or plan.serves or plan.takes or source is None or source.ctx.world_size > plan.members:
-                deque(weights._given, maxlen=0)  # other workers take the weights, or wait in collectives
+                deque(weights._given, maxlen=0)  # Other workers need the weights, or wait in collectives.
         elif (rest := next(weights._given, None)) is not None:
             raise RoleError(
                 f"load_weights of {plan.taker} returned before it had taken all weights of {plan.giver}: "
                 f"{weights.loaded} of {len(weights.specs)} had come, and {rest[0]} is next"
             )
         if by_reference:
-            # Other takers may keep the same tensors alive.
+            # Other takers may keep the same tensors alive, so only a lone target is checked.
             is_alone = not (plan.serves or plan.takes)
             keeps = is_alone and self._has_kept(lambda: any(ref() is not None for ref in alive))
             new = self._storages(target) - before if looks else set()
@@ -530,13 +532,13 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         return shared
 
     def _has_kept(self, is_there: Callable[[], bool]) -> bool:
-        """Return whether the target keeps given tensors; references of the framework's own lookers don't count."""
+        """Return whether the target keeps given tensors, apart from references by the framework's own inspections."""
         if not is_there():
             return False
         for looking in (LOOKING, self._worker_context.looking):
-            with looking:  # a looker holds the lock until all references are gone
+            with looking:  # An inspection holds this lock until all references are released.
                 pass
-        gc.collect()  # some may be in reference cycles
+        gc.collect()  # Some tensors may be in reference cycles.
         return is_there()
 
     @staticmethod
@@ -553,7 +555,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
     def _lasting(
         self, source: RoleInstance, weights: Weights, received: Received, plan: SyncPlan
     ) -> dict[str, torch.Tensor]:
-        """Return the source's tensors for sharing, all held by the source itself."""
+        """Return the source's tensors for sharing with the target. The source itself must hold all of them."""
         tensors: dict[str, torch.Tensor] = {}
         own_storages: set[int] | None = None
         for name, tensor in weights._given:
@@ -569,7 +571,7 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
         return tensors
 
     def _meet(self, members: int, what: str = "", value: Any = None) -> Any:
-        """Wait for all ranks of the target, and return the value brought by one rank."""
+        """Wait for all ranks of the target, and return the value that one rank has passed."""
         if members == 1:
             return value
         call = running_call.get()
@@ -579,20 +581,20 @@ class WeightsOfWorker(OfWorker, calls={SYNC: "sync", DIGESTS: "digests"}):
 
 
 def _idle(target: RoleInstance) -> Synced:
-    """Raise a stand-in target's version as after a sync; leave another target unchanged."""
+    """Increase the weights version of a substitute target, as a sync would; leave a real target unchanged."""
     target.ctx.weights_version += target.stands_in
     return Synced(target.ctx.weights_version, 0, 0.0, "", None)
 
 
 class _Check:
-    """A comparison of a target rank's weights with the arrived ones.
+    """Compares a target rank's weights with the weights that have arrived.
 
     A weight's bits are the source's, converted to the dtype of the target's own tensor. Weights from another worker are
     also compared with the digests sent.
     """
 
     def __init__(self, worker: WeightsOfWorker, target: RoleInstance, plan: SyncPlan) -> None:
-        """Raises: ConfigError, SleepingError: As `WeightsOfWorker.weights_of`; nothing was written."""
+        """Prepare the comparison. Raises the errors of `WeightsOfWorker.weights_of`, before anything is written."""
         self._worker, self._target, self._plan = worker, target, plan
         weights = _in_its_place(target, _function(target, "named_weights", plan.taker))
         specs = getattr(weights, "specs", None) or described(_each(target, weights), plan.taker)
@@ -609,10 +611,10 @@ class _Check:
             del tensor
 
     def compared(self, sent: Mapping[str, Digest] | None) -> int:
-        """Return the number of the target's weights if all are right.
+        """Return the number of the target's weights if all are equal to the arrived weights.
 
         Raises:
-            WeightsDifferError: Some are wrong.
+            WeightsDifferError: Some weights differ.
         """
         taker, rank = self._plan.taker, self._target.ctx.rank
         self._arrived = expected = self._wanted.told()
@@ -638,11 +640,11 @@ class _Check:
         )
 
     def first(self) -> dict[str, int] | None:
-        """Return the digests for the other ranks, on the target's first rank; None elsewhere."""
+        """Return the arrived weights' digests by name if this is the target's first rank; None on other ranks."""
         return None if self._target.ctx.rank else {name: digest.value for name, digest in self._arrived.items()}
 
     def agree(self, first: Mapping[str, int]) -> None:
-        """Compare the arrived weights with the first rank's.
+        """Compare the weights that have arrived here with the weights that have arrived on the target's first rank.
 
         Raises:
             WeightsDifferError: This rank has other weights, from another rank of the source.
@@ -659,12 +661,12 @@ class _Check:
 
 
 def received_by(role: RoleInstance) -> Received | None:
-    """Return the state of a role's synced weights; None for a role with own weights."""
+    """Return the state of a role's synced weights; None for a role that has received no weights."""
     return role.parts.get("weights")
 
 
 def _digests(whose: str) -> Digests:
-    from colocate.features.weights.digests import Digests  # imports torch
+    from colocate.features.weights.digests import Digests  # Imported late, because this imports torch.
 
     return Digests(whose)
 
@@ -702,7 +704,7 @@ def _noted(
     taker: str,
     strict: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights, and record the given tensors and storages. `strict`: compare contents.
+    """Yield weights, and record the tensors and storages. With `strict`, compare contents to detect writes.
 
     Raises:
         RoleError: The target has written into a tensor that the source, or other takers, have.
@@ -722,7 +724,7 @@ def _noted(
 
 
 def _function(role: RoleInstance, name: str, whose: str) -> Callable[..., Any]:
-    """Return a role's method for a sync, with or without `@method`."""
+    """Return a role's method for a sync, bound to the role object, with or without `@method`."""
     attribute = getattr(type(role.instance), name, None)
     if isinstance(attribute, RoleMethod):
         return MethodType(attribute.spec.function, role.instance)
@@ -741,7 +743,7 @@ def _without_grad(code: Callable[..., Any], *args: Any) -> Any:
 
 
 def _in_its_place(role: RoleInstance, code: Callable[..., Any], *args: Any) -> Any:
-    """Run code of a role with this role's context and settings, perhaps within another role's code."""
+    """Run code of a role with the role's own context and settings, even inside another role's code."""
     setting = role.setting
     token, before = set_current(role.ctx), setting.now()
     setting.have(role.settings or setting.base)
@@ -756,7 +758,7 @@ _END = object()
 
 
 def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
-    """Yield a source's items; the source's code runs with the source's own context."""
+    """Yield the items of a source's weights. The source's code runs with the source's own context."""
     if not isinstance(weights, Iterable):
         raise ConfigError(f"named_weights of {source.name} gives {type(weights).__name__}: it yields (name, tensor)")
     items = _in_its_place(source, iter, weights)
@@ -765,5 +767,5 @@ def _each(source: RoleInstance, weights: Any) -> Iterator[Any]:
             yield item
             del item
     finally:
-        with suppress(AttributeError):  # only generators need a close
+        with suppress(AttributeError):  # Only generators have a `close`.
             items.close()

@@ -1,6 +1,6 @@
-"""The suite that an executor passes.
+"""The test suite for executors.
 
-Subclass it in a test file of your own:
+Subclass `Executor` in a test file:
 
     from colocate.testing.executors import Executor
 
@@ -8,9 +8,9 @@ Subclass it in a test file of your own:
         executor = "mine"
         options = {"address": "…"}
 
-`Executor` is all that an executor does itself; `Smoke` is some twenty of its tests, to begin with. Each area is a class
-of its own (`calls.Calls`, `deaths.Deaths` …). What the executor lacks a capability for is skipped with the capability's
-name; what needs torch is skipped where it isn't installed.
+`Executor` has all tests, and `Smoke` has about twenty of them, to begin with. Each area is a separate class
+(`calls.Calls`, `deaths.Deaths` …). A test is skipped if the executor lacks a capability that the test needs, or if the
+test needs torch and torch isn't installed.
 """
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -74,16 +74,16 @@ class Executor(
     Watching,
     Auditing,
 ):
-    """What an executor does itself: starts workers, brings messages and values, sees deaths, gives and keeps slots."""
+    """All tests of an executor: starting workers, sending messages and values, noticing deaths, and reserving slots."""
 
 
 class Smoke(Executor):
-    """Some twenty tests of these, to begin with: what fails here fails everywhere in the suite."""
+    """About twenty tests of the suite, to begin with, because most other tests fail if one of these fails."""
 
 
 for _name in dir(Executor):
     if _name.startswith("test_") and not hasattr(getattr(Executor, _name), "smoke"):
-        setattr(Smoke, _name, None)  # what is None is no test
+        setattr(Smoke, _name, None)  # pytest doesn't run an attribute that is None.
 
 
 __all__ = ["Executor", "ExecutorCase", "Smoke", "Spawn", "needs"]

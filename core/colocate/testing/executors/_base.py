@@ -1,4 +1,4 @@
-"""What every area of the executor suite stands on: the connection, shared groups, capabilities."""
+"""The base of all areas of the executor suite: connections, shared groups and capabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MESHES = {"train": {"pp": 2, "dp": 2}, "infer": {"dp": 2, "tp": 2}}
 def needs(capability: type) -> Callable[[F], F]:
     """Mark a test, or all tests of an area, that an executor without a capability can't pass.
 
-    They are skipped with the capability's name.
+    The marked tests are skipped if the executor lacks the capability.
     """
 
     def mark(test: F) -> F:
@@ -48,7 +48,7 @@ def needs(capability: type) -> Callable[[F], F]:
 
 
 def needs_feature(name: str) -> Callable[[F], F]:
-    """Mark a test of something else that uses a feature: where that isn't there, it is skipped with its name."""
+    """Mark a test that uses a feature, so that the test is skipped if the feature isn't installed."""
 
     def mark(test: F) -> F:
         test.__dict__["features"] = (*test.__dict__.get("features", ()), name)
@@ -58,22 +58,22 @@ def needs_feature(name: str) -> Callable[[F], F]:
 
 
 def smoke(test: F) -> F:
-    """Mark one of the tests to begin with: what fails there fails everywhere in the suite."""
+    """Mark a test as a part of `Smoke`, the tests to begin with."""
     test.__dict__["smoke"] = True
     return test
 
 
 class Spawn(Protocol):
-    """What the fixture `spawn` gives."""
+    """The type of the function that the fixture `spawn` returns."""
 
     def __call__(self, roles: Mapping[str, RoleSpec[Any]], *, slots: int = 2, **options: Any) -> ColocatedGroup:
-        """A group of the test's own, on a pool of its own; both are closed when the test is over."""
+        """Return a group for one test, on a separate pool. Both are closed when the test is over."""
         ...
 
 
 @attrs.define(eq=False)
 class Shared:
-    """A group that many tests use. One that a test has broken is replaced, so that each test fails for itself."""
+    """A group that many tests use. If a test breaks the group, the next test gets a new one."""
 
     runtime: Runtime
     roles: Mapping[str, RoleSpec[Any]]
@@ -85,22 +85,22 @@ class Shared:
     _group: ColocatedGroup | None = None
 
     def get(self) -> ColocatedGroup:
-        """The group, made now if there is none that works."""
+        """Return the shared group, and create a new group if there is none that works."""
         if self._group is None or self._group._node.failure is not None or not self._group.alive:
             with leaks.shared():
                 if self._pool is not None:
-                    with contextlib.suppress(BaseExceptionGroup):  # what broke it was told to the test that broke it
+                    with contextlib.suppress(BaseExceptionGroup):  # The test that broke the group has seen the error.
                         self._pool.close(grace=0, force=True)
                 self._pool = self.runtime.reserve(self.slots, cpus=0)
                 self._group = self._pool.spawn(self.roles, self.name, self.mesh)
                 if "memory" in FEATURES:
-                    self._group.memory()  # starts a thread that counts, as looks at all groups do
+                    self._group.memory()  # This starts a thread, which would look like a test's leak.
                 self.warm_up(self._group)
         return self._group
 
 
 def _warm_up(group: ColocatedGroup) -> None:
-    """Have everything made that is made when it is first needed, so that no test seems to leak it."""
+    """Use a group once, so that resources which are created at the first use don't look like a test's leaks."""
     group.role("log", Log).async_add.submit("warm").result()
     group.role("log", Log).clear()
     group.role("left", Rows).seen([1])
@@ -112,18 +112,18 @@ def _warm_up_square(group: ColocatedGroup) -> None:
 
 
 class ExecutorCase:
-    """Base of the areas. A subclass says how to connect; the suite does the rest.
+    """The base class of all areas. A subclass says how to connect to the executor.
 
     Attributes:
         executor: The name to connect to.
         options: The options to connect with.
-        private: The options for a cluster of the test's own, where `options` join one that is shared; None: the same.
-        device: What torch calls the device of a slot without `gpus=` here.
-        address: Of the test's machine, under which workers reach it; where slots lie on other machines.
+        private: The options for a private cluster, if `options` join a shared cluster; None to use `options`.
+        device: Torch's name for the device of a slot without `gpus=`.
+        address: The address at which workers reach the test's machine, if slots are on other machines.
         strategy: How the slots of pools are placed; "spread" puts them on as many machines as there are.
-        start_s: How long the start of a worker took here, for tests with a time limit in which some have to start.
-        last_words: A part of what the cluster says of a slot that has vanished (`KeptSlot.lost`); empty when it says
-            nothing.
+        start_s: The seconds that the start of a worker has taken, for tests in which workers start within a time limit.
+        last_words: A part of the cluster's message about a slot that has vanished (`KeptSlot.lost`); empty if there is
+            no message.
     """
 
     executor: ClassVar[str] = "local"
@@ -137,23 +137,23 @@ class ExecutorCase:
     _workers: Mapping[int, int]
 
     def connect(self, **more: Any) -> Runtime:
-        """Connect to the executor with its options and some more (such as `seed=`)."""
+        """Connect to the executor with `options` and with further options (such as `seed=`)."""
         return colocate.connect(self.executor, **{**self.options, **more})
 
     def connect_privately(self, **more: Any) -> Runtime:
-        """Connect to a cluster of the test's own, with what it offers (such as `cpus=`)."""
+        """Connect to a private cluster with the given resources (such as `cpus=`)."""
         return colocate.connect(self.executor, **{**(self.options if self.private is None else self.private), **more})
 
     def vanish(self, place: Place) -> None:
-        """End what keeps a slot, as the end of its machine would, without telling the executor.
+        """Kill the process that keeps a slot, without notifying the executor, as if the machine had failed.
 
-        Here that is the process that has started the slot's worker, on this machine. Override it where more goes with
-        that, or where it is on another machine.
+        This is the process that has started the slot's worker on this machine. Override this method if more processes
+        must end, or if the process is on another machine.
         """
         os.kill(self._starter(place), signal.SIGKILL)
 
     def freeze(self, place: Place) -> None:
-        """Stop what keeps a slot, so that it answers nothing any more; override it as `vanish`."""
+        """Stop the process that keeps a slot, so that it no longer answers. Override this together with `vanish`."""
         send(self._starter(place), signal.SIGSTOP)
 
     def _starter(self, place: Place) -> int:
@@ -163,7 +163,7 @@ class ExecutorCase:
         return starter
 
     def places_of(self, group: ColocatedGroup) -> Sequence[Place]:
-        """Where a group's slots lie, for `vanish` and `freeze`. On each it has its role "echo"."""
+        """Return the places of a group's slots, for `vanish` and `freeze`. Each slot must have the role "echo"."""
         places: Sequence[Place] = group.owner._node.places
         ranks = group.role("echo", Echo).place()
         self._workers = {id(place): pid for place, (pid, *_) in zip(places, ranks, strict=True)}
@@ -172,7 +172,7 @@ class ExecutorCase:
     @pytest.fixture(scope="class")
     @classmethod
     def runtime(cls, no_leaks_of_class: None) -> Iterator[Runtime]:
-        """A runtime for all tests of the class."""
+        """A runtime that all tests of a class share."""
         with cls().connect() as runtime:
             began = time.monotonic()
             make_first_worker(runtime)
@@ -181,10 +181,10 @@ class ExecutorCase:
 
     @pytest.fixture(autouse=True)
     def _machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Gates are where workers reach them, and pools lie as the case says, unless a test says otherwise itself."""
         monkeypatch.setattr(Gate, "host", self.address)
         defaults = tuple(self.strategy if value == "pack" else value for value in Runtime.reserve.__defaults__ or ())
-        monkeypatch.setattr(Runtime.reserve, "__defaults__", defaults)  # no wrapper: messages name who has called
+        # A wrapper isn't possible, because messages name the line of the caller.
+        monkeypatch.setattr(Runtime.reserve, "__defaults__", defaults)
 
     @pytest.fixture(autouse=True)
     def _capabilities(self, request: pytest.FixtureRequest, runtime: Runtime) -> None:
@@ -198,7 +198,7 @@ class ExecutorCase:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_pair(cls, runtime: Runtime) -> Shared:
-        """Two slots with one of each kind of role."""
+        """A shared group of two slots, with one role of each kind."""
         roles: dict[str, RoleSpec[Any]] = {
             "echo": colocate.role(Echo, "the tag", extra={"a": 1}),
             "other": colocate.role(Echo, "another"),
@@ -217,7 +217,7 @@ class ExecutorCase:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_square(cls, runtime: Runtime) -> Shared:
-        """Four slots as a mesh of two by two, some roles on some of them."""
+        """A shared group of four slots in a mesh of two by two, with some roles on only a part of the slots."""
         roles: dict[str, RoleSpec[Any]] = {
             "axes": colocate.role(Axes),
             "meshes": colocate.role(Meshes).on(mesh=MESHES),
@@ -230,19 +230,19 @@ class ExecutorCase:
 
     @pytest.fixture
     def pair(self, no_leaks: None, shared_pair: Shared) -> ColocatedGroup:
-        """A group of two slots that the test leaves as it was."""
+        """The shared group of two slots, which the test must leave unchanged."""
         return shared_pair.get()
 
     @pytest.fixture
     def square(self, no_leaks: None, shared_square: Shared) -> ColocatedGroup:
-        """A group of four slots, dp=2 by tp=2, that the test leaves as it was."""
+        """The shared group of four slots (dp=2, tp=2), which the test must leave unchanged."""
         return shared_square.get()
 
     @pytest.fixture
     def ring(self, square: ColocatedGroup) -> ColocatedGroup:
-        """As `square`, for collectives; torch is needed."""
+        """The group of `square`, for tests of collectives, which need torch."""
         pytest.importorskip("torch")
-        with leaks.shared():  # in workers that share the driver's process these groups are the driver's descriptors
+        with leaks.shared():  # In workers on threads, process groups open descriptors of the driver.
             for axis in (None, "tp"):
                 square.role("solo", Collective).facts(axis)
             square.role("solo", Collective).mesh()
@@ -251,7 +251,7 @@ class ExecutorCase:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_copying(cls, runtime: Runtime, shared_pair: Shared) -> Iterator[Shared]:
-        """As `shared_pair`, where values travel by value: with `strict=True` if they otherwise don't."""
+        """A shared group of two slots in which values are copied, by `strict=True` if otherwise they aren't."""
         if runtime._node.services.executor.codec.name != "reference":
             yield shared_pair
             return
@@ -260,12 +260,12 @@ class ExecutorCase:
 
     @pytest.fixture
     def copying(self, no_leaks: None, shared_copying: Shared) -> ColocatedGroup:
-        """As `pair`, where values travel by value."""
+        """The shared group of two slots in which values are copied."""
         return shared_copying.get()
 
     @pytest.fixture
     def spawn(self, no_leaks: None, runtime: Runtime) -> Iterator[Spawn]:
-        """Makes groups that the test may break."""
+        """A function that creates groups that the test may break."""
         pools: list[Pool] = []
 
         def make(roles: Mapping[str, RoleSpec[Any]], *, slots: int = 2, **options: Any) -> ColocatedGroup:
@@ -274,5 +274,5 @@ class ExecutorCase:
 
         yield make
         for pool in reversed(pools):
-            with contextlib.suppress(BaseExceptionGroup):  # a test that cares for it closes its group itself
+            with contextlib.suppress(BaseExceptionGroup):  # A test that checks these errors closes its group itself.
                 pool.close(grace=1, force=True)

@@ -1,4 +1,4 @@
-"""Who has a detached pool: one driver at a time, who borrows it or takes it over; others may look."""
+"""Tests of attaching to a detached pool, which one driver at a time can borrow or take over."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from colocate_run.cli.top import show_top
 
 
 class Attaching(DetachedCase):
-    """A detached pool is commanded by one driver at a time, and a borrower's end is only that of its borrow."""
+    """Only one driver at a time controls a detached pool, and the pool survives the end of a borrower."""
 
     @needs(Detachable)
     def test_one_driver_at_a_time(self, runtime: Runtime, name: str) -> None:
-        """Who attaches while somebody else does is told who that is; then it is its turn."""
+        """A second driver can't attach until the first driver has left, and the error names the first driver."""
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         with runtime.attach(name) as first:
@@ -58,7 +58,7 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     def test_owner_changes_groups(self, runtime: Runtime, name: str) -> None:
-        """What who took it has spawned and closed is what the next one finds, though it never detached it again."""
+        """The next driver finds the groups as the former owner left them, even if the owner didn't detach the pool."""
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         owner = runtime.attach(name, own=True)
@@ -71,7 +71,7 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     def test_borrower_killed(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """SIGKILL of who borrows it, in the middle of a call, ends only the borrow; the call sees it."""
+        """If a borrower is killed during a call, only the borrow ends, and the running call is cancelled."""
         pool, view = new(runtime)
         pids = view.pid()
         pool.detach(name, ttl=TTL_S)
@@ -98,7 +98,7 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     def test_taken_from_a_live_driver(self, runtime: Runtime, name: str) -> None:
-        """Who has it is fenced: what it has under way, what it keeps and what it tries later end with who took it."""
+        """If another driver takes the pool, pending and later calls of the former driver fail with `ClosedError`."""
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         borrowed = runtime.attach(name)
@@ -127,11 +127,11 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     def test_taken_amid_a_call(self, runtime: Runtime, name: str, caplog: pytest.LogCaptureFixture) -> None:
-        """Who takes it is told of calls that only some ranks have finished, and of no others."""
+        """A driver that takes the pool gets warnings about calls that only some ranks have finished."""
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         view = counting(runtime.attach(name))
-        view.add(0)  # before the first call of a driver all ranks wake the role together
+        view.add(0)  # A driver's first call wakes the role on all ranks together.
         with Gate() as gate, Gate() as first, self.connect() as other:
             waits = view.wait_and_add.submit(gate.address, ranks=(1,))
             some = view.add.submit(100)
@@ -156,7 +156,7 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     def test_taken_from_a_stopped_driver(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """A driver that was stopped through it all wakes to a ClosedError, and has changed nothing."""
+        """A driver that was stopped during a takeover gets a `ClosedError` afterwards, and changes nothing."""
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         driver = self.start(
@@ -191,7 +191,7 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     def test_worker_dies_alone(self, runtime: Runtime, name: str) -> None:
-        """A worker that dies while nobody is attached: whoever comes next is told, as if it had been there."""
+        """If a worker dies while no driver is attached, the next driver gets `WorkerDied`."""
         pool, view = new(runtime)
         pids = view.pid()
         pool.detach(name, ttl=TTL_S)
@@ -208,7 +208,7 @@ class Attaching(DetachedCase):
 
     @needs(Detachable)
     def test_owner_killed_after_taking(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """A driver that took the pool with own=True takes it along when it dies."""
+        """If a driver that has attached with `own=True` is killed, the pool ends, too."""
         pool, view = new(runtime)
         workers = Processes(view.pid())
         pool.detach(name, ttl=TTL_S)
@@ -305,7 +305,7 @@ say("closed")
 
 
 class Successors(DetachedCase):
-    """The next driver has what the workers have from the one before it; its own script stays where it is."""
+    """The next driver can use the former driver's definitions on the workers, but can't send new ones."""
 
     def _run(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Driver:
         (scripts.folder / "beside.py").write_text(f"WHO = {who!r}\nclass Value: pass\n")
@@ -320,7 +320,7 @@ class Successors(DetachedCase):
     @needs(Detachable)
     @needs_feature("functions")
     def test_another_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """Another script calls, fetches and gives back what it got; what is defined in it can't go, which is told."""
+        """Another script can call roles and send back their results, but can't send its own classes and functions."""
         self._said(scripts, name, _WORKER + _DETACHES)
         used = (_WORKER + _ATTACHES).replace("LIMIT = 1", "LIMIT = 9")
         assert self._said(scripts, name, used + "say(tell(use))") == [True, [[True, True, "first"]], [1], [True]]
@@ -362,21 +362,21 @@ with CONNECT as runtime:
 
 
 class Watching(DetachedCase):
-    """`colocate top`, from elsewhere."""
+    """Tests of `colocate top` in another process than the job."""
 
     @pytest.fixture
     def job(self) -> str:
-        """A name for a job."""
+        """A unique name for a job."""
         return f"test-{uuid.uuid4().hex[:8]}"
 
     @pytest.fixture
     def gate(self) -> Iterator[Gate]:
-        """Where its first call waits."""
+        """The gate at which the job's first call waits."""
         with Gate() as gate:
             yield gate
 
     def begin(self, scripts: Scripts, job: str, gate: Gate) -> Driver:
-        """Start it; both slots are in a call when this returns."""
+        """Start a job, and wait until both slots are in a call."""
         driver = scripts.start(f"NAME, GATE = {job!r}, {gate.address!r}\n{_JOB}")
         gate.wait_for(2)
         return driver
@@ -386,7 +386,7 @@ class Watching(DetachedCase):
     def test_looked_at_from_elsewhere(
         self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Another driver sees what runs, for how long, and what waits; the job goes on as if nobody had looked."""
+        """Another driver can see a job's running and waiting calls, and the job continues undisturbed."""
         driver = self.begin(scripts, job, gate)
         window = found(runtime, job)
         assert window is not None
@@ -399,7 +399,7 @@ class Watching(DetachedCase):
         ]
         assert [role["role"] for role in first["roles"]] == ["counting", "other"]
         assert first["age"] > 0
-        for way in window.address.split(","):  # from this machine, and from others
+        for way in window.address.split(","):  # There is an address for this machine and one for others.
             assert look_at(attrs.evolve(window, address=way), watchable(runtime))["pid"] == driver.process.pid
         assert first["age"] < look_at(window, watchable(runtime))["groups"][0]["slots"][0]["age"]
         with pytest.raises(ClusterError, match="can't be reached from here"):
@@ -431,7 +431,7 @@ class Watching(DetachedCase):
     def test_detached_pool_is_looked_at(
         self, runtime: Runtime, name: str, gate: Gate, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
-        """With a driver and without, by what its workers say: nothing of it changes by that."""
+        """A detached pool can be inspected with and without a driver, and the inspection changes nothing."""
         executor = cast("Detachable", runtime._node.services.executor)
         config = tmp_path / "cluster.yaml"
         config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
@@ -442,7 +442,7 @@ class Watching(DetachedCase):
         before = executor.look(name)
         status = executor.look(name)
         assert (status["driver"], status["epoch"], status["silent"], status["lost"]) == (None, before["epoch"], [], 0)
-        assert before["left_s"] >= status["left_s"]  # nothing was renewed
+        assert before["left_s"] >= status["left_s"]  # The time to live wasn't renewed.
         workers = sorted(status["workers"], key=lambda each: int(each["slot"]))
         assert [(each["group"], each["slot"], each["call"], each["queue"]) for each in workers] == [
             ("counting", 0, None, 0),
@@ -485,16 +485,16 @@ class Watching(DetachedCase):
             executor.look(f"{name}x")
 
     def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """A job of a private cluster is seen on its own machine only, which the command says."""
+        """Without a cluster, `colocate top` says that a private cluster has only the jobs of its driver."""
         assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1
         assert "which cluster? A private one has no jobs but its driver's" in capsys.readouterr().err
 
 
 def watchable(runtime: Runtime) -> Watchable:
-    """Return a runtime's executor."""
+    """Return a runtime's executor, typed as `Watchable`."""
     return cast("Watchable", runtime._node.services.executor)
 
 
 def found(runtime: Runtime, name: str) -> Window | None:
-    """Return what the cluster has of a job."""
+    """Return the window through which a job can be inspected; None if there is no such job."""
     return next((window for window in watchable(runtime).windows() if window.name == name), None)

@@ -1,4 +1,4 @@
-"""Audits: the workers and slots that a cluster has and no graph owns, and the reverse."""
+"""Tests of audits, which find workers and slots that are only in the cluster or only in the ownership graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": coloca
 
 @contextmanager
 def forgotten(node: Owned) -> Iterator[None]:
-    """A block in which a node isn't in the graph, although it lives."""
+    """A context manager that removes a living node from the ownership graph for a while."""
     assert node.owner is not None
     node.disown()
     try:
@@ -38,22 +38,22 @@ def forgotten(node: Owned) -> Iterator[None]:
 
 
 def ids(group: ColocatedGroup) -> set[str]:
-    """The ids of a group's workers."""
+    """Return the ids of a group's workers."""
     return {worker.boot.worker for worker in group._node.workforce.workers}
 
 
 def found(differences: Any, kind: str) -> set[str]:
-    """The ids of what an audit has found of one kind."""
+    """Return the ids of the differences of one kind that an audit has found."""
     return {difference.id for difference in differences if difference.kind == kind}
 
 
 class Auditing(ExecutorCase):
-    """`runtime.audit()`: false when the graph and the cluster agree."""
+    """Tests of `runtime.audit()`, whose result is false if the ownership graph and the cluster agree."""
 
     @smoke
     @needs_feature("looking")
     def test_clean_at_each_stage(self, runtime: Runtime) -> None:
-        """Nothing is found before, between and after: reserved, spawned, called, failed to start, closed."""
+        """An audit finds nothing after each step: reserve, spawn, call, close and a failed start."""
         assert not runtime.audit()
         with runtime.reserve(2, cpus=0, name="audited") as pool:
             assert not runtime.audit()
@@ -76,7 +76,7 @@ class Auditing(ExecutorCase):
 
     @needs_feature("looking")
     def test_forgotten_group(self, spawn: Spawn) -> None:
-        """Workers that run although no group has them are leaked, with what is known of them."""
+        """An audit reports workers that run without a group as leaked."""
         group = spawn(ROLES)
         with forgotten(group._node):
             audit = group.owner.owner.audit()
@@ -96,7 +96,7 @@ class Auditing(ExecutorCase):
 
     @needs_feature("looking")
     def test_claimed_worker(self, spawn: Spawn) -> None:
-        """A worker that the graph has and nobody runs is missing, with the line that made its group."""
+        """An audit reports a worker that is only in the graph as missing, with the line that created the group."""
         group = spawn(ROLES)
         workers = group._node.workforce.workers
         boot = attrs.evolve(workers[0].boot, worker=f"{group._node.services.id}/{group.name}/ghost", slot=2)
@@ -115,7 +115,7 @@ class Auditing(ExecutorCase):
 
     @needs_feature("looking")
     def test_claimed_pool(self, runtime: Runtime) -> None:
-        """Slots that the graph has and nobody holds are missing."""
+        """An audit reports slots that are only in the graph as missing."""
         with runtime.reserve(1, cpus=0) as real:
             connection = runtime._node
             ghost = Slots(

@@ -1,4 +1,4 @@
-"""Calls: views, submitting, waiting, options, async methods, cancelling; and plain functions on every worker."""
+"""Tests of calls: results, the thread that runs role code, async methods, and cancellation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 class Calls(ExecutorCase):
-    """What a view gives, and what becomes of a call."""
+    """Tests of calls by a view."""
 
     @smoke
     def test_plain_call(self, pair: ColocatedGroup) -> None:
@@ -22,7 +22,7 @@ class Calls(ExecutorCase):
         assert echo.first("a") == "a"
 
     def test_lane(self, pair: ColocatedGroup, runtime: Runtime) -> None:
-        """Role code runs on one thread per worker: the main one of a process that is the worker's own."""
+        """Role code runs on one thread per worker, which is the main thread if the worker has its own process."""
         places = {tuple(pair.role("echo", Echo).place()) for _ in range(3)}
         assert len(places) == 1
         (first, second) = places.pop()
@@ -31,7 +31,7 @@ class Calls(ExecutorCase):
         assert [is_main for _, _, is_main in (first, second)] == [own_process] * 2
 
     def test_async_overlap(self, pair: ColocatedGroup) -> None:
-        """Calls of an async method overlap up to its concurrency: here each of two needs the other to end."""
+        """Calls of an async method overlap up to its concurrency, so that two calls can wait for each other."""
         log = cleared(pair)
         first, second = log.meet.submit("a"), log.meet.submit("b")
         assert first.result(PATIENCE_S) == ["waited"] * 2
@@ -40,17 +40,17 @@ class Calls(ExecutorCase):
 
 
 def cleared(group: ColocatedGroup) -> Log:
-    """The view of the role that remembers, with nothing remembered."""
+    """Clear the entries of a group's role `Log`, and return the role's view."""
     log = group.role("log", Log)
     log.clear()
     return log
 
 
 class Cancelling(ExecutorCase):
-    """`call.cancel()`."""
+    """Tests of `call.cancel()`."""
 
     def test_cancel_running(self, pair: ColocatedGroup) -> None:
-        """A running method finds `ctx.cancelled` and ends as it likes; its result is there for whoever asks."""
+        """After a cancellation, a running method sees `ctx.cancelled`, and the call still has a result."""
         log = cleared(pair)
         with Gate() as gate:
             call = log.look_until_cancelled.submit(gate.address)

@@ -1,4 +1,4 @@
-"""Closing: what it waits for, what it ends, what it says; and that it ends, whatever has happened to a rank."""
+"""Tests of closing groups, pools and runtimes, also after failures and with hung ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ROLES: dict[str, RoleSpec[Any]] = {
 
 
 class Closing(ExecutorCase):
-    """Closing groups, pools and runtimes."""
+    """Tests of closing groups and pools."""
 
     @needs(OwnProcess)
     @smoke
     def test_hung_process(self, runtime: Runtime) -> None:
-        """A worker process that hangs is gone when close returns, and so is one that holds the interpreter's lock."""
+        """When `close` returns, a hung worker process has ended, even if it was holding the interpreter's lock."""
         with runtime.reserve(1, cpus=0) as pool:
             for hang in (Faulty.wait, Faulty.hold_the_gil):
                 group = pool.spawn(ROLES)
@@ -46,7 +46,7 @@ class Closing(ExecutorCase):
                     processes.close()
 
     def test_every_error(self, runtime: Runtime) -> None:
-        """The owner's close frees everything, and only then raises what went wrong, together."""
+        """Closing a pool frees everything, and then raises all errors together."""
         pool = runtime.reserve(2, cpus=0)
         for part in (pool[0], pool[1]):
             group = part.spawn(ROLES)
@@ -59,21 +59,21 @@ class Closing(ExecutorCase):
 
 
 def last_of(group: ColocatedGroup) -> int:
-    """A group's last rank."""
+    """Return the number of a group's last rank."""
     return len(group._node.workforce.workers) - 1
 
 
 def hang(group: ColocatedGroup, gate: Gate) -> None:
-    """Have a rank hang in Python."""
+    """Make a group's last rank wait at a gate."""
     group.role("faulty", Faulty).wait.options(ranks=[last_of(group)]).submit(gate.address)
     gate.wait_for()
 
 
 class Converging(ExecutorCase):
-    """Closing always ends, frees everything, and only then says what went wrong."""
+    """A close always ends and frees everything, and only then raises errors."""
 
     def test_while_it_reserves(self) -> None:
-        """Who waits for slots when the runtime is closed is told, and the runtime's close doesn't wait for that."""
+        """Closing the runtime fails a reservation that is still waiting for slots."""
         runtime = self.connect_privately(cpus=1)
         pool = runtime.reserve(1)
         errors: list[BaseException] = []

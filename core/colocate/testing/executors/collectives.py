@@ -1,4 +1,4 @@
-"""Process groups of torch across the slots of an executor, and their end when a call fails."""
+"""Tests of torch's process groups across the slots of an executor, also after a failed call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 class ProcessGroups(ExecutorCase):
-    """`ctx.process_group()`."""
+    """Tests of `ctx.process_group()`."""
 
     @needs(OwnProcess)
     @needs_feature("process_groups")
     def test_all_ranks(self, ring: ColocatedGroup) -> None:
-        """Without an axis the group has all ranks of the role, and torch knows their numbers."""
+        """Without an axis, the process group has all ranks of the role, with the role's rank numbers."""
         assert ring.role("all", Collective).sum_each([1.0, 2.0, 3.0, 4.0]) == [10.0] * 4  # type: ignore[arg-type]
         assert ring.role("all", Collective).facts() == [(0, 4), (1, 4), (2, 4), (3, 4)]
         assert ring.role("pair", Collective).sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
@@ -26,19 +26,19 @@ class ProcessGroups(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("process_groups")
     def test_default_group(self, ring: ColocatedGroup) -> None:
-        """Once a role has asked for a group, torch's default one has all slots, and the groups of all roles in it."""
+        """After a role has asked for a process group, torch's default group has all slots."""
         assert ring.role("all", Collective).in_default() == [(slot, 4, [0, 1, 2, 3]) for slot in range(4)]
         assert ring.role("pair", Collective).in_default() == [(slot, 4, [1, 2]) for slot in (1, 2)]
         assert ring.role("all", Collective).sum_in_default() == [6.0] * 4
 
 
 class CutProcessGroups(ExecutorCase):
-    """Who waits in a collective for one that has failed is freed: the group is cut, and made anew."""
+    """A rank that waits in a collective for a failed rank is unblocked, and the process group is created again."""
 
     @needs(OwnProcess)
     @needs_feature("process_groups")
     def test_hold_in_a_collective(self, ring: ColocatedGroup) -> None:
-        """Rank 1 raises before a collective in which rank 0 waits: its error comes at once, and rank 0 is freed."""
+        """If rank 1 raises while rank 0 waits in a collective, the error is raised at once and rank 0 is unblocked."""
         pair = ring.role("pair", Collective)
         pair.sum(1.0)
         with Gate() as trigger:

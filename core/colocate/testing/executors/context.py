@@ -1,4 +1,4 @@
-"""What role code knows of its place, what torch has set for it, and where its arguments' tensors are."""
+"""Tests of the context of role code: rank, slot, device and torch's number of threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colocate.testing.probes.tensors import Tensors
 
 
 class Contexts(ExecutorCase):
-    """The context is the same everywhere but for what differs."""
+    """Tests of the facts that a role's context contains."""
 
     @smoke
     def test_facts(self, pair: ColocatedGroup) -> None:
@@ -32,12 +32,12 @@ class Contexts(ExecutorCase):
             }
 
     def test_device(self, pair: ColocatedGroup) -> None:
-        """A slot without GPUs has the CPU, one with GPUs the first of them."""
+        """A slot that is reserved without `gpus=` has the executor's default device."""
         pytest.importorskip("torch")
         assert [device for device, _ in pair.role("tensors", Tensors).device()] == [self.device] * 2
 
     @needs(OwnProcess)
     def test_threads_of_torch(self, pair: ColocatedGroup) -> None:
-        """A worker that is a process gives torch as many threads as its slot has CPUs, and one at least."""
+        """In a worker process, torch has as many threads as the slot has CPUs, and at least one."""
         pytest.importorskip("torch")
         assert [threads for _, threads in pair.role("tensors", Tensors).device()] == [1, 1]

@@ -1,4 +1,4 @@
-"""Workers that die, in a call and between calls, and slots whose machine vanishes."""
+"""Tests of workers that die during or between calls, and of slots whose machine fails."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 
 class Deaths(ExecutorCase):
-    """A group fails together, and says what happened."""
+    """If a worker dies, the whole group fails with an error that says what happened."""
 
     @needs(OwnProcess)
     @smoke
     def test_killed_in_a_call(self, spawn: Spawn) -> None:
-        """WorkerDied tells rank, pid, node, signal and what it ran; each pending call gets it, and the others go."""
+        """`WorkerDied` has the rank, pid, node, signal and running call, and all pending calls fail with this error."""
         group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
         pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
         faulty = group.role("faulty", Faulty)
@@ -49,7 +49,7 @@ class Deaths(ExecutorCase):
         assert f"(pid {pids[1]}" in str(error)
         assert "SIGKILL" in str(error)
         assert [call.exception(PATIENCE_S) for call in calls] == [error] * 3
-        # Who raises it in a thread of his own must not have the traceback of another one.
+        # Each call has its own copy of the error, so that threads don't share a traceback.
         assert len({id(call.exception(PATIENCE_S)) for call in calls}) == 3
         with pytest.raises(WorkerDied) as caught:
             group.role("echo", Echo).noop()
@@ -62,7 +62,7 @@ class Deaths(ExecutorCase):
 
     @needs(OwnProcess)
     def test_killed_between_calls(self, spawn: Spawn) -> None:
-        """Without a call under way the news comes too; a failure that nobody has seen is raised by close."""
+        """A death between calls fails the group, and `close` raises the error if no caller has seen it."""
         group = spawn({"echo": colocate.role(Echo)})
         pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
         os.kill(pids[0], signal.SIGKILL)
@@ -76,7 +76,7 @@ class Deaths(ExecutorCase):
     @needs(OwnProcess)
     @smoke
     def test_left(self, spawn: Spawn) -> None:
-        """A worker that leaves by itself: its exit code and the last lines of its log."""
+        """The error about a worker that has exited has the exit code and the last lines of the log."""
         group = spawn({"faulty": colocate.role(Faulty)})
         with pytest.raises(WorkerDied) as caught:
             group.role("faulty", Faulty).exit(7, "these are my last words")
@@ -88,7 +88,7 @@ class Deaths(ExecutorCase):
 
     @needs(OwnProcess)
     def test_crashed(self, spawn: Spawn) -> None:
-        """A crash in native code tells its Python stack."""
+        """The error about a crash in native code has the Python stack."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         with pytest.raises(WorkerDied) as caught:
             group.role("faulty", Faulty).kill(signal.SIGSEGV)
@@ -97,7 +97,7 @@ class Deaths(ExecutorCase):
 
     @needs(OwnProcess)
     def test_other_groups_live(self, spawn: Spawn) -> None:
-        """A death is the business of its group alone; whoever waits for one of its residents is told."""
+        """A death fails only the worker's own group, and calls of other groups that wait for its residents."""
         group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)}, slots=1)
         other = spawn({"rows": colocate.role(Rows), "echo": colocate.role(Echo)}, slots=1)
         with Gate() as gate:
@@ -113,7 +113,7 @@ class Deaths(ExecutorCase):
     @needs(OwnProcess)
     @smoke
     def test_the_pool_lives(self, runtime: Runtime) -> None:
-        """The pool of a failed group stays: closing the group frees its slots for the next one."""
+        """The pool of a failed group stays open, and closing the group frees the slots for the next group."""
         with runtime.reserve(1, cpus=0) as pool:
             for _ in range(2):
                 group = pool.spawn({"faulty": colocate.role(Faulty)}, name="phoenix")
@@ -125,7 +125,7 @@ class Deaths(ExecutorCase):
     @needs(OwnProcess)
     @pytest.mark.parametrize("how", ["close", "kill", "exit", "hang", "supervisor"])
     def test_children_of_a_worker(self, spawn: Spawn, how: str) -> None:
-        """Processes that a role has started die with the worker, however it ends, whatever session they are in."""
+        """Processes that a role has started end with the worker, in whichever way the worker ends."""
         group = spawn({"parent": colocate.role(Parent), "faulty": colocate.role(Faulty)}, slots=1)
         ((*pids,),) = group.role("parent", Parent).start_children()
         children = Processes(pids)
@@ -139,7 +139,7 @@ class Deaths(ExecutorCase):
             elif how == "hang":
                 group.role("faulty", Faulty).wait.submit(gate.address)
                 gate.wait_for(1)
-                with contextlib.suppress(ExceptionGroup):  # what went wrong is that it hung
+                with contextlib.suppress(ExceptionGroup):  # The error says only that the worker hung.
                     group.close(grace=0)
             else:
                 os.kill(psutil.Process(_pid(group)).ppid(), signal.SIGKILL)
@@ -157,15 +157,15 @@ ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": coloca
 
 
 class Vanishing(ExecutorCase):
-    """`Executor.lost`, and what an executor does with keepers: `KeptSlot.lost` and `on_stuck`.
+    """Tests of slots that are lost with their machine, and of keepers that don't answer.
 
-    Each test has a runtime of its own: what keeps one slot may keep all of a driver on that machine.
+    Each test has its own runtime, because one keeper may keep all slots of a driver on a machine.
     """
 
     @needs(OwnProcess)
     @smoke
     def test_others_take_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
-        """The executor says that it is lost, so a restart reserves others; with the old slots none could succeed."""
+        """The executor reports a vanished slot as lost, so that a restart reserves another slot."""
         with self.connect() as other_runtime, other_runtime.reserve(2, cpus=0) as pool, Gate() as gate:
             group = pool.spawn(ROLES, on_failure="restart", restarts=2)
             before = self.places_of(group)
@@ -184,7 +184,7 @@ class Vanishing(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_a_spare_takes_the_place_of_a_slot_that_has_vanished(self, runtime: Runtime) -> None:
-        """Unless it has gone with it; the other slots stay, and there is a spare again where the executor replaces."""
+        """A restart replaces a lost slot by a spare slot, unless the spare is lost, too. The other slots stay."""
         with self.connect() as other_runtime, other_runtime.reserve(2, cpus=0, spares=1) as pool:
             group = pool.spawn(ROLES, on_failure="restart", restarts=2)
             executor, slots = other_runtime._node.services.executor, pool._node
@@ -204,7 +204,7 @@ class Vanishing(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_the_slots_of_what_has_vanished_are_given_back(self, runtime: Runtime) -> None:
-        """Without a restart: the group fails, closing goes as ever, and the next pool has slots that work."""
+        """Without restarts, the group of a lost slot fails and can be closed, and the next pool has slots that work."""
         with self.connect() as other_runtime:
             with other_runtime.reserve(2, cpus=0) as pool:
                 group = pool.spawn(ROLES)
@@ -212,7 +212,7 @@ class Vanishing(ExecutorCase):
                 self.vanish(place)
                 wait_until(lambda: group.state == "failed", "the group has failed")
                 wait_until(lambda: other_runtime._node.services.executor.lost(place), "the slot is lost")
-                with contextlib.suppress(BaseExceptionGroup):  # that it has failed is told once more
+                with contextlib.suppress(BaseExceptionGroup):  # The close raises the group's failure once more.
                     group.close()
             with other_runtime.reserve(2, cpus=0) as pool:
                 assert pool.spawn(ROLES).role("echo", Echo).noop() == [None, None]
@@ -220,7 +220,7 @@ class Vanishing(ExecutorCase):
 
     @needs(OwnProcess)
     def test_the_engine_tells_why_a_slot_has_vanished(self, runtime: Runtime) -> None:
-        """The error that the user reads has the cluster's words, not only that a connection has ended."""
+        """The error about a lost slot contains the cluster's message, and not only that a connection has ended."""
         if not self.last_words:
             pytest.skip(f"what executor {self.executor!r} says of a slot that vanishes isn't given: set last_words")
         with self.connect() as other_runtime, other_runtime.reserve(1, cpus=0) as pool, Gate() as gate:
@@ -235,7 +235,7 @@ class Vanishing(ExecutorCase):
 
     @needs(OwnProcess)
     def test_what_answers_nothing_is_ended(self, runtime: Runtime) -> None:
-        """A keeper that can't confirm a kill is ended by the cluster (`on_stuck`), and with it what it has started."""
+        """The cluster ends a keeper that can't confirm a kill (`on_stuck`), together with the keeper's workers."""
         with self.connect() as other_runtime:
             pool = other_runtime.reserve(1, cpus=0)
             group = pool.spawn(ROLES)
@@ -246,7 +246,7 @@ class Vanishing(ExecutorCase):
                 gate.wait_for()
                 self.freeze(place)
                 workers = Processes(pids)
-                with contextlib.suppress(BaseExceptionGroup):  # that a rank hung is another test's business
+                with contextlib.suppress(BaseExceptionGroup):  # Another test checks the error about a hung rank.
                     pool.close(grace=0)
             workers.wait()
             workers.close()

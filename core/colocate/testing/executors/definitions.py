@@ -1,4 +1,4 @@
-"""What travels: a class of the script is one class everywhere; and what a caller gets when something can't be sent."""
+"""Tests of sending values, and of classes of the driver's script, which are the same class on all workers."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ class Worker(Role):
 
 
 class Definitions(ExecutorCase):
-    """What is defined in the script."""
+    """Tests of classes that are defined in the driver's script."""
 
     @pytest.fixture
     def script(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """The names of a script, in place of the one that runs the tests."""
+        """A module that replaces `__main__`, as if it were the driver's script."""
         module = ModuleType("__main__")
         monkeypatch.setitem(sys.modules, "__main__", module)
         exec(_SCRIPT, module.__dict__)
@@ -145,7 +145,7 @@ class Definitions(ExecutorCase):
 
     @smoke
     def test_class_of_the_script(self, runtime: Runtime, script: Any) -> None:
-        """A class is one in the constructor, arguments, results, residents of other groups and errors."""
+        """A class of the script stays the same class in arguments, results, residents and errors."""
         with runtime.reserve(2) as pool:
             roles = {"worker": colocate.role(script.Worker, script.Batch(0))}
             first, second = (pool[i : i + 1].spawn(roles, name=f"definitions-{i}")["worker"] for i in range(2))
@@ -157,7 +157,7 @@ class Definitions(ExecutorCase):
             resident = first.make.keep(4)
             assert second.took(resident.ref) == [[True]]
             (one,), (other,) = first.make_class(), second.make_class()
-            assert type(one) is not type(other)  # each is one of its own
+            assert type(one) is not type(other)  # Each worker has defined its own class.
             assert [*first.made_it(one), *first.made_it(other), *second.made_it(other)] == [True, False, True]
             with pytest.raises(RoleError) as caught:
                 first.fail(script.Batch(5))
@@ -167,7 +167,7 @@ class Definitions(ExecutorCase):
 
 
 class Serialization(ExecutorCase):
-    """What can't be sent is an ordinary error that names it, never a hang."""
+    """Tests of sending values of all kinds and sizes."""
 
     @pytest.mark.parametrize(
         "value",
@@ -189,13 +189,13 @@ class Serialization(ExecutorCase):
         ids=repr,
     )
     def test_values(self, pair: ColocatedGroup, value: Any) -> None:
-        """Everything that Python pickles travels."""
+        """Every value that Python can pickle can be sent to a role and back."""
         back = pair.role("echo", Echo).first(value)
         assert repr(back) == repr(value)
         assert type(back) is type(value)
 
     def test_large(self, pair: ColocatedGroup) -> None:
-        """Size doesn't matter, with calls and results of many megabytes under way at once."""
+        """Several calls with arguments and results of many megabytes can run at once."""
         echo = pair.role("echo", Echo)
         blocks = [bytes([index]) * 5_000_000 for index in range(4)]
         calls = [echo.first.submit(block) for block in blocks]

@@ -1,4 +1,4 @@
-"""Pools that outlive their drivers: given away, found again, listed, ended, expired."""
+"""Tests of detached pools, which outlive their driver: detach, attach, list, close and expire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
-TTL_S = 300.0  # longer than any test
+TTL_S = 300.0  # This is longer than any test takes.
 
 HEADER = """
 from colocate.testing.probes.counting import Counting
@@ -43,44 +43,44 @@ def attached(name, **more):
 
 
 def counting(pool: Pool) -> Counting:
-    """The view of the role that the tests detach."""
+    """Return the view of the role `Counting` in a pool."""
     return pool.groups["counting"].role("counting", Counting)
 
 
 def new(runtime: Runtime, slots: int = 2, name: str = "counting") -> tuple[Pool, Counting]:
-    """A pool with such a role."""
+    """Return a new detachable pool, and the view of its role `Counting`."""
     pool = runtime.reserve(slots, cpus=0, detachable=True)
     return pool, pool.spawn({"counting": colocate.role(Counting)}, name=name).role("counting", Counting)
 
 
 def published(runtime: Runtime, name: str) -> dict[str, Any] | None:
-    """Return what the cluster says of a detached pool."""
+    """Return the cluster's entry for a detached pool; None if there is no such pool."""
     return next((pool for pool in runtime.detached() if pool["name"] == name), None)
 
 
 class DetachedCase(Scripted):
-    """Base of the areas about detached pools."""
+    """The base class of the areas about detached pools."""
 
     @pytest.fixture
     def name(self, no_leaks: None, runtime: Runtime) -> Iterator[str]:
-        """A name for a pool, which is closed after the test if it is still there."""
+        """A name for a detached pool, which is closed after the test if the pool still exists."""
         name = f"test-{uuid.uuid4().hex[:8]}"
         yield name
         if isinstance(runtime._node.services.executor, Detachable) and published(runtime, name) is not None:
-            # It has just ended, or the test has left it hung: one that cares closes its pool itself.
+            # The pool may have just ended, or may hang. A test that checks such errors closes the pool itself.
             with contextlib.suppress(ConfigError, BaseExceptionGroup):
                 runtime.attach(name, own=True).close(grace=1, force=True)
 
     def start(self, scripts: Scripts, text: str, name: str) -> Driver:
-        """Start a driver that has a runtime and knows the name."""
+        """Start a driver script that has a runtime and the pool's name."""
         return scripts.start(HEADER + f"NAME = {name!r}\nruntime = CONNECT\n" + textwrap.dedent(text))
 
 
 class Detaching(DetachedCase):
-    """A detached pool lives on as it was, and ends by its time to live."""
+    """Tests of pools that continue without a driver until their time to live is over."""
 
     def test_refused(self, runtime: Runtime) -> None:
-        """A cluster that ends with its driver can't keep a pool: refused with who can."""
+        """A cluster that ends with its driver refuses detached pools with a `CapabilityError`."""
         with self.connect_privately() as private:
             with pytest.raises(CapabilityError) as caught:
                 private.reserve(1, cpus=0, detachable=True)
@@ -98,7 +98,7 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     def test_goes_on(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """The driver that made it ends; the next one finds the roles as they were: state, generator, processes."""
+        """After the driver has ended, the next driver finds the roles with the same state, generator and processes."""
         pytest.importorskip("torch")
         driver = self.start(
             scripts,
@@ -118,7 +118,7 @@ class Detaching(DetachedCase):
             assert (view.add(), view.pid()) == ([2, 2], pids)
             assert pool.groups["counting"]._node.line[0].endswith("script.py")
             again = view.draw()
-        with runtime.attach(name, own=True) as pool:  # closed for real at the end
+        with runtime.attach(name, own=True) as pool:  # Leaving this block closes the pool.
             assert counting(pool).add() == [3, 3]
             pool.groups["counting"].close()
             fresh = pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting)
@@ -127,7 +127,7 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
-        """After detach the driver's pool, group and residents are closed, and say where it went; nothing is kept."""
+        """After `detach`, the driver's pool, group and residents are closed, and errors say how to attach the pool."""
         pool, view = new(runtime)
         group, resident = pool.groups["counting"], view.made.keep()
         resident.fetch()
@@ -145,7 +145,7 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     def test_what_detach_refuses(self, runtime: Runtime, name: str) -> None:
-        """Calls under way, a taken name, no end, a pool that wasn't reserved for it: the pool stays as it was."""
+        """`detach` is refused for pending calls, a name in use, an invalid `ttl`, or a pool that isn't detachable."""
         with runtime.reserve(1, cpus=0) as plain, pytest.raises(ConfigError, match="detachable=True"):
             plain.detach(name, ttl=TTL_S)
         pool, view = new(runtime, 1)
@@ -170,7 +170,7 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     def test_time_to_live(self, runtime: Runtime, name: str) -> None:
-        """Without a driver for so long it ends by itself; while it has one it doesn't."""
+        """A detached pool ends after its time to live without a driver, but not while a driver is attached."""
         pool, view = new(runtime)
         workers = Processes(view.pid())
         pool.detach(name, ttl=0.5)
@@ -187,7 +187,7 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     def test_commands(self, runtime: Runtime, name: str, tmp_path: Path) -> None:
-        """`colocate groups` lists it; `colocate close` ends it, by force what a driver is attached to."""
+        """`colocate groups` lists a detached pool. `colocate close` ends it, by `--force` if a driver is attached."""
         config = tmp_path / "cluster.yaml"
         config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
 
@@ -229,7 +229,7 @@ class Detaching(DetachedCase):
     @needs(Detachable)
     @needs_feature("looking")
     def test_audit(self, runtime: Runtime, name: str) -> None:
-        """A detached pool is no leak; a borrowed one is all there."""
+        """An audit finds no difference for a detached pool or for a borrowed pool."""
         pool, _ = new(runtime)
         assert not runtime.audit()
         pool.detach(name, ttl=TTL_S)

@@ -1,4 +1,4 @@
-"""Whole drivers, as scripts in processes of their own: how they start, are interrupted, and end; nothing is left."""
+"""Tests of complete drivers, which run as scripts in separate processes: start, interruption and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colocate.testing.executors._base import ExecutorCase, needs, needs_feature,
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, Processes
 
-_FOLLOWS_WITHIN_S = 20.0  # a killed driver's output is closed: what it has started ends with it, or soon after
+_FOLLOWS_WITHIN_S = 20.0  # Within this time, all processes that a killed driver has started must end.
 
 PREAMBLE = """
 import json, os, signal, sys, threading
@@ -45,13 +45,13 @@ def wait():
 
 @attrs.define(eq=False)
 class Driver:
-    """A script that runs."""
+    """A running driver script."""
 
     process: subprocess.Popen[str]
     _heard: bytes = b""
 
     def hear(self) -> Any:
-        """Return what it says next; a failure when it says nothing within a test's patience."""
+        """Return the script's next message, and fail the test if none arrives in time."""
         assert self.process.stdout is not None
         stdout = self.process.stdout.fileno()
         deadline = time.monotonic() + PATIENCE_S
@@ -65,27 +65,27 @@ class Driver:
         return json.loads(line)
 
     def go_on(self) -> None:
-        """Let it go on where it waits."""
+        """Continue the script where it waits for input."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def end(self) -> tuple[int, str]:
-        """Let it go on where it waits, until its end: exit code and what it wrote to stderr."""
+        """Continue the script to its end, and return the exit code and the text of stderr."""
         _, errors = self.process.communicate("\n", timeout=PATIENCE_S)
         return self.process.returncode, errors
 
 
 @attrs.define(eq=False)
 class Scripts:
-    """Starts scripts that connect as the suite does."""
+    """A factory of driver scripts that connect to the tested executor."""
 
     folder: Path
     connect: str
     started: list[subprocess.Popen[str]] = attrs.field(factory=list)
 
     def start(self, text: str, *flags: str) -> Driver:
-        """Start a script; `CONNECT` in its text becomes a call of connect."""
+        """Start a script, in whose text `CONNECT` is replaced by a call of `colocate.connect`."""
         path = self.folder / "script.py"
         path.write_text(PREAMBLE + textwrap.dedent(text).replace("CONNECT", self.connect))
         process = subprocess.Popen(
@@ -100,27 +100,26 @@ class Scripts:
         return Driver(process)
 
     def close(self) -> None:
-        """End what still runs; a failure when something that a script has started outlives it."""
+        """Kill all scripts, and fail the test if a process that a script has started outlives the script."""
         holders: set[int] = set()
         for process in self.started:
             process.kill()
             try:
                 process.communicate(timeout=_FOLLOWS_WITHIN_S)
-            except subprocess.TimeoutExpired:  # its output has no end as long as somebody has it open
+            except subprocess.TimeoutExpired:  # Another process still has the script's output open.
                 for pipe in filter(None, (process.stdout, process.stderr)):
                     holders |= _having_open(pipe.fileno())
                     pipe.close()
-                process.wait()  # it has been killed
+                process.wait()  # This returns soon, because the script was killed.
         outlive = ", ".join(f"{pid} ({_command_of(pid)})" for pid in sorted(holders))
         assert not outlive, f"after a driver's end these still have its output open, which it has started: {outlive}"
 
 
 def _having_open(pipe: int) -> set[int]:
-    """The other processes that have a pipe of this one open, as far as they can be seen."""
     pipe_stat = os.fstat(pipe)
     pids: set[int] = set()
     for pid in psutil.pids():
-        with contextlib.suppress(OSError):  # it has gone, or is somebody else's
+        with contextlib.suppress(OSError):  # The process has ended, or belongs to another user.
             folder = f"/proc/{pid}/fd"
             if any(os.path.samestat(os.stat(f"{folder}/{name}"), pipe_stat) for name in os.listdir(folder)):
                 pids.add(pid)
@@ -130,34 +129,34 @@ def _having_open(pipe: int) -> set[int]:
 def _command_of(pid: int) -> str:
     try:
         return " ".join(psutil.Process(pid).cmdline())[:200]
-    except psutil.Error:  # gone meanwhile
+    except psutil.Error:  # The process has ended meanwhile.
         return "gone"
 
 
 class Scripted(ExecutorCase):
-    """Base of the areas that need other drivers."""
+    """The base class of the areas that need other drivers."""
 
     def connect_source(self, **more: Any) -> str:
-        """The Python expression that connects in a script; override it where `connect` is overridden."""
+        """Return the Python expression that connects in a script. Override it together with `connect`."""
         options = {**self.options, **more}
         return f"colocate.connect({self.executor!r}, **{options!r})"
 
     @pytest.fixture
     def scripts(self, no_leaks: None, tmp_path: Path) -> Iterator[Scripts]:
-        """For scripts in a folder of their own."""
+        """A factory of driver scripts in a temporary folder."""
         scripts = Scripts(tmp_path, self.connect_source())
         yield scripts
         scripts.close()
 
 
 class Drivers(Scripted):
-    """A driver that ends, in whatever way, leaves nothing behind."""
+    """A driver leaves nothing behind, in whichever way it ends."""
 
     @needs(OwnProcess)
     def test_many_open_files(self, scripts: Scripts) -> None:
-        """A driver with more than a thousand of them gets workers, and ends them: `select` couldn't take their numbers.
+        """A driver with more than a thousand open files can start and end workers, although `select` can't be used.
 
-        Forks of a template, and those that aren't, for a variable that Python reads at its start.
+        The second pool's workers aren't forks, because Python reads their environment variable at its start.
         """
         driver = scripts.start("""
             import resource
@@ -174,7 +173,7 @@ class Drivers(Scripted):
         assert driver.end() == (0, "")
 
     def test_interrupted(self, scripts: Scripts) -> None:
-        """Ctrl-C in a blocking call raises KeyboardInterrupt there; the way out closes everything."""
+        """Ctrl-C in a blocking call raises KeyboardInterrupt, and leaving the `with` block closes everything."""
         with Gate() as gate:
             driver = scripts.start(f"""
                 try:
@@ -196,9 +195,9 @@ class Drivers(Scripted):
     @needs(OwnProcess)
     @smoke
     def test_killed(self, scripts: Scripts) -> None:
-        """A driver killed by SIGKILL takes its workers along: idle, hung, and holding the interpreter's lock.
+        """If a driver is killed by SIGKILL, all its workers end: idle, hung, and holding the interpreter's lock.
 
-        With them goes what their roles have started, whatever session that is in.
+        The processes that the roles have started end, too, in whichever session they are.
         """
         with Gate() as hung, Gate() as holding:
             driver = scripts.start(f"""
@@ -222,7 +221,7 @@ class Drivers(Scripted):
 
     @needs(OwnProcess)
     def test_killed_with_a_fork_alive(self, scripts: Scripts) -> None:
-        """So it does when a forked child of the driver, such as a data loader's, lives on."""
+        """The workers of a killed driver end even if a forked child of the driver, such as a data loader, lives on."""
         driver = scripts.start("""
             import multiprocessing
             runtime = CONNECT
@@ -237,25 +236,24 @@ class Drivers(Scripted):
         workers, forked = Processes(pids), Processes([child])
         driver.process.kill()
         workers.wait()
-        os.kill(child, signal.SIGKILL)  # it is still there
+        os.kill(child, signal.SIGKILL)  # The forked child is still running.
         forked.wait()
         workers.close()
         forked.close()
 
 
 def _others(pids: Sequence[int]) -> list[int]:
-    """The workers among (worker, driver): none where they are one process."""
     worker, driver = pids
     return [worker] if worker != driver else []
 
 
 class Signals(Scripted):
-    """Signals, which Python handles on the main thread, between any two lines of whatever runs there."""
+    """Tests of signals, which Python handles on the main thread, between any two lines of code."""
 
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_interrupted_spawn(self, scripts: Scripts) -> None:
-        """Ctrl-C in a start gives it up: nothing of it is left, and its slots are as good as before."""
+        """Ctrl-C during the start of workers cancels the start, leaves nothing behind and frees the slots."""
         with Gate() as gate:
             driver = scripts.start(f"""
                 from colocate.testing.probes.faulty import HangsAtStart
@@ -282,7 +280,7 @@ class Signals(Scripted):
     @needs_feature("pipelines")
     @needs_feature("functions")
     def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
-        """What may take long doesn't keep the main thread, which makes and sends messages only."""
+        """Slow methods of the executor aren't called on the main thread."""
         driver = scripts.start("""
             from colocate.executor import Executor
             called = []

@@ -1,4 +1,4 @@
-"""What role code leaves in its event loop (tasks, timers, servers) goes on between calls, and ends with the group."""
+"""Tests of tasks, timers and servers that role code leaves in its event loop between calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class LeftInLoops(ExecutorCase):
-    """An asyncio program goes on."""
+    """Tasks, timers and servers in a role's event loop continue between calls."""
 
     @smoke
     @pytest.mark.parametrize("background", [False, True])
     @needs_feature("pausing")
     def test_a_task_goes_on_between_calls(self, spawn: Spawn, background: bool) -> None:
-        """Whatever method has left it; also after a failed call, and while its lane is paused."""
+        """A task continues after the method that started it, also after a failed call and while the lane is paused."""
         group = spawn({"leaves": colocate.role(Leaves).on(background=background)})
         leaves = group.role("leaves", Leaves)
         for begins in (leaves.comes_to, leaves.begins):
@@ -41,7 +41,7 @@ class LeftInLoops(ExecutorCase):
                 group.resume("leaves")
 
     def test_a_server_answers_between_calls(self, spawn: Spawn) -> None:
-        """A server was made in the constructor, as was a timer; and `close` ends it in its own loop."""
+        """A server and a timer that a role starts in its constructor continue between calls."""
         with Gate() as gate:
             server = spawn({"server": colocate.role(Server, gate.address)}, slots=1).role("server", Server)
             gate.wait_for()
@@ -54,13 +54,13 @@ class LeftInLoops(ExecutorCase):
     def test_a_task_that_fails_is_told(
         self, spawn: Spawn, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """As asyncio tells it, at once."""
+        """The error of a failed task is reported at once, in the way of asyncio."""
         group = spawn({"leaves": colocate.role(Leaves)}, slots=1)
         group.role("leaves", Leaves).fails("a task went wrong")
         outputs: list[str] = []
 
         def is_said() -> bool:
-            outputs.extend((*capfd.readouterr(), caplog.text))  # threads log it here
+            outputs.extend((*capfd.readouterr(), caplog.text))  # Workers on threads log into `caplog`.
             return "a task went wrong" in "".join(outputs)
 
         wait_until(is_said, "it is told")

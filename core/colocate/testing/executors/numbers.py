@@ -1,4 +1,4 @@
-"""The default generators of `random`, NumPy and torch, and torch's switches: each role has its own."""
+"""Tests that each role has its own default generators of `random`, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.numbers import Numbers, draw_there
 from colocate.testing.waiting import PATIENCE_S
 
-LIBRARIES = 7  # how many numbers are drawn at once
+LIBRARIES = 7  # Each draw returns this many numbers.
 
 
 def apart(drawn: list[list[float]]) -> bool:
-    """Whether no number was given twice, by one generator or by two."""
+    """Return whether no number was drawn twice."""
     return len({number for numbers in drawn for number in numbers}) == LIBRARIES * len(drawn)
 
 
 class RandomNumbers(TensorCase):
-    """Numbers of the default generators."""
+    """Tests of random numbers from the default generators."""
 
     @pytest.fixture(autouse=True)
     def numpy(self) -> None:
-        """NumPy is needed, too."""
+        """Skip the tests if NumPy isn't installed."""
         pytest.importorskip("numpy")
 
     @contextmanager
     def again(self, roles: dict[str, RoleSpec[Any]], *, slots: int = 1, seed: int = 0) -> Iterator[ColocatedGroup]:
-        """A group of the same name in a runtime of its own, which is closed."""
+        """A context manager with a group that always has the same name, in a separate runtime."""
         with self.connect(seed=seed) as runtime, runtime.reserve(slots, cpus=0) as pool:
             yield pool.spawn(roles, name="numbers")
 
     @smoke
     @needs_feature("functions")
     def test_ranks_and_spawns(self, torch: Any, spawn: Spawn) -> None:
-        """Each rank of each role of each group draws other numbers, in constructors and in methods; so do functions."""
+        """All ranks of all roles and groups draw different numbers, and so do functions."""
         drawn: list[list[float]] = []
         for name in ("numbers", "others"):
             group = spawn({"one": colocate.role(Numbers), "two": colocate.role(Numbers)}, name=name)
@@ -58,7 +58,7 @@ class RandomNumbers(TensorCase):
     @needs(OwnProcess)
     @needs_feature("functions")
     def test_they_can_be_drawn_again(self, torch: Any) -> None:
-        """A run of the same seed draws the same, another one others."""
+        """Runs with the same seed draw the same numbers, and a run with another seed draws other numbers."""
         draws = []
         for seed in (0, 0, 1):
             with self.again({"one": colocate.role(Numbers)}, slots=2, seed=seed) as group:
@@ -70,7 +70,7 @@ class RandomNumbers(TensorCase):
     @needs(OwnProcess)
     @needs_feature("checkpoints")
     def test_restarts(self, torch: Any, spawn: Spawn, tmp_path: Path) -> None:
-        """After a restart a role draws others than before; what a checkpoint has goes on there."""
+        """After a restart, a role draws new numbers, or continues where the checkpoint was taken."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting), "one": colocate.role(Numbers)}
         group = spawn(roles, slots=1, on_failure="restart")
         one = group.role("one", Numbers)

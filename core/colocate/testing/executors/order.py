@@ -1,4 +1,4 @@
-"""One total order of calls on every rank, the hold when one fails, and what the caller gets then."""
+"""Tests of the order of calls on all ranks, of the hold after a failed call, and of the caller's error."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RAISE, ADD = "raise", "add"
 
 
 def error_of(call: Call[Any]) -> BaseException:
-    """The error that a call ends with."""
+    """Return the error with which a call ends."""
     error = call.exception(PATIENCE_S)
     assert error is not None
     return error
 
 
 class Order(ExecutorCase):
-    """The order of calls, and the hold after a failed one."""
+    """Tests of the order of calls, and of the hold after a failed call."""
 
     def test_later_call_begun(self, pair: ColocatedGroup) -> None:
-        """A later call that some rank had begun goes on there, and runs on the others after the hold."""
+        """A later call that has begun on one rank continues there, and runs on the other ranks after the hold."""
         log = cleared(pair)
         with Gate() as first, Gate() as second:
             failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
@@ -47,11 +47,11 @@ class Order(ExecutorCase):
 
 
 class Failures(ExecutorCase):
-    """Exceptions of roles."""
+    """Tests of exceptions that role code raises."""
 
     @smoke
     def test_role_error(self, pair: ColocatedGroup) -> None:
-        """A role's exception comes as RoleError: where, what, the remote traceback, and the original as its cause."""
+        """A role's exception is raised as `RoleError`, with the remote traceback and the original as the cause."""
         with pytest.raises(RoleError) as caught:
             pair.role("faulty", Faulty).fail(ranks=(1,))
         error = caught.value

@@ -1,4 +1,4 @@
-"""Ownership: who owns what, what is shown of it, names, and what borrows refuse or lose."""
+"""Tests of ownership: closing a group while another group uses one of its residents."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 class Borrows(ExecutorCase):
-    """A close is refused while another group uses a resident; what is forced breaks the use, with a clear error."""
+    """A close is refused while another group uses a resident. A forced close fails that use with a clear error."""
 
     def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """A close that breaks one is refused; with `force=True` the borrower gets an error, and its group goes on."""
+        """A group can only be closed by `force=True` while another group uses its resident. That use then fails."""
         owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
         resident = owner.role("rows", Rows).produce.keep(2)
         resident.fetch()

@@ -1,4 +1,4 @@
-"""Placement: slots are reserved together, all or none, and freed by close; ports are those of a range."""
+"""Tests of placement, which reserves all slots of a pool together, and of ports in a given range."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from colocate_report.window import window
 
 @contextlib.contextmanager
 def _gpus(patch: pytest.MonkeyPatch, visible: str | None) -> Iterator[None]:
-    """A machine of which nobody knows the GPUs, and an environment that names some, or doesn't."""
+    """A context manager that hides the machine's GPUs, and sets or removes the variable of visible GPUs."""
     patch.setattr(gpus, "machine_gpus", lambda: ())
     if visible is None:
         patch.delenv(gpus.VARIABLE, raising=False)
@@ -43,29 +43,29 @@ def _gpus(patch: pytest.MonkeyPatch, visible: str | None) -> Iterator[None]:
     yield
 
 
-_WAITS_S = 0.5  # the request may be waiting by then, or be on its way
+_WAITS_S = 0.5  # After this time, the request waits or is about to wait.
 
 
 class Placement(ExecutorCase):
-    """A cluster that offers 2 CPUs, or 2 GPUs."""
+    """Tests of reservations on a cluster with 2 CPUs or 2 GPUs."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def two_cpus(cls, runtime: Runtime) -> Iterator[Runtime]:
-        """A cluster with 2 CPUs."""
+        """A runtime on a cluster with 2 CPUs."""
         with cls().connect_privately(cpus=2) as two:
             yield make_first_worker(two)
 
     @pytest.fixture(scope="class")
     @classmethod
     def two_gpus(cls, runtime: Runtime) -> Iterator[Runtime]:
-        """A cluster that has 2 GPUs, or says so."""
+        """A runtime on a cluster that has, or pretends to have, 2 GPUs."""
         with pytest.MonkeyPatch.context() as patch, _gpus(patch, None), cls().connect_privately(gpus=2) as two:
             yield make_first_worker(two)
 
     @smoke
     def test_slots_of_a_pool(self, runtime: Runtime) -> None:
-        """A pool tells of its slots: index, node, devices, state."""
+        """A pool lists the index, node, devices and state of each slot."""
         with runtime.reserve(3, cpus=0) as pool:
             assert len(pool) == 3
             assert [slot.index for slot in pool.slots] == [0, 1, 2]
@@ -76,7 +76,7 @@ class Placement(ExecutorCase):
 
     @smoke
     def test_never_fits(self, two_cpus: Runtime) -> None:
-        """What can never fit is an error at once, with a table of every node; nothing stays pending."""
+        """A request that can never fit fails at once, with a table of all nodes in the error."""
         runtime = two_cpus
         with pytest.raises(PlacementError) as caught:
             runtime.reserve(slots=3, cpus=1, timeout=1e6)
@@ -94,7 +94,7 @@ class Placement(ExecutorCase):
 
     @needs_feature("looking")
     def test_interrupted_reserve(self, two_cpus: Runtime) -> None:
-        """Ctrl-C while slots are waited for withdraws the request, at once: nothing stays pending."""
+        """Ctrl-C while a request waits for slots withdraws the request at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             raise KeyboardInterrupt
@@ -119,7 +119,7 @@ class Placement(ExecutorCase):
 
     @smoke
     def test_does_not_fit_now(self, two_cpus: Runtime) -> None:
-        """What doesn't fit now is an error when time is up, says what is free, and holds nothing back."""
+        """A request that doesn't fit in time fails with an error that says what is free, and reserves nothing."""
         with two_cpus.reserve(slots=1, cpus=1, name="holder"):
             with pytest.raises(PlacementTimeout, match="did not become free within 0 s") as caught:
                 two_cpus.reserve(slots=2, cpus=1, timeout=0)
@@ -131,7 +131,7 @@ class Placement(ExecutorCase):
 
     @smoke
     def test_waits(self, two_cpus: Runtime) -> None:
-        """A reservation waits until what it needs is free."""
+        """A reservation waits until enough resources are free."""
         runtime = two_cpus
         first = runtime.reserve(slots=2, cpus=1, name="first")
         pools: list[Pool] = []
@@ -146,7 +146,7 @@ class Placement(ExecutorCase):
 
     @smoke
     def test_close_frees_slots(self, two_cpus: Runtime) -> None:
-        """When close has returned, the slots can be reserved again, after failures too."""
+        """When `close` has returned, the slots can be reserved again."""
         runtime = two_cpus
         for _ in range(2):
             with runtime.reserve(slots=2, cpus=1, timeout=0) as pool:
@@ -154,7 +154,7 @@ class Placement(ExecutorCase):
 
     @needs(OwnProcess)
     def test_close_frees_slots_after_failures(self, two_cpus: Runtime) -> None:
-        """After a close with a hung rank, and with a dead one, the slots can be reserved again."""
+        """After a close with a hung rank or a dead rank, the slots can be reserved again."""
         for how in (Faulty.wait, Faulty.kill):
             pool = two_cpus.reserve(slots=2, cpus=1, timeout=0)
             faulty = pool.spawn({"faulty": colocate.role(Faulty)}).role("faulty", Faulty)
@@ -164,19 +164,19 @@ class Placement(ExecutorCase):
                     gate.wait_for()
                 else:
                     faulty.kill.submit().exception(PATIENCE_S)
-                with contextlib.suppress(BaseExceptionGroup):  # what was wrong is another test's business
+                with contextlib.suppress(BaseExceptionGroup):  # Another test checks these errors.
                     pool.close(grace=0)
         with two_cpus.reserve(slots=2, cpus=1, timeout=0) as pool:
             assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
     def test_a_slot_larger_than_a_node(self, two_cpus: Runtime) -> None:
-        """A whole slot lies on one node."""
+        """A slot that is larger than every node can't be reserved."""
         with pytest.raises(PlacementError):
             two_cpus.reserve(slots=1, cpus=3, timeout=0)
 
     @needs_feature("looking")
     def test_strict_strategies(self, runtime: Runtime) -> None:
-        """All slots lie on one node, or each on a node of its own; what the nodes don't suffice for never fits."""
+        """Strict strategies put all slots on one node, or each slot on a different node, or refuse the request."""
         nodes = runtime._node.services.executor.nodes()
         with runtime.reserve(2, cpus=0, strategy="strict_pack") as pool:
             assert len({slot.node for slot in pool.slots}) == 1
@@ -188,7 +188,7 @@ class Placement(ExecutorCase):
 
     @needs(Labelled)
     def test_labels(self, runtime: Runtime) -> None:
-        """Slots lie on nodes with the labels that are wanted, all on such as share one; else the table has them."""
+        """Slots are placed on nodes with the requested labels. If there are none, the error shows the nodes' labels."""
         nodes = runtime._node.services.executor.nodes()
         label, value = next(iter(nodes[0].labels.items()))
         having = {node.name for node in nodes if node.labels.get(label) == value}
@@ -204,7 +204,7 @@ class Placement(ExecutorCase):
 
     @needs(Labelled)
     def test_further_resources(self, runtime: Runtime) -> None:
-        """What nodes offer besides is counted as CPUs are; what none has never fits."""
+        """Further resources of nodes are counted like CPUs, and a resource that no node has never fits."""
         with pytest.raises(PlacementError, match=r"1 no-such-thing each can never fit") as caught:
             runtime.reserve(1, cpus=0, resources={"no-such-thing": 1})
         assert "0 no-such-thing" in str(caught.value.nodes[0]["total"])
@@ -216,7 +216,7 @@ class Placement(ExecutorCase):
                         runtime.reserve(1, cpus=0, resources={name: amount}, timeout=0)
 
     def test_places_that_an_executor_lacks(self, runtime: Runtime) -> None:
-        """An executor whose nodes say nothing of themselves refuses what would ask them."""
+        """An executor without the capability `Labelled` refuses `labels=`, `resources=` and `together=`."""
         if isinstance(runtime._node.services.executor, Labelled):
             pytest.skip(f"executor {runtime.name!r} is Labelled")
         options: list[dict[str, Any]] = [{"labels": {"a": "b"}}, {"resources": {"a": 1}}, {"together": "a"}]
@@ -229,7 +229,7 @@ class Placement(ExecutorCase):
 
     @needs_feature("looking")
     def test_nodes_that_are_to_come(self, runtime: Runtime) -> None:
-        """What can never fit is waited for, where the executor knows clusters that grow; otherwise that is refused."""
+        """With `grow=True`, a request that can't fit waits for new nodes, if the executor has growing clusters."""
         if not isinstance(runtime._node.services.executor, Growing):
             with pytest.raises(CapabilityError, match=r"\(grow=\): it lacks Growing"):
                 runtime.reserve(1, cpus=0, grow=True)
@@ -241,7 +241,7 @@ class Placement(ExecutorCase):
         assert not runtime.audit()
 
     def test_gpus(self, two_gpus: Runtime) -> None:
-        """Slots have whole GPUs, each its own, sorted."""
+        """Each slot has its own whole GPUs, in ascending order."""
         runtime = two_gpus
         with runtime.reserve(slots=2, gpus=1, cpus=0, timeout=0) as pool:
             assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
@@ -254,7 +254,7 @@ class Placement(ExecutorCase):
 
     @needs(OwnProcess)
     def test_visible_gpus(self, two_gpus: Runtime) -> None:
-        """A worker that is a process sees its slot's GPUs and no others."""
+        """A worker process sees only the GPUs of its slot."""
         with two_gpus.reserve(slots=2, gpus=1, cpus=0) as pool:
             group = pool.spawn({"echo": colocate.role(Echo)})
             assert group.role("echo", Echo).env("CUDA_VISIBLE_DEVICES") == ["0", "1"]
@@ -262,7 +262,7 @@ class Placement(ExecutorCase):
     @needs(OwnProcess)
     @pytest.mark.parametrize("visible", ["7,5, 3,9,1", "GPU-5eed, GPU-beef,GPU-5eed0,GPU-0,GPU-1"])
     def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-        """A job that was given some of a machine's GPUs gives its slots these, each its own, in the order it got."""
+        """A job that may use only some of a machine's GPUs assigns these to its slots, in the given order."""
         with _gpus(monkeypatch, visible), self.connect_privately(gpus=4) as runtime:
             for count in (1, 2):
                 with runtime.reserve(slots=4 // count, gpus=count, cpus=0) as pool:
@@ -271,7 +271,7 @@ class Placement(ExecutorCase):
                 assert ",".join(values) == visible.replace(" ", "").rpartition(",")[0]
 
     def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A cluster of one's own can't offer GPUs that the environment hides."""
+        """A private cluster can't offer GPUs that the environment hides."""
         with (
             _gpus(monkeypatch, "3"),
             pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='3' shows this process 1 GPU"),
@@ -279,14 +279,14 @@ class Placement(ExecutorCase):
             self.connect_privately(gpus=2).close()
 
     def test_parts_of_a_gpu(self, runtime: Runtime) -> None:
-        """A slot's GPUs are whole ones: a fraction is refused with the reason, before anything is taken."""
+        """A fraction of a GPU is refused with the reason, before anything is reserved."""
         for amount, why in ((0.5, "only its group uses the GPUs of a slot"), (1.0, "must be a whole number")):
             with pytest.raises(ConfigError, match=why) as caught:
                 runtime.reserve(1, amount)  # type: ignore[arg-type]
             assert [mistake.path for mistake in caught.value.mistakes] == ["gpus"]
 
     def test_senseless_requests(self, runtime: Runtime) -> None:
-        """Requests that make no sense are refused with all mistakes at once."""
+        """A request with several mistakes fails with one error that lists all mistakes."""
         with pytest.raises(ConfigError) as caught:
             runtime.reserve(slots=0, gpus=-1, cpus=-1, strategy="stack", detachable="yes", name=3)  # type: ignore[arg-type]
         paths = ["slots", "gpus", "cpus", "detachable", "name", "strategy"]
@@ -308,7 +308,7 @@ class Placement(ExecutorCase):
             pool.spawn({"echo": colocate.role(Echo)}, name=3)  # type: ignore[arg-type]
 
     def test_detachable(self, runtime: Runtime) -> None:
-        """Pools that can outlive the driver are the business of executors that say so; others refuse."""
+        """Only an executor with the capability `Detachable` accepts `detachable=True`."""
         if isinstance(runtime._node.services.executor, Detachable):
             runtime.reserve(1, cpus=0, detachable=True).close()
             return
@@ -317,7 +317,7 @@ class Placement(ExecutorCase):
         assert caught.value.capability == "Detachable"
 
     def test_capabilities_are_said(self, runtime: Runtime) -> None:
-        """What the executor says of itself without being imported, is what it can do (`About`)."""
+        """The capabilities that the executor's plugin declares (`About`) include all that the executor has."""
         about = about_executor(self.executor)
         if about is None:
             pytest.skip(f"executor {self.executor!r} says nothing of itself: its plugin has no hook colocate_about()")
@@ -330,21 +330,21 @@ class Placement(ExecutorCase):
         assert can <= about.capabilities.keys()
 
     def test_unknown_option(self) -> None:
-        """An option that the executor doesn't have is refused, with the nearest it has."""
+        """An unknown option of the executor is refused with an error that names the option."""
         with pytest.raises(ConfigError, match="cpuss"):
             self.connect(cpuss=2)
 
 
 _MANY = 40
-_EVERYWHERE = ("0.0.0.0", "::")  # no socket of colocate's: clusters have such
+_EVERYWHERE = ("0.0.0.0", "::")  # Only clusters' own sockets listen on all addresses.
 
 
 class Ports(ExecutorCase):
-    """`connect(ports=...)`."""
+    """Tests of `connect(ports=...)`."""
 
     @needs(OwnProcess)
     def test_ports_of_a_range(self, no_leaks: None) -> None:
-        """Whatever listens for others does so there, also torch's store; gloo has a port of its own in each worker."""
+        """All sockets that listen for other processes use the given ports, except for one port of gloo per worker."""
         pytest.importorskip("torch")
         first, before = free_ports(_MANY), _listening(None)
         within = range(first, first + _MANY)
@@ -366,7 +366,7 @@ class Ports(ExecutorCase):
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports that nobody has, below those that the system gives away."""
+    """Return the first of `count` consecutive free ports, below the ports that the system assigns."""
     while True:
         first = random.randrange(10_000, 30_000)
         with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
@@ -376,7 +376,7 @@ def free_ports(count: int) -> int:
 
 
 def _listening(pids: Collection[int] | None) -> set[int]:
-    """The ports at which some processes listen, None for all of this machine; but for those of all addresses."""
+    """Return the ports at which processes listen (all processes for None), except on wildcard addresses."""
     connections: list[Any] = [*psutil.net_connections("tcp")] if pids is None else []
     for pid in pids or ():
         connections += psutil.Process(pid).net_connections("tcp")

@@ -1,4 +1,4 @@
-"""Residents: results that stay in the workers, what using them gives, and who is told when there is none."""
+"""Tests of residents, which are results that stay on the workers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from colocate.testing.probes.rows import Rows
 
 
 class Residents(ExecutorCase):
-    """Keeping, using, fetching and freeing, on plain values; `TensorResidents` has what is special about tensors."""
+    """Tests of residents with plain values. `TensorResidents` has the tests with tensors."""
 
     def test_of_a_group_with_the_name_of_an_earlier_one(self, spawn: Spawn, runtime: Runtime) -> None:
-        """Who has taken from the earlier one takes from the later one: a name is used again."""
+        """A group can use residents of two groups that have the same name one after the other."""
         taking = spawn({"echo": colocate.role(Echo)}, slots=1).role("echo", Echo)
         with runtime.reserve(1, cpus=0) as pool:
             for text in ("earlier", "later"):
@@ -23,7 +23,7 @@ class Residents(ExecutorCase):
 
     @smoke
     def test_between_slots(self, pair: ColocatedGroup) -> None:
-        """A resident of one slot is used on another, and by a role on all slots: nothing comes by the driver."""
+        """A resident of one slot can be used on another slot, and by a role on all slots."""
         left_rows, right, rows = pair.role("left", Rows), pair.role("right", Rows), pair.role("rows", Rows)
         with left_rows.produce.keep(3) as resident, rows.produce.keep(2) as spread:
             assert right.double(resident.ref) == [0, 2, 4]
@@ -33,7 +33,7 @@ class Residents(ExecutorCase):
             assert pair.role("echo", Echo).echo(resident.ref) == [[0, 1, 2]] * 2
 
     def test_between_groups(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """A resident of one group is used by another one."""
+        """A resident of one group can be used by another group."""
         other = spawn({"rows": colocate.role(Rows)}, slots=1)
         with pair.role("rows", Rows).produce.keep(2) as resident:
             assert other.role("rows", Rows).double(resident.ref) == [0, 2, 200, 202]

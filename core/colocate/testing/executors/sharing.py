@@ -1,4 +1,4 @@
-"""Groups that share slots: each has workers of its own there, and calls in an order of their own."""
+"""Tests of groups that share slots, each with its own workers and its own order of calls."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def _variable(ctx: colocate.Context, name: str) -> str | None:
 
 
 def held(group: ColocatedGroup) -> Holding:
-    """Return the role of a group that holds memory."""
+    """Return the view of a group's role that holds memory."""
     return group.role("model", Holding)
 
 
 class Sharing(ExecutorCase):
-    """`reserve(..., groups=2)`."""
+    """Tests of `reserve(..., groups=2)`."""
 
     @pytest.fixture
     def reserve(self, no_leaks: None, runtime: Runtime) -> Iterator[Callable[..., Pool]]:
-        """Reserves slots for two groups."""
+        """A function that reserves slots for two groups."""
         pools: list[Pool] = []
 
         def make(slots: int = 2, groups: int = 2, **options: Any) -> Pool:
@@ -66,7 +66,7 @@ class Sharing(ExecutorCase):
     @needs(SharedSlots)
     @needs_feature("looking")
     def test_each_group_has_workers_of_its_own(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
-        """On the same slots, in no order with the other one's; one more than was reserved for is refused by name."""
+        """Two groups on the same slots run calls independently, and a third group is refused."""
         pool = reserve()
         one, other = pool.spawn(ROLES, name="one"), pool[1].spawn(ROLES, name="other")
         assert [slot.state for slot in pool.slots] == ["one", "one, other"]
@@ -92,7 +92,7 @@ class Sharing(ExecutorCase):
 
     @needs(SharedSlots)
     def test_values_between_groups_of_a_slot(self, reserve: Callable[..., Pool]) -> None:
-        """A resident of one is an argument of the other, whose use of it refuses the close."""
+        """A group can use a resident of another group, which can't be closed meanwhile."""
         pool = reserve()
         one, other = pool.spawn(ROLES, name="one"), pool.spawn(ROLES, name="other")
         resident = one.role("rows", Rows).produce.keep(4)
@@ -108,7 +108,7 @@ class Sharing(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_a_crash_stays_one_groups(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
-        """What is killed fails its own group, or is restarted, beside one that goes on with what it has."""
+        """A killed worker fails or restarts only its own group, and the other group continues."""
         self._share(runtime)
         pool = reserve()
         frail, lasting = pool.spawn(ROLES, name="frail"), pool.spawn(ROLES, name="lasting", on_failure="restart")
@@ -132,7 +132,7 @@ class Sharing(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("functions")
     def test_an_environment_of_its_own(self, reserve: Callable[..., Pool]) -> None:
-        """On top of the pool's, before a role is imported; also what is read at a process's start."""
+        """A group's own `env=` is added to the pool's environment before any role is imported."""
         pool = reserve(1, env={"COLOCATE_PROBE": "the pool's", "COLOCATE_OTHER": "the pool's"})
         plain = pool.spawn({"early": colocate.role(Early)})
         separate = pool.spawn({"early": colocate.role(Early)}, env={"COLOCATE_PROBE": "its own", "PYTHONHASHSEED": "7"})
@@ -143,7 +143,7 @@ class Sharing(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_all_groups_of_a_lost_slot_get_others(self, runtime: Runtime) -> None:
-        """Slots are reserved once for all, and each group is restarted there."""
+        """After a shared slot is lost, new slots are reserved once, and all groups restart there."""
         self._share(runtime)
         with self.connect() as other_runtime, other_runtime.reserve(2, cpus=0, groups=2) as pool:
             groups = [pool.spawn(ROLES, on_failure="restart", restarts=1) for _ in range(2)]
@@ -163,11 +163,11 @@ class Sharing(ExecutorCase):
 
 
 class SharingDetached(DetachedCase):
-    """A pool is detached with all its groups."""
+    """Tests of detaching a pool with several groups."""
 
     @needs(Detachable)
     def test_groups_that_share_slots_go_on(self, runtime: Runtime, name: str) -> None:
-        """The next driver has them all, at one epoch, and what they hold still counts; not what one held that died."""
+        """The next driver gets all groups of a pool, and their memory counts until a worker dies."""
         pytest.importorskip("torch")
         if not isinstance(runtime._node.services.executor, SharedSlots):
             pytest.skip(f"executor {runtime.name!r} lacks SharedSlots")

@@ -1,4 +1,4 @@
-"""Start-up: how roles and the processes of workers begin, what is said meanwhile, and what happens when they can't."""
+"""Tests of start-up: constructing roles, starting worker processes, and errors during the start."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from colocate.worker.birth.template import MODE
 
 
 class Startup(ExecutorCase):
-    """Spawning: all roles of all ranks, or one error that names each rank."""
+    """Tests of spawning, which constructs all roles on all ranks, or raises one error that names each rank."""
 
     def spawn_alone(self, roles: Mapping[str, RoleSpec[Any]], **more: Any) -> ColocatedGroup:
-        """A group with a runtime of its own."""
+        """Return a group that is spawned with its own runtime."""
         return colocate.spawn(roles, executor=self.executor, **{**self.options, "slots": 2, "cpus": 0, **more})
 
     @needs_feature("looking")
     def test_in_one_call(self, no_leaks: None) -> None:
-        """`colocate.spawn` makes runtime, pool and group; closing the group, or leaving its block, closes all three."""
+        """`colocate.spawn` creates a runtime, a pool and a group, and closing the group closes all three."""
         with self.spawn_alone({"echo": colocate.role(Echo, tag="alone")}, name="alone", seed=7) as group:
             assert group.role("echo", Echo).tag_and_rank() == [("alone", 0), ("alone", 1)]
             pool, runtime = group.owner, group.owner.owner
@@ -59,23 +59,23 @@ class Startup(ExecutorCase):
 
     @smoke
     def test_by_name(self, spawn: Spawn) -> None:
-        """A role can be named "module:Class"."""
+        """A role can be given as text of the form "module:Class"."""
         group = spawn({"echo": colocate.role("colocate.testing.probes.plain:Echo", tag="by name")}, slots=1)
         assert group.role("echo", Echo).tag_and_rank() == [("by name", 0)]
 
     def test_hanging_constructor(self, spawn: Spawn) -> None:
-        """With `timeout=` a constructor that hangs is an error naming the ranks that are late."""
+        """With `timeout=`, a hanging constructor raises an error that names the late ranks."""
         with Gate() as gate:
             with pytest.raises(RoleStartError, match="did not construct its roles in time") as caught:
                 spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=0.2 + 4 * self.start_s)
             assert set(caught.value.errors) == {1}
-            (note,) = caught.value.__notes__  # with its stack, and how long it was waited for
+            (note,) = caught.value.__notes__  # The note has the stack of the late rank.
             assert "did not end within 0 s" not in note
             assert "running slow.__init__" in note
 
     @needs(OwnProcess)
     def test_dying_constructor(self, spawn: Spawn) -> None:
-        """A worker that dies while it constructs its roles is told as such."""
+        """A worker that dies while it constructs its roles is reported as `WorkerDied`."""
         with pytest.raises(RoleStartError) as caught:
             spawn({"bad": colocate.role(DiesAtStart, 5, (1,))})
         (error,) = caught.value.errors.values()
@@ -84,9 +84,9 @@ class Startup(ExecutorCase):
 
     @smoke
     def test_environment(self, runtime: Runtime) -> None:
-        """`env=` reaches workers before any role is imported; it is refused where they share the driver's process.
+        """`env=` is set in workers before any role is imported, and is refused if workers are threads of the driver.
 
-        A library that asks Ray where it runs doesn't start one in a worker, unless its environment says which.
+        A library that asks for Ray doesn't start Ray in a worker, unless the environment names a Ray cluster.
         """
         env = {"COLOCATE_PROBE": "set"}
         if not isinstance(runtime._node.services.executor, OwnProcess):
@@ -108,18 +108,17 @@ BORN = {"born": colocate.role(Born)}
 
 
 def _templates(group: ColocatedGroup) -> set[psutil.Process]:
-    """The templates of those who have started a group's workers."""
     starters = {starter_of(facts["pid"]) for facts in group.role("born").process()}
     children = [child for starter in starters for child in psutil.Process(starter).children()]
     return {child for child in children if child.cmdline()[2:5] == ["-m", "colocate.worker", MODE]}
 
 
 class Templates(ExecutorCase):
-    """A worker that was forked is as one that was started by itself."""
+    """A worker that was forked from a template behaves like a worker that was started directly."""
 
     @needs(OwnProcess)
     def test_environment_of_a_fork(self, runtime: Runtime) -> None:
-        """A fork has the pool's, and the kernel shows it; what is read before any import starts another interpreter."""
+        """A forked worker has the pool's environment variables, also those that Python reads at its start."""
         for env, hashes in (({"COLOCATE_PROBE": "set"}, None), ({"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "7"})):
             with runtime.reserve(1, cpus=0, env=env) as pool, pool.spawn(BORN) as group:
                 ((name, value),) = env.items()
@@ -132,7 +131,7 @@ class Templates(ExecutorCase):
 
     @needs(OwnProcess)
     def test_the_template_is_killed(self, spawn: Spawn) -> None:
-        """The template's end ends no worker; the next group has another template, and its workers end as ever."""
+        """Killing a template ends no worker, and the next group's workers get a new template."""
         group = spawn(BORN)
         templates = _templates(group)
         ended = Processes(template.pid for template in templates)

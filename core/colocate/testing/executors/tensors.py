@@ -1,4 +1,4 @@
-"""Tensors: how they travel and who is told of it, what staying in the workers means for them, and who may write."""
+"""Tests of tensors that are sent or stay on workers, and of forbidden writes into tensors."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from colocate.testing.probes.tensors import Tensors
 
 
 class TensorCase(ExecutorCase):
-    """Base of the areas that need torch."""
+    """The base class of the areas that need torch."""
 
     @pytest.fixture
     def torch(self) -> Any:
-        """The torch module; without it the test is skipped."""
+        """The torch module. The test is skipped if torch isn't installed."""
         return pytest.importorskip("torch")
 
     @pytest.fixture
     def tensors(self, torch: Any, pair: ColocatedGroup) -> Tensors:
-        """A role on tensors, on both slots."""
+        """The view of the role `Tensors`, which is on both slots."""
         return pair.role("tensors", Tensors)
 
 
 class TensorResidents(TensorCase):
-    """Using a resident gives what using its collected value gives."""
+    """A resident as an argument gives the same result as its collected value."""
 
     def test_round_trip(self, torch: Any, tensors: Tensors) -> None:
-        """Tensors of every kind come back as they went, and so do arrays."""
+        """Tensors and arrays of every kind are unchanged after they were sent to a role and back."""
         values = [
             *(torch.arange(6).to(getattr(torch, name)) for name in DTYPES),
             torch.tensor(1.5),
@@ -56,22 +56,22 @@ class TensorResidents(TensorCase):
             assert (back == value).all()
 
     def test_shared_storage(self, torch: Any, tensors: Tensors) -> None:
-        """Two names of one tensor in a message stay two names of one tensor."""
+        """If a message contains one tensor twice, both copies share one storage after the transfer."""
         whole = torch.arange(4.0)
         one, two = tensors.echo([whole, whole])
         assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
 
     def test_no_copy(self, tensors: Tensors) -> None:
-        """A resident used on its own slot is handed over by reference: no byte moves."""
+        """A resident that is used on its own slot is passed by reference, without a copy."""
         with tensors.make.keep(1000) as resident:
             assert tensors.address_of_rows(resident.ref) == tensors.own_address()
 
 
 class Memory(TensorCase):
-    """No method writes into its arguments or what it has returned, and no two ranks share writable memory."""
+    """No method may write into its arguments or its earlier results."""
 
     def test_strict_contents(self) -> None:
-        """With `strict=True` contents are checked too: writes that torch's version counter doesn't see are found."""
+        """With `strict=True`, contents are compared, which reveals writes that torch's version counter misses."""
         pytest.importorskip("torch")
         with self.connect(strict=True) as runtime, runtime.reserve(1, cpus=0) as pool:
             tensors = pool.spawn({"tensors": colocate.role(Tensors)}).role("tensors", Tensors)

@@ -1,4 +1,4 @@
-"""Failures of submitted calls that nobody has asked about: they are logged, once, with the line of the call."""
+"""Tests of submitted calls that fail although no caller asks for the outcome."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ ASKS: dict[str, Callable[[Call[Any]], object]] = {
 
 
 class UnaskedFailures(ExecutorCase):
-    """Who submits a call and goes on hears of its failure."""
+    """The failure of a submitted call is reported even if no caller asks for the outcome."""
 
     @pytest.mark.parametrize("ask", [*ASKS])
     def test_who_has_asked_is_told_nothing_else(
         self, pair: ColocatedGroup, caplog: pytest.LogCaptureFixture, ask: str
     ) -> None:
-        """Before or after it has failed."""
+        """A failure isn't logged if a caller asks for the outcome, before or after the call has failed."""
         faulty = pair.role("faulty", Faulty)
         for waits in (False, True):
             call = faulty.fail.submit()
@@ -60,7 +60,7 @@ class UnaskedFailures(ExecutorCase):
     @needs(OwnProcess)
     @pytest.mark.parametrize("asks", [True, False])
     def test_a_death_amid_a_call_that_nobody_asks_about(self, spawn: Spawn, asks: bool) -> None:
-        """The group's close raises it, unless somebody has asked."""
+        """Closing the group raises `WorkerDied`, unless a caller has asked for the outcome of the call."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         call = group.role("faulty", Faulty).kill.submit()
         wait_until(lambda: group.state == "failed", "the group has failed")

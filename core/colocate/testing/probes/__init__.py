@@ -1,4 +1,4 @@
-"""Roles that the executor suite runs. They lie in importable modules, so on a cluster they go by name."""
+"""Roles that the executor suite runs. Their modules are importable, so that a cluster can load them by name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def optional(name: str) -> Any:
-    """Return a module, or None where it isn't installed: what needs it is skipped there.
+    """Return a module, or None if the module isn't installed.
 
-    A role's module has it among its names, so that workers are forked from a process that has imported it already.
+    A role's module calls this at import, so that workers are forked from a process that has imported the module.
     """
     try:
         return importlib.import_module(name)

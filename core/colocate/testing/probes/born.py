@@ -1,4 +1,4 @@
-"""A role that tells how its process began."""
+"""A role that reports how its process was started."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from colocate import Role, method
 
 
 class Born(Role):
-    """Tells what a process has of the one that has started it, or has not."""
+    """A role that reports what its process has inherited from its starter, and what is new."""
 
     @method
     def made_up(self) -> list[str]:
-        """Return what a process makes up so that it is there once: names, ids, keys, and numbers nobody has seeded."""
+        """Return values that must differ in every process: names, ids, keys, and random numbers without a seed."""
         return [
             uuid.uuid4().hex,
             next(tempfile._get_candidate_names()),  # type: ignore[attr-defined]
@@ -35,14 +35,14 @@ class Born(Role):
 
     @method
     def threads(self) -> tuple[int, float]:
-        """Torch's number of threads here, on the lane, and a sum for which it needs them."""
+        """Return torch's number of threads on the lane, and a sum that torch computes with these threads."""
         import torch
 
         return torch.get_num_threads(), float(torch.ones(1 << 22).sum())
 
     @method
     def shown(self, name: str) -> tuple[str | None, bool, str]:
-        """A variable of the environment as Python has it, whether the kernel shows the same, and a flag."""
+        """Return an environment variable, whether the kernel shows the same value, and the hash of a text."""
         value = os.environ.get(name)
         with open("/proc/self/environ", "rb") as file:
             is_shown = os.fsencode(f"{name}={value}") in file.read().split(b"\0")

@@ -1,4 +1,4 @@
-"""Roles in process groups, rightly and wrongly. Each needs torch."""
+"""A role that uses process groups, correctly and incorrectly. Needs torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 class Collective(Role):
-    """Uses process groups, rightly and wrongly."""
+    """A role that uses process groups, correctly and incorrectly."""
 
     def __init__(self) -> None:
         self.kept: ProcessGroup | None = None
@@ -33,13 +33,13 @@ class Collective(Role):
 
     @method
     def facts(self, axis: str | None = None) -> tuple[int, int]:
-        """Rank and size in the group, as torch tells them."""
+        """Return torch's rank and size of the role's process group."""
         group = self.ctx.process_group(axis)
         return group.rank(), group.size()
 
     @method
     def in_default(self, asks: bool = True) -> tuple[int, int, list[int]]:
-        """This rank and the size of torch's default group, and the ranks there of the role's; zeros without one."""
+        """Return rank and size in torch's default group, and the role's ranks there; zeros without a default group."""
         import torch.distributed as dist
 
         group = self.ctx.process_group() if asks else None
@@ -49,12 +49,12 @@ class Collective(Role):
 
     @method
     def sum_in_default(self) -> float:
-        """The sum of the slots' numbers, over torch's default group."""
+        """Return the sum of the slot numbers over torch's default group."""
         return self._sum(float(self.ctx.slot), None)
 
     @method
     def sum_in_own(self, failing: int | None = None, gate: Address | None = None) -> float:
-        """The sum over the slots, in a group that the role makes by torch's own means."""
+        """Return the number of ranks, summed in a group that the role creates by `dist.new_group`."""
         import torch.distributed as dist
 
         if self.kept is None:
@@ -76,7 +76,7 @@ class Collective(Role):
 
     @method
     def mesh(self, name: str | None = None) -> dict[str, tuple[int, int]]:
-        """The torch mesh: along each axis this rank and the sum of the slots' numbers."""
+        """Return, for each axis of the torch mesh, this rank's index and the sum of the slot numbers."""
         mesh = self.ctx.device_mesh(name)
         assert mesh is self.ctx.device_mesh(name)
         axes = mesh.mesh_dim_names or ()
@@ -86,7 +86,7 @@ class Collective(Role):
 
     @method
     def sum_unless(self, value: float, failing: int | None) -> float:
-        """One rank raises before the collective in which the others wait."""
+        """Sum over the ranks, but raise on rank `failing` before the collective in which the other ranks wait."""
         group = self.ctx.process_group()
         if self.ctx.rank == failing:
             raise ValueError(f"rank {failing} left before the collective")
@@ -94,7 +94,7 @@ class Collective(Role):
 
     @method(dispatch=PerRank("gate"))
     def sum_at(self, gate: Address | None, value: float, failing: int) -> float:
-        """As `sum_unless`, where each rank first waits at its gate, if it has one."""
+        """Wait at the rank's gate, if any, then sum over the ranks, but raise on rank `failing`."""
         group = self.ctx.process_group()
         if gate is not None:
             pass_gate(gate)
@@ -104,12 +104,12 @@ class Collective(Role):
 
     @method
     def begin_sum(self) -> None:
-        """Begin an operation, and wait for it nowhere."""
+        """Begin a collective operation, and never wait for its end."""
         torch.distributed.all_reduce(torch.ones(1), group=self.ctx.process_group(), async_op=True)
 
     @method(dispatch=PerRank("gate"))
     def fail_before_group(self, gate: Address | None, failing: int) -> float:
-        """One rank raises before it asks for the group that the others are about to make."""
+        """Raise on rank `failing` before it asks for the process group that the other ranks are creating."""
         if gate is not None:
             pass_gate(gate)
         if self.ctx.rank == failing:
@@ -118,7 +118,7 @@ class Collective(Role):
 
     @method(dispatch=PerRank("gate"))
     def sum_or_die(self, gate: Address | None, value: float) -> float:
-        """Each rank with a gate waits there and dies, while the others wait for it."""
+        """Kill each rank that has a gate once the gate is open, while the other ranks wait in a collective."""
         group = self.ctx.process_group()
         if gate is not None:
             pass_gate(gate)
@@ -127,14 +127,14 @@ class Collective(Role):
 
     @method(dispatch=PerRank("gate"), concurrency=2)
     async def fail_soon(self, gate: Address | None) -> None:
-        """A rank with a gate raises there, while other calls run beside this one."""
+        """Raise on each rank that has a gate once the gate is open, while other calls run concurrently."""
         if gate is not None:
             await pass_gate_async(gate)
             raise ValueError(f"rank {self.ctx.rank} has failed")
 
     @method(dispatch=PerRank("gate"), concurrency=2)
     async def sum_soon(self, gate: Address | None) -> float:
-        """A rank with a gate asks for the group only then."""
+        """Sum over the ranks. A rank with a gate asks for the process group only when the gate is open."""
         if gate is not None:
             await pass_gate_async(gate)
         return self._sum(1.0, self.ctx.process_group())
@@ -150,11 +150,11 @@ class Collective(Role):
 
     @method
     def sum_kept(self, failing: int | None = None, gate: Address | None = None) -> float:
-        """The sum over the ranks in the group that was kept, in which a role that has no `renew` must not fail."""
+        """Sum over the ranks in the stored process group, in which a role without `renew` must not fail."""
         return self._sum_unless(failing, self.kept, gate)
 
     def _sum_unless(self, failing: int | None, group: ProcessGroup | None, gate: Address | None) -> float:
-        """All ranks come to the gate, if there is one: a rank that hasn't begun a failed call never does."""
+        """Wait at the gate on all ranks, so that all have begun the call, then raise on rank `failing` or sum."""
         if gate is not None:
             pass_gate(gate)
         if self.ctx.rank == failing:

@@ -1,4 +1,4 @@
-"""Roles whose state tells that it is still the same, driver after driver."""
+"""A role whose count shows whether its state survives a change of the driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Counting(Role):
-    """Counts."""
+    """A role that counts, to show whether its state survives."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -52,7 +52,7 @@ class Counting(Role):
 
     @method
     def still_kept(self) -> bool:
-        """Whether what was made is still in this process."""
+        """Return whether the last result of `made` still exists in this process."""
         return self.kept is not None and self.kept() is not None
 
     @method
@@ -64,7 +64,7 @@ class Counting(Role):
 
     @method
     def until_cancelled(self, gate: Address) -> None:
-        """Pass a gate, work until nobody wants the result, and count then."""
+        """Pass a gate, work until the call is cancelled, and then count."""
         pass_gate(gate)
         pause = threading.Event()
         while not self.ctx.cancelled:

@@ -1,4 +1,4 @@
-"""A role whose module looks at the environment when it is imported."""
+"""A role whose module reads an environment variable at import."""
 
 import os
 
@@ -8,9 +8,9 @@ AT_IMPORT = os.environ.get("COLOCATE_PROBE")
 
 
 class Early(Role):
-    """Tells what its module saw when it was imported."""
+    """A role that returns the environment variable that its module has read at import."""
 
     @method
     def at_import(self) -> str | None:
-        """The environment variable, at import and as it is now."""
+        """Return the environment variable as it was at import."""
         return AT_IMPORT

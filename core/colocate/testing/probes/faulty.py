@@ -1,4 +1,4 @@
-"""Roles that fail in every way a role can."""
+"""Roles that fail in every way in which a role can fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate.testing.gate import Address, pass_gate
 
 
 class TwoArguments(Exception):
-    """An exception that the usual pickling can't rebuild: its constructor wants two arguments."""
+    """An exception that pickle can't rebuild, because its constructor needs two arguments."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what} because {why}")
@@ -26,7 +26,7 @@ class TwoArguments(Exception):
 
 
 class Unpicklable(Exception):
-    """An exception that holds what can't be pickled."""
+    """An exception that contains a lock, which can't be pickled."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -34,36 +34,36 @@ class Unpicklable(Exception):
 
 
 class Stubborn:
-    """Something that can't be pickled."""
+    """A class whose objects can't be pickled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
 
 class Mute(Exception):
-    """An exception whose text can't be had."""
+    """An exception whose `__str__` raises an error."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 class MuteValue(Mute, ValueError):
-    """An error of a kind that hints are given for."""
+    """A `ValueError` whose `__str__` raises; colocate adds hints to some errors of this kind."""
 
 
 class MuteRuntime(Mute, RuntimeError):
-    """An error of the kind of which torch tells that there is no memory."""
+    """A `RuntimeError` whose `__str__` raises; torch reports a lack of memory by this kind of error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(MemoryError):
-    """An exception of which nothing can be set."""
+    """An exception whose attributes can't be set."""
 
     left: int = 0
 
 
 def chained(length: int) -> ValueError:
-    """An exception with more causes than calls can be nested."""
+    """Return an exception with a chain of `length` causes."""
     error = ValueError("the first")
     for _ in range(length):
         later = ValueError("the last")
@@ -73,7 +73,7 @@ def chained(length: int) -> ValueError:
 
 
 class Unreadable:
-    """Something that can be sent, and not be rebuilt."""
+    """A class whose objects can be pickled but not unpickled."""
 
     def __getstate__(self) -> dict[str, int]:
         return {"x": 1}
@@ -83,7 +83,7 @@ class Unreadable:
 
 
 class Leaving(Exception):
-    """An exception that ends any process that takes it up, but the one that has raised it."""
+    """An exception that raises `SystemExit` in any other process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _leave_unless, (os.getpid(),)
@@ -113,12 +113,12 @@ _RAISE: dict[str, Any] = {
 
 
 def deep_inside(kind: str) -> NoReturn:
-    """Where the traceback should end."""
+    """Raise an error; tracebacks should end in this function."""
     raise _RAISE[kind]()
 
 
 def nested(kind: str, levels: int) -> Any:
-    """A list, tuple or dict of so many levels; one that contains itself for 0."""
+    """Return a list, tuple or dict with `levels` levels, or one that contains itself if `levels` is 0."""
     if levels == 0:
         endless: Any = {} if kind == "dict" else []
         if kind == "dict":
@@ -133,7 +133,7 @@ def nested(kind: str, levels: int) -> Any:
 
 
 class Faulty(Role):
-    """Raises, returns what can't be sent, dies."""
+    """A role that raises errors, returns values that can't be sent, hangs, or ends its process."""
 
     @method(collect=First())
     def nest(self, kind: str, levels: int) -> Any:
@@ -147,7 +147,7 @@ class Faulty(Role):
 
     @method(dispatch=PerRank("gate"))
     def fail_after(self, gate: Address | None, failing: int) -> int:
-        """Each rank waits at its gate, if it has one; one of them raises then."""
+        """Wait at the rank's gate, if any, and then raise on rank `failing`."""
         if gate is not None:
             pass_gate(gate)
         if self.ctx.rank == failing:
@@ -175,7 +175,7 @@ class Faulty(Role):
 
     @method
     def exit(self, code: int, last_words: str, ranks: tuple[int, ...] = (0,)) -> int:
-        """Leave without a word to Python, after a line on stderr."""
+        """Print a line to stderr, and end the process without Python's cleanup."""
         if self.ctx.rank in ranks:
             print(last_words, file=sys.stderr, flush=True)
             os._exit(code)
@@ -188,7 +188,7 @@ class Faulty(Role):
 
     @method
     def hold_the_gil(self, gate: Address) -> None:
-        """Come to a gate and then keep the interpreter's lock for ever."""
+        """Pass a gate, and then hold the interpreter's lock (GIL) forever."""
         pass_gate(gate)
         ctypes.PyDLL(None).pause()
 
@@ -230,20 +230,20 @@ class DiesAtStart(Role):
 
 
 def _daemon() -> int:
-    """A process with a session of its own whose parent has ended; its pid."""
+    """Start a process in its own session, whose parent has ended, and return the pid."""
     code = "import subprocess as s; print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=s.DEVNULL).pid)"
     return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout)
 
 
 class Parent(Role):
-    """Starts a process of its own, as a data loader does."""
+    """A role that starts its own processes, as a data loader does."""
 
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
 
     @method
     def start_children(self) -> tuple[int, int, int, int]:
-        """Start four that would live for ever: a program, a fork, a session without an environment, a daemon; pids."""
+        """Start four endless processes (program, fork, new session without environment, daemon); return the pids."""
         forever = "import threading; threading.Event().wait()"
         self.child = subprocess.Popen([sys.executable, "-c", forever])
         forked = os.fork()
@@ -254,7 +254,7 @@ class Parent(Role):
 
     @method
     def compute(self, how: str) -> int:
-        """Have a process of multiprocessing compute something."""
+        """Compute a result in a process of `multiprocessing`."""
         with multiprocessing.get_context(how).Pool(1) as pool:
             return pool.apply(len, ("abc",))
 

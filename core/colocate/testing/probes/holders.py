@@ -1,4 +1,4 @@
-"""Roles that hold memory."""
+"""A role that holds memory for weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIB = 2**20
 
 
 class Holding(Role):
-    """Has a model of one matrix, and Adam for it once it has trained."""
+    """A role with a model of one matrix, and with an optimizer after the first training step."""
 
     def __init__(self, mib: int = 1) -> None:
         self.net = torch.nn.Linear(mib * _MIB // 4096, 1024, bias=False, device=self.ctx.device)
@@ -28,7 +28,7 @@ class Holding(Role):
 
     @method
     def train(self) -> None:
-        """A step: gradients and the optimizer's state are there from then on."""
+        """Run one training step, which creates the gradients and the optimizer's state."""
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.net(torch.ones(1, self.net.in_features, device=self.ctx.device)).sum().backward()
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Roles whose state outlives their workers, or doesn't."""
+"""A role whose state can be saved, for tests of checkpoints and restarts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from colocate.testing.gate import Address, pass_gate
 
 
 class Lasting(Role):
-    """Counts, and can be saved.
+    """A role that counts, and whose count can be saved and restored.
 
     Args:
-        gate: Where its constructor waits from the second generation on; None: nowhere.
-        breaks: How many generations after the first it can't be constructed in.
-        unsaved: Whether `save` raises.
+        gate: The gate where the constructor waits from the second generation on; None for no wait.
+        breaks: The number of generations after the first in which the constructor raises.
+        unsaved: Whether `save` raises on rank 1.
     """
 
     def __init__(self, gate: Address | None = None, breaks: int = 0, unsaved: bool = False) -> None:

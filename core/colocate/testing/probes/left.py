@@ -1,4 +1,4 @@
-"""Roles that leave something in their event loop, which goes on between calls."""
+"""Roles that leave tasks or a server in their event loop, which continues between calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocate.testing.gate import Address, pass_gate_async
 
 
 class Server(Role):
-    """Has a server since its constructor, and a timer."""
+    """A role that starts a server and a timer in its constructor."""
 
     def __init__(self, gate: Address) -> None:
         loop = asyncio.get_event_loop()
@@ -31,37 +31,37 @@ class Server(Role):
         return host, port
 
     async def close(self) -> None:
-        """In the loop in which it serves."""
+        """Close the server in the event loop that runs the server."""
         self.server.close()
         await self.server.wait_closed()
 
 
 class Leaves(Role):
-    """Leaves tasks."""
+    """A role whose methods leave tasks in the event loop."""
 
     def __init__(self) -> None:
         self.tasks: list[asyncio.Task[None]] = []
 
     @method
     async def comes_to(self, gate: Address) -> None:
-        """Leave a task that comes to a gate a while after this has ended."""
+        """Leave a task that connects to a gate some time after this method has ended."""
         self.tasks.append(asyncio.ensure_future(self._comes_to(gate)))
 
     @method
     def begins(self, gate: Address) -> None:
-        """As it, by a method that isn't async."""
+        """Leave the task of `comes_to`, by a method that isn't async."""
         self.tasks.append(asyncio.get_event_loop().create_task(self._comes_to(gate)))
 
     @staticmethod
     async def _comes_to(gate: Address) -> None:
         for _ in range(3):
             await asyncio.sleep(0.01)
-            await asyncio.to_thread(str)  # of which no loop knows anything
+            await asyncio.to_thread(str)  # No event loop tracks this thread.
         await pass_gate_async(gate)
 
     @method
     async def writes_at_its_end(self, file: Path) -> None:
-        """Leave one that does something when it is cancelled."""
+        """Leave a task that writes a file when the task is cancelled."""
         self.tasks.append(asyncio.ensure_future(self._writes(file)))
 
     async def _writes(self, file: Path) -> None:
@@ -73,7 +73,7 @@ class Leaves(Role):
 
     @method
     async def fails(self, words: str) -> None:
-        """Leave one that fails."""
+        """Leave a task that raises an error."""
         asyncio.ensure_future(self._fails(words))  # noqa: RUF006
 
     @staticmethod
@@ -86,7 +86,7 @@ class Leaves(Role):
         raise ValueError("a method")
 
     async def close(self) -> None:
-        """Await tasks that are done, or cancelled now."""
+        """Await the tasks that have ended or were cancelled."""
         for task in self.tasks:
             if task.done():
                 with contextlib.suppress(ValueError):

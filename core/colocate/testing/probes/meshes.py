@@ -1,4 +1,4 @@
-"""A role with several meshes, and functions for `group.run`."""
+"""A role with several meshes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Meshes(Role):
-    """Rows through a mesh for training and one for inference. Rows say along which ranks they have come."""
+    """A role whose methods split and join rows along a mesh for training and a mesh for inference."""
 
     @method
     def places(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -42,18 +42,18 @@ class Meshes(Role):
 
     @method(dispatch=Scatter("batch", mesh="train"), collect=Concat(mesh="train"))
     def staged(self, batch: list[int]) -> list[int] | None:
-        """Minus each row; as in pipelined training, only the last stage has a result."""
+        """Return the negated rows on the last stage of the pipeline, and None on the other stages."""
         mesh = self.ctx.meshes["train"]
         return [-row for row in batch] if mesh.rank("pp") == mesh.size("pp") - 1 else None
 
     @method(dispatch=Scatter("batch", mesh="train"), collect=Concat(mesh="infer"))
     def reshard(self, batch: list[int]) -> list[tuple[int, int]]:
-        """Split along one mesh and joined along the other, with the rank."""
+        """Return each row with its rank, for rows that are split along one mesh and joined along another mesh."""
         return [(row, self.ctx.rank) for row in batch]
 
     @method(dispatch=Scatter("batch", mesh="infer", axis="tp"), collect=Concat(mesh="train", axis="pp"))
     def along_others(self, batch: list[int]) -> list[tuple[int, int]]:
-        """Split along another axis than dp, with the rank."""
+        """Return each row with its rank, for rows that are split and joined along axes other than dp."""
         return [(row, self.ctx.rank) for row in batch]
 
     @method(dispatch=Scatter("batch", mesh="train", pad=True), collect=Concat(mesh="train"))

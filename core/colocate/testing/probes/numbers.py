@@ -1,4 +1,4 @@
-"""Roles that draw from the default generators of their process, and set torch's switches. Needs torch and NumPy."""
+"""A role that draws from the default random generators of its process. Needs torch and NumPy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ else:
 
 
 def draw(device: Any) -> list[float]:
-    """Numbers of each default generator, that of the device last.
+    """Return random numbers from each default generator, with the device's generator last.
 
-    Some generators draw two at once, and leave one of them for the next time.
+    Some generators draw two numbers at once, and keep the second number for the next call.
     """
     numbers: Any = numpy.random
     return [
@@ -35,19 +35,19 @@ def draw(device: Any) -> list[float]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed all of them, as libraries' `set_seed` do."""
+    """Seed all default generators, as the `set_seed` functions of libraries do."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def draw_there(ctx: Context) -> list[float]:
-    """The same, as a function on a worker."""
+    """Return the numbers of `draw`, as a function that is run on a worker."""
     return draw(ctx.device)
 
 
 class Numbers(Role):
-    """Draws, in its constructor for the first time."""
+    """A role that draws random numbers in its constructor and in its methods."""
 
     def __init__(self, seed: int | None = None) -> None:
         if seed is not None:
@@ -56,7 +56,7 @@ class Numbers(Role):
 
     @method
     def draws(self) -> list[list[float]]:
-        """Draw, and return all that was drawn so far."""
+        """Draw once more, and return all numbers that were drawn so far."""
         self.drawn.append(draw(self.ctx.device))
         return self.drawn
 
@@ -66,7 +66,7 @@ class Numbers(Role):
 
     @method(concurrency=2)
     async def soon(self, times: int) -> list[list[float]]:
-        """Draw that often, and wait each time until others have had their turn."""
+        """Draw `times` times, and let other tasks run after each draw."""
         for _ in range(times):
             self.drawn.append(draw(self.ctx.device))
             await asyncio.sleep(0)
@@ -82,4 +82,4 @@ class Numbers(Role):
         (Path(directory) / "there").touch()
 
     def restore(self, directory: str) -> None:
-        draw(self.ctx.device)  # as a library may that reads files
+        draw(self.ctx.device)  # A library that reads files may draw numbers, too.

@@ -1,4 +1,4 @@
-"""Roles on plain Python values: who runs where, and in which order calls run."""
+"""Roles on plain Python values, for tests of where code runs and in which order calls run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 
 
 class Tracked(list[int]):
-    """A list that can be referred to weakly."""
+    """A list that supports weak references."""
 
 
 class Echo(Role):
-    """Says who it is and gives back what it gets."""
+    """A role that returns its arguments, and facts about itself."""
 
     def __init__(self, tag: str = "echo", *, extra: Any = None) -> None:
         self.tag = tag
@@ -56,7 +56,7 @@ class Echo(Role):
 
     @method
     def place(self) -> tuple[int, int, bool]:
-        """Process, thread, and whether that is the main one."""
+        """Return the process id, the thread id, and whether the thread is the main thread."""
         return os.getpid(), threading.get_ident(), threading.current_thread() is threading.main_thread()
 
     @method
@@ -65,8 +65,8 @@ class Echo(Role):
 
     @method
     def ask_sibling(self, name: str) -> tuple[str, int]:
-        """Return what another role of this worker says: called bare."""
-        answer: Any = self.ctx.sibling(name, Echo).tag_and_rank()  # bare, where a view would give a list
+        """Call a method of a sibling role directly, and return the result."""
+        answer: Any = self.ctx.sibling(name, Echo).tag_and_rank()  # This direct call returns no list, unlike a view's.
         return answer[0], answer[1]
 
     @method
@@ -75,14 +75,14 @@ class Echo(Role):
 
     @method
     def bare(self) -> int:
-        """Inside a role, a method of its own is the bare method: no list, no dispatch; on the class it is typed so."""
+        """Call a method of this role directly, without dispatch, on the instance and on the class."""
         answer: Any = self.tag_and_rank()
         assert answer == Echo.tag_and_rank(self) == type(self).tag_and_rank(self)
         return Echo.tag_and_rank(self)[1]
 
     @method
     def from_a_thread(self) -> tuple[int, int]:
-        """The rank, as a thread that the role has started sees it."""
+        """Return the rank as seen by a thread that the role starts, and by the role itself."""
         ranks: list[int] = []
         thread = threading.Thread(target=lambda: ranks.append(self.ctx.rank))
         thread.start()
@@ -91,13 +91,13 @@ class Echo(Role):
 
     @method(dispatch=OnRank(0))
     def call_a_view(self) -> Any:
-        """Call a view from inside a worker, of a group of the role's own."""
+        """Start a runtime and a group inside a worker, and call a view of that group."""
         with colocate.connect("local") as runtime, runtime.reserve() as pool:
             return pool.spawn({"inner": colocate.role(Echo)}).role("inner", Echo).echo(1)
 
     @method
     def tracked(self, gate: Address | None = None) -> Tracked:
-        """Something whose end is noticed: then somebody comes to the gate."""
+        """Return an object that connects to the gate when it is freed."""
         value = Tracked([1])
         self.seen = weakref.ref(value)
         if gate is not None:
@@ -106,7 +106,7 @@ class Echo(Role):
 
     @method
     def is_alive(self) -> bool:
-        """Whether what `tracked` returned last is still there."""
+        """Return whether the last result of `tracked` still exists."""
         return self.seen() is not None
 
     @method
@@ -116,7 +116,7 @@ class Echo(Role):
 
 
 class Log(Role):
-    """Remembers what ran, in which order."""
+    """A role that records which calls ran, in which order."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
@@ -142,14 +142,14 @@ class Log(Role):
 
     @method
     def add_and_look(self, gate: Address, entry: Any) -> bool:
-        """Remember; whether a gate had been opened before this began."""
+        """Record an entry, and return whether a gate was already open when the call began."""
         was_open = is_open(gate)
         self.entries.append(entry)
         return was_open
 
     @method(dispatch=PerRank("gate", "then"))
     def at(self, gate: Address | None, then: str, entry: Any = None) -> Any:
-        """Each rank with a gate waits there; then it raises, or remembers an entry."""
+        """Wait at the rank's gate, if any, and then raise or record an entry."""
         if gate is not None:
             pass_gate(gate)
         if then == "raise":
@@ -166,7 +166,7 @@ class Log(Role):
 
     @method(concurrency=2)
     async def meet(self, entry: Any) -> str:
-        """Wait for the other of two: ends only if both overlap."""
+        """Wait for a second concurrent call of this method, which wakes the first call."""
         self.entries.append(entry)
         if self.event is None:
             self.event = asyncio.Event()
@@ -184,7 +184,7 @@ class Log(Role):
 
     @method(dispatch=PerRank("gate"), concurrency=3)
     async def async_at(self, gate: Address, failing: int | None = None) -> None:
-        """Wait, without an end when nobody opens the gate; one rank raises then."""
+        """Wait until the gate is open, then raise on rank `failing`. Record a cancellation."""
         try:
             await pass_gate_async(gate)
         except asyncio.CancelledError:
@@ -196,7 +196,7 @@ class Log(Role):
 
     @method
     def look_until_cancelled(self, gate: Address) -> str:
-        """Pass a gate, then work until nobody wants the result."""
+        """Pass a gate, and then work until the call is cancelled."""
         pass_gate(gate)
         pause = threading.Event()
         while not self.ctx.cancelled:

@@ -1,4 +1,4 @@
-"""Roles on rows: every dispatch and collect, meshes, and those of a user's own."""
+"""Roles on rows, with every dispatch and collect, with meshes, and with a user's own dispatch and collect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocate import Broadcast, Concat, First, Gather, OnRank, PerRank, Reduce, 
 
 
 class Rows(Role):
-    """Every dispatch and collect, on lists of numbers."""
+    """A role with methods for every dispatch and collect, on lists of numbers."""
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def double(self, batch: list[int]) -> list[int]:
@@ -31,7 +31,7 @@ class Rows(Role):
 
     @method(dispatch=Scatter("batch", pad="masked"), collect=Gather())
     def masked(self, batch: list[int]) -> tuple[list[int], int | None]:
-        """Return what each rank gets, and how much of it is real."""
+        """Return the padded rows of each rank, and how many of these rows aren't padding."""
         return batch, self.ctx.valid_rows
 
     @method(dispatch=Scatter("batch", empty="run"), collect=Gather())
@@ -52,7 +52,7 @@ class Rows(Role):
 
     @method(dispatch=Scatter("batch", empty="run"), collect=Reduce("mean"))
     def mean(self, batch: list[float]) -> dict[str, float]:
-        """The mean of the rows; NaN on a rank without any, which doesn't count."""
+        """Return the mean of the rows, or NaN on a rank without rows, which isn't counted."""
         return {"mean": sum(batch) / len(batch) if batch else float("nan")}
 
     @method(dispatch=Scatter("batch"), collect=Reduce("mean", weight=None))
@@ -85,7 +85,7 @@ class Rows(Role):
 
 
 class Axes(Role):
-    """Where the ranks lie in a mesh, and what reaches them there."""
+    """A role that reports the ranks' positions in a mesh, and the rows that each rank receives."""
 
     @method
     def coordinates(self, *axes: str) -> list[tuple[int, int]]:
@@ -93,7 +93,7 @@ class Axes(Role):
 
     @method(dispatch=Scatter("batch"), collect=Gather())
     def seen(self, batch: list[int]) -> list[int]:
-        """Return what each rank gets of a batch spread over dp."""
+        """Return the rows that each rank receives from a batch that is split along dp."""
         return batch
 
     @method(dispatch=Scatter("batch"), collect=Concat())
@@ -119,7 +119,7 @@ class Axes(Role):
 
 @attrs.frozen
 class Swap(colocate.Dispatch):
-    """A dispatch of a user's own: rank i gets the arguments with `to` set to the rank counted from the end."""
+    """A user's own dispatch, which sets the argument `to` on each rank to the rank counted from the end."""
 
     def split(self, arguments: Any, ranks: colocate.Ranks) -> list[dict[str, Any]]:
         return [{**arguments, "to": ranks.world_size - 1 - rank} for rank in range(ranks.world_size)]
@@ -127,7 +127,7 @@ class Swap(colocate.Dispatch):
 
 @attrs.frozen
 class ByRank(colocate.Collect):
-    """A collect of a user's own: a dict by rank."""
+    """A user's own collect, which joins the results in a dict by rank."""
 
     def join(self, results: Any, ranks: colocate.Ranks) -> dict[int, Any]:
         return dict(enumerate(results))
@@ -135,14 +135,14 @@ class ByRank(colocate.Collect):
 
 @attrs.frozen
 class Counts(colocate.Collect):
-    """Another one: how many rows each rank worked on, as the framework tells it."""
+    """A user's own collect, which returns how many rows each rank has received."""
 
     def join(self, results: Any, ranks: colocate.Ranks) -> Any:
         return ranks.rows
 
 
 class Own(Role):
-    """A dispatch and a collect of a user's own, and all that Python's signatures allow."""
+    """A role with a user's own dispatch and collect, and with every kind of Python parameter."""
 
     @method(dispatch=Swap(), collect=ByRank())
     def swapped(self, to: int = -1) -> tuple[int, int]:
@@ -150,7 +150,7 @@ class Own(Role):
 
     @method(dispatch=Scatter("batch"), collect=Counts())
     def counted(self, batch: list[int]) -> None:
-        """Have them counted."""
+        """Do nothing, because `Counts` returns the number of rows."""
 
     @method(collect=First())
     def signature(self, a: int, /, b: int = 2, *rest: int, c: int, **others: int) -> Any:

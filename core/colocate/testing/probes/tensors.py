@@ -1,4 +1,4 @@
-"""Roles on tensors: memory, autograd, writes in place, random numbers. Each needs torch."""
+"""Roles on tensors, for tests of memory, autograd, writes in place and random numbers. All need torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 class Tensors(Role):
-    """Makes tensors, keeps them, writes where it shouldn't."""
+    """A role that creates tensors, keeps references to them, and writes where methods must not write."""
 
     def __init__(self) -> None:
         self.returned: Any = None
@@ -24,7 +24,7 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def make(self, rows: int, fill: float | None = None) -> torch.Tensor:
-        """So many rows on each rank, all different unless filled."""
+        """Return a tensor with `rows` elements, which are different on all ranks unless `fill` is given."""
         device = self.ctx.device
         filled = torch.arange(float(rows), device=device) + 100.0 * self.ctx.rank
         filled = filled if fill is None else torch.full_like(filled, fill)
@@ -33,7 +33,7 @@ class Tensors(Role):
 
     @method
     def make_uncollected(self, rows: int) -> list[torch.Tensor]:
-        """Rows in a process whose garbage collector doesn't run, until `is_there` is asked with `collects`."""
+        """Return a tensor, and disable the garbage collector until `is_there` is called with `collects`."""
         gc.collect()
         gc.disable()
         tensor = torch.arange(float(rows), device=self.ctx.device)
@@ -42,7 +42,7 @@ class Tensors(Role):
 
     @method
     def is_there(self, collects: bool = False) -> bool:
-        """Whether what `make_uncollected` has made is still there."""
+        """Return whether the tensor of `make_uncollected` still exists."""
         if collects:
             gc.enable()
         return self.weak() is not None
@@ -87,7 +87,7 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def with_gradient(self, rows: int) -> dict[str, torch.Tensor]:
-        """A tensor that hangs on a graph, and a parameter."""
+        """Return a parameter, and a tensor that was computed from the parameter."""
         weight = torch.nn.Parameter(torch.arange(float(rows), device=self.ctx.device))
         return {"made": weight * 3, "weight": weight}
 
@@ -100,7 +100,7 @@ class Tensors(Role):
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def write_into(self, x: torch.Tensor) -> None:
-        """Do what no method may do: change the argument in place."""
+        """Change the argument in place, which no method may do."""
         x.add_(1.0)
 
     @method(dispatch=Scatter("x"), collect=Gather())
@@ -113,7 +113,7 @@ class Tensors(Role):
 
     @method
     def write_behind_the_version(self) -> None:
-        """A write that torch's version counter doesn't see."""
+        """Write into a returned tensor in a way that torch's version counter doesn't record."""
         self.returned.numpy()[:] = -1.0
 
     @method
@@ -135,7 +135,7 @@ class Tensors(Role):
 
     @method
     def keep_and_write(self, x: torch.Tensor, on_rank: int) -> list[float]:
-        """One rank changes its copy of an argument, to see who notices. Every rank then says what it has."""
+        """Change the argument on one rank, and return each rank's values to show which ranks see the change."""
         self.given = x
         if self.ctx.rank == on_rank:
             x.zero_()
@@ -155,7 +155,7 @@ class Tensors(Role):
 
     @method(collect=Concat())
     def random_but(self, rows: int, failing: int) -> torch.Tensor:
-        """The same, and a rank raises after it has drawn."""
+        """Draw random numbers as `random` does, but raise on rank `failing` afterwards."""
         drawn = torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
         if failing == self.ctx.rank:
             raise ValueError("a bad draw")

@@ -1,1 +1,1 @@
-"""Start and end of a worker process."""
+"""Starts and ends worker processes."""

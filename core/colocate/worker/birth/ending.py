@@ -1,4 +1,4 @@
-"""The end of a worker process.
+"""Ends a worker process.
 
 The visible part of an interpreter's shutdown is done: threads are waited for, exit handlers run, objects that roles
 held are finalized, and files are flushed. The rest, which takes all modules apart, is skipped: with torch that is half
@@ -23,38 +23,41 @@ from colocate.wire import track
 
 
 def end(status: int = 0) -> NoReturn:
-    """End this process as an interpreter ends a script with this exit code."""
+    """End this process with an exit code, as an interpreter does after a script."""
     threads: Any = threading
     handlers: Any = atexit
     threads._shutdown()
     handlers._run_exitfuncs()
-    gc.collect()  # a fork's initial objects are left out: the template has frozen them
+    gc.collect()  # A fork's initial objects are frozen by the template, and aren't collected.
     for item in gc.get_objects():
         if issubclass(type(item), io.IOBase):
-            # The file is closed, or nobody reads the pipe; an interpreter is silent, too.
+            # Errors are ignored, as an interpreter does: the file may be closed, or nobody reads the pipe.
             with contextlib.suppress(Exception):
                 item.flush()
-    ctypes.CDLL(None).fflush(None)  # output that C libraries have buffered
+    ctypes.CDLL(None).fflush(None)  # This flushes output that C libraries have buffered.
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads the stream, or a role has closed it
-            status = 120  # the exit code of an interpreter for this case
+        except (OSError, ValueError):  # Nobody reads the stream, or a role has closed the stream.
+            status = 120  # An interpreter uses this exit code in this case.
     os._exit(status & 0xFF)
 
 
 class RoleCode:
-    """Block of role code. A child process forked inside ends at the end of the block, as a script's child would."""
+    """A context manager around role code.
+
+    A child forked inside exits at the end of the block, as a script's child would.
+    """
 
     def __init__(self, has_thread: bool = True) -> None:
-        """Args: has_thread: Whether the block keeps the lane until the end; False for awaited code."""
+        """Args: has_thread: Whether the block occupies the lane's thread to the end; False for awaited code."""
         self._is_left = True
         self._has_thread = has_thread
         self._begun: list[int] = []
         track(self)
 
     def forget(self) -> None:
-        """Record that this is a forked child."""
+        """Record that this process is a forked child."""
         self._is_left = False
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks for the first import of torch or NumPy in a worker, whichever code imports the module.
+"""Runs callbacks when torch or NumPy is first imported in a worker, whichever code imports the module.
 
 Two threads of a worker may import torch first: the lane, for a role, and the thread that makes the default process
 group. While one thread is in `import torch`, `import torch.distributed` in the other doesn't wait: Python locks each
@@ -17,9 +17,9 @@ from typing import Any
 
 
 def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
-    """Register callbacks for the import of modules, and run the callbacks of imported modules now.
+    """Register callbacks for the import of modules, and run the callbacks of already imported modules now.
 
-    For worker processes only: until all modules are there, imports of torch take turns.
+    Only for worker processes. Until all modules are imported, only one thread at a time may import torch.
 
     Args:
         acts: By module ("torch", "numpy.random") the callback, run on the importing thread. It must not raise.

@@ -1,4 +1,4 @@
-"""Imports of a worker: modules beside the driver's script come from there, as source; others are the worker's own."""
+"""Imports the driver's modules in a worker. Modules next to the driver's script arrive as source code."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Ask = Callable[[str], Mapping[str, Source | Refused]]
 
 
 def is_importing(frame: FrameType) -> bool:
-    """Return whether a frame is the module code of a module in the middle of an import."""
+    """Return whether a frame runs the top-level code of a module that is being imported."""
     spec = frame.f_globals.get("__spec__")
     return frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False)
 
 
 def importing(frames: Iterable[FrameType]) -> str | None:
-    """Return the module that code with these frames (innermost first) imports; of nested imports, the outermost."""
+    """Return the outermost module that the code of these frames (innermost first) is importing, or None."""
     names = [str(frame.f_globals["__name__"]) for frame in frames if is_importing(frame)]
     return names[-1] if names else None
 
 
 class _Loader(SourceFileLoader):
-    """Runs the source of a driver's module. Files beside the module are missing here."""
+    """Loads a driver's module from source code. Files next to the module don't exist here."""
 
     def __init__(self, name: str, source: Source, path: str | None) -> None:
         super().__init__(name, path or "")
@@ -56,16 +56,17 @@ class _Loader(SourceFileLoader):
 
 
 class DriversModules:
-    """Finder for the driver's modules, ahead of all others. Asks once for each name outside the standard library."""
+    """Import finder that asks the driver before all other finders, once for each name outside the standard library."""
 
     def __init__(self, ask: Ask) -> None:
         """Args: ask: Asks the driver for a module; raises ColocateError when the driver can't be asked."""
         self._ask = ask
         self._found: dict[str, Source | Refused] = {}
-        self._others: set[str] = set()  # packages that are this machine's own
-        self.shadowing: frozenset[str] = frozenset()  # the driver's modules that replace the standard library's
+        self._others: set[str] = set()  # Top-level packages that this machine provides and the driver doesn't.
+        # The driver's modules that replace modules of the standard library.
+        self.shadowing: frozenset[str] = frozenset()
         self._pid = os.getpid()
-        self.receiver: int | None = None  # id of the thread that receives the driver's answers
+        self.receiver: int | None = None  # Id of the thread that receives the driver's answers.
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of a module if the driver has the module."""
@@ -78,7 +79,7 @@ class DriversModules:
             try:
                 with _without_import_lock():
                     answer = self._ask(name)
-            except ColocateError as error:  # no driver now, or the call may not wait, or the driver has no answer
+            except ColocateError as error:  # The driver can't be reached, or has no answer.
                 refusal = error.message
         if answer:
             self._found.update(answer)
@@ -98,15 +99,15 @@ class DriversModules:
         return other
 
     def know(self, sources: Mapping[str, Source]) -> None:
-        """Add sources without a question to the driver."""
+        """Add module sources without asking the driver."""
         self._found.update(sources)
 
     def forget(self) -> None:
-        """Forget modules that nobody has imported yet: the next driver answers for these."""
+        """Forget modules that nobody has imported yet, so that the next driver is asked for these modules."""
         self._found = {name: source for name, source in self._found.items() if name in sys.modules}
 
     def _may_ask(self) -> bool:
-        """Return whether the driver may be asked: not in a forked child, nor on the receiving thread, say."""
+        """Return whether the driver may be asked. This isn't possible in a forked child or on the receiving thread."""
         thread = threading.get_ident()
         return os.getpid() == self._pid and thread != self.receiver and thread not in features.importing
 
@@ -119,7 +120,7 @@ def _without_import_lock() -> Iterator[None]:
     """
     try:
         _imp.release_lock()
-    except RuntimeError:  # no import is running: the finder was called directly
+    except RuntimeError:  # No import is running, because the finder was called directly.
         yield
         return
     try:
@@ -131,14 +132,15 @@ def _without_import_lock() -> Iterator[None]:
 def _spec(name: str, source: Source) -> ModuleSpec | None:
     path = source.file
     with contextlib.suppress(OSError):
-        if path is not None and Path(path).read_bytes() == source.text:  # the driver's file exists on this machine, too
+        # The driver's file exists on this machine, too.
+        if path is not None and Path(path).read_bytes() == source.text:
             return importlib.util.spec_from_file_location(name, path)
     if path is not None:
-        if os.path.exists(path):  # a different file of this name exists here
+        if os.path.exists(path):  # A different file of this name exists on this machine.
             path = f"driver:{path}"
         _folders_elsewhere.add(os.path.dirname(path))
     spec = ModuleSpec(name, _Loader(name, source, path), origin=path, is_package=source.package)
-    spec.has_location = path is not None  # lets tracebacks and `inspect` read the source through the loader
+    spec.has_location = path is not None  # This lets tracebacks and `inspect` read the source through the loader.
     return spec
 
 
@@ -149,13 +151,14 @@ def own_sources() -> dict[str, Source]:
     return {name: source for name, source in pairs if isinstance(source, Source)}
 
 
-_folders_elsewhere: set[str] = set()  # folders, on the driver's machine, of modules received as source
+_folders_elsewhere: set[str] = set()  # Folders on the driver's machine that contain modules received as source.
 
 
-_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.[\w.]+'")  # pickle's error text
+# This matches pickle's error text.
+_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.[\w.]+'")
 
 
-_LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")  # Python's error text
+_LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")  # This matches Python's error text.
 
 
 def hint_for(error: BaseException) -> str | None:
@@ -204,9 +207,10 @@ def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
 
 @functools.cache
 def imported_already() -> dict[str, tuple[str, str]]:
-    """Return file and digest of the modules that were imported before the first call, without Python's own.
+    """Return the file and digest of modules imported before the first call, without Python's own modules.
 
-    The template calls this for its forks: a look at all modules changes reference counts, and so unshares their memory.
+    The template calls this for its forks, because inspecting all modules changes reference counts, which would unshare
+    a fork's memory.
     """
     digests: dict[str, tuple[str, str]] = {}
     for name, module in list(sys.modules.items()):
@@ -215,6 +219,6 @@ def imported_already() -> dict[str, tuple[str, str]]:
             continue
         try:
             digests[name] = file, digest(Path(file).read_bytes())
-        except OSError:  # the module is in an archive
+        except OSError:  # The module is in an archive.
             continue
     return digests

@@ -1,4 +1,4 @@
-"""A worker process: `python -m colocate.worker FD PARENT_PID serves|waits LABEL`.
+"""Runs a worker process: `python -m colocate.worker FD PARENT_PID serves|waits LABEL`.
 
 FD is the worker's end of the lane, or with `waits` a socket on which that end will come. LABEL names the owner in
 process listings of the machine. The worker ends with its lane (in a pool that may be detached, when its keeper says
@@ -40,7 +40,7 @@ SPAWNED = "colocate.worker.birth.spawned"
 
 
 def main() -> None:
-    """Serve one lane until the lane is closed."""
+    """Set up this worker process, and serve drivers until the worker ends."""
     fd = int(sys.argv[1])
     renew()
     label_output()
@@ -48,15 +48,15 @@ def main() -> None:
     merge_at_once()
     # multiprocessing imports a spawned process's `__main__` by this name.
     sys.modules["__main__"].__spec__.name = SPAWNED  # type: ignore[union-attr]
-    os.set_inheritable(fd, False)  # a program that a role starts or execs must not keep the lane open
+    os.set_inheritable(fd, False)  # A program that a role starts or execs must not keep the lane open.
     sock = socket.socket(fileno=fd)
     if sys.argv[3] != "waits":
         serve(sock)
         return
-    door = sock  # the socket for lanes and this machine's certificates
+    door = sock  # This socket brings lanes and this machine's certificates.
     try:
         handover = given(door)
-    except EOFError:  # a worker without a lane has nothing to do
+    except EOFError:  # A worker without a lane has nothing to do.
         os._exit(0)
     assert not isinstance(handover, bytes)
     sock, epoch, tls = handover
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door: socket.socket | None = None) -> None:
-    """Run a worker at the other end of a connected, authenticated socket; the first message is the boot.
+    """Run a worker on a connected, authenticated socket. The first message there must be the boot message.
 
-    The calling thread, the main one, becomes the lane.
+    The calling thread, which must be the main thread, becomes the lane.
     """
     event_loop = wire.EventLoop("worker", own_thread=False)
     hosts: queue.SimpleQueue[WorkerHost] = queue.SimpleQueue()
@@ -84,14 +84,14 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
     def receive() -> None:
         try:
             event_loop.run()
-        except BaseException:  # nothing here has an owner any more, and role code would go on
+        except BaseException:  # Nobody controls this worker any more, but role code would continue.
             report_exception()
             os._exit(1)
 
     Service(event_loop, begin, tls, door).open(sock, epoch)
     Thread(target=receive, name="colocate-worker").start()
     lane = hosts.get().lane
-    _raise_thread_counts()  # here, as OpenMP keeps a count per thread
+    _raise_thread_counts()  # Called on this thread, because OpenMP has a count for each thread.
     guard(lane)
     lane.run()
     leave()
@@ -99,13 +99,14 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
 
 
 def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
-    """Set up the process as the boot says, and make the host. On the event loop's thread."""
+    """Set up the process for a boot message, and create the worker host. Runs on the event loop's thread."""
     os.environ.update(boot.env)
     wire.cut_here_after(boot.cut_s)
-    if "RAY_ADDRESS" not in os.environ:  # a library that looks for Ray would start a whole Ray cluster in each worker
+    # Otherwise, a library that looks for Ray would start a Ray cluster in each worker.
+    if "RAY_ADDRESS" not in os.environ:
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     interface: str | None = "lo"
-    if boot.host != wire.LOOPBACK:  # torch alone may choose an interface that other machines don't reach
+    if boot.host != wire.LOOPBACK:  # By itself, torch may choose an interface that other machines can't reach.
         import psutil
 
         addresses = ((name, item.address) for name, entries in psutil.net_if_addrs().items() for item in entries)
@@ -116,7 +117,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
-        # torch and other libraries read the variable at the first import.
+        # Torch and other libraries read the variable at the first import.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
     show_logs(boot.log_levels)
 
@@ -131,7 +132,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
             wide.came()
 
     def look_at_torch() -> None:
-        if not host.roles:  # otherwise the baseline includes roles' memory already
+        if not host.roles:  # Once roles exist, the process's memory includes role memory, and can't be the baseline.
             host.empty = private_bytes()
         for name in followers():
             host.part(name).came()
@@ -163,9 +164,9 @@ _OPENBLAS = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "sci
 def _raise_thread_counts() -> None:
     """Set the thread counts of torch and OpenBLAS from the environment, or to their own defaults.
 
-    A fork may find both imported, and then the variables have come too late.
+    In a fork of the template, torch and NumPy may have been imported before these variables were set.
     """
-    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # only these modules load OpenBLAS
+    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # Only these modules load OpenBLAS.
         return
 
     def first_number(*names: str) -> int:
@@ -173,7 +174,7 @@ def _raise_thread_counts() -> None:
         return next((int(text) for text in digits if text.isdigit() and int(text)), 0)
 
     count = first_number("OMP_NUM_THREADS")
-    # Without a count torch has read the processors at the import.
+    # Without a count, torch has already counted the processors at import.
     if count and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)
     count = first_number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")

@@ -1,4 +1,4 @@
-"""Worker processes as the operating system shows them; the owner is on the command line."""
+"""Finds worker processes in the operating system's process list, by their command lines."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ OF_A_ROLE = "process of a role"
 
 @attrs.frozen
 class WorkerFound:
-    """Process that runs `colocate.worker`: a worker, a supervisor or a template."""
+    """A process that runs `colocate.worker`: a worker, a supervisor or a template."""
 
     pid: int  # process id
-    starter: int  # pid of the process that started this one
-    # Whether the starter is gone. (A worker's forked child shows the worker's command line, but lives below the
-    # worker.)
+    starter: int  # Pid of the process that started this one.
+    # Whether the starter has exited.
+    # A worker's forked child has the worker's command line, but isn't an orphan while the starter runs.
     orphan: bool
-    label: str  # the worker's id, or the id of the reservation whose keeper started the worker
-    since: float  # start time, in seconds of time.time()
+    label: str  # Id of the worker, or of the reservation for which a keeper started the worker.
+    since: float  # Start time, as a value of time.time().
 
 
 @attrs.frozen
 class Left:
-    """Leftover process that a worker's roles have started, and that has outlived the worker and both supervisors."""
+    """A leftover process that a worker's role has started, and that has outlived the worker and both supervisors."""
 
     pid: int  # process id
-    since: float  # start time, in seconds of time.time()
-    label: str  # label of the worker; empty when the process has cleared the environment
-    starter: int  # pid of the process that started the worker
-    name: str  # name of the program
+    since: float  # Start time, as a value of time.time().
+    label: str  # Label of the worker; empty if the process has cleared the environment.
+    starter: int  # Pid of the process that started the worker.
+    name: str  # Name of the process's program.
 
     def running(self, node: str = "") -> Running:
-        """Return the entry for an audit."""
+        """Return this process as an entry for an audit."""
         worker = f"worker {self.label}" if self.label else f"a worker of a runtime of process {self.starter}"
         detail = f"{worker}, whose role started it, and what should have ended it with that are gone"
         return Running(OF_A_ROLE, self.name, node=node, pid=self.pid, since=self.since, detail=detail)
@@ -46,67 +46,70 @@ class Left:
 
 @attrs.frozen
 class Child:
-    """A process that this very process has started."""
+    """A child process of the current process."""
 
-    started: int  # process id; for a worker, of the upper supervisor
-    pid: int  # process id; for a worker, of the worker itself
-    since: float  # start time, in seconds of time.time()
-    label: str  # label of the worker; empty for other processes, and after a change of the command line
+    started: int  # Process id; for a worker, the upper supervisor's id.
+    pid: int  # Process id; for a worker, the id of the worker itself.
+    since: float  # Start time, as a value of time.time().
+    label: str  # Label of the worker; empty for other processes, or if the command line was changed.
 
 
 def below_this() -> list[Child]:
-    """Return the running children of this very process, without zombies; for a worker, the worker's own process."""
+    """Return the running children of this process, without zombies.
+
+    For a worker, the entry names the worker itself, not a supervisor.
+    """
     this = psutil.Process()
     below: dict[int, list[psutil.Process]] = {}
     for process in this.children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
                 below.setdefault(process.ppid(), []).append(process)
-        except psutil.Error:  # the process is gone
+        except psutil.Error:  # The process has exited.
             continue
     children = []
     for process in below.get(this.pid, []):
         try:
             arguments, shown = arguments_of(process, MODULE), process
-            # A supervisor's first child is the supervised process; without one the supervisor is just starting, or
-            # ending.
+            # A supervisor's first child is the supervised process.
+            # Without a child, the supervisor is just starting or ending.
             for _ in range(0 if arguments is None else SUPERVISORS):
                 shown = min(below.get(shown.pid, [shown]), key=lambda child: (child.create_time(), child.pid))
-            label = "".join((arguments or [])[3:4]).strip()  # a template has no label
+            label = "".join((arguments or [])[3:4]).strip()  # A template has no label.
             children.append(Child(process.pid, shown.pid, shown.create_time(), label))
-        except psutil.Error:  # the process is gone
+        except psutil.Error:  # The process has exited.
             continue
     return children
 
 
 def worker_below(started: int) -> int | None:
-    """Return a worker's own process, or a supervisor without a child yet; None when the worker has ended.
+    """Return the pid of a worker's own process, or of a supervisor without a child; None if the worker has ended.
 
     Args:
         started: The worker's upper supervisor, a child of this very process. Children of other processes aren't seen.
     """
     try:
-        if psutil.Process(started).ppid() != os.getpid():  # the supervisor has ended, and the id was reused
+        if psutil.Process(started).ppid() != os.getpid():  # The supervisor has ended, and the pid was reused.
             return None
         for _ in range(SUPERVISORS):
             with open(f"/proc/{started}/task/{started}/children") as file:
-                started = next(map(int, file.read().split()), started)  # the oldest child comes first
+                started = next(map(int, file.read().split()), started)  # The oldest child comes first.
     except (psutil.Error, OSError):
         return None
     return started
 
 
 def has_ended(started: int) -> bool:
-    """Return whether a worker has ended, though `started`, the upper supervisor, still ends the descendants."""
+    """Return whether a worker has ended, even if the upper supervisor `started` still ends descendants."""
     worker = worker_below(started)
     try:
         return worker is None or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:  # just ended
+    except psutil.Error:  # The process has just ended.
         return True
 
 
 def left_by(starter: int | None = None) -> list[Left]:
-    """Return processes that workers have left behind: marked as a worker's, but outside of the starter's descendants.
+    """Return processes that workers have left behind: processes with a worker's mark that aren't below the starter.
 
     Args:
         starter: Only leftovers of this process's workers, forks of a worker included; None for the whole machine,
@@ -124,13 +127,13 @@ def left_by(starter: int | None = None) -> list[Left]:
             if process.status() != psutil.STATUS_ZOMBIE and above not in {parent.pid for parent in process.parents()}:
                 name = label if mark.isdigit() else ""
                 leftovers.append(Left(process.pid, process.create_time(), name, above, process.name()))
-        except (psutil.Error, OSError):  # gone, or owned by another user
+        except (psutil.Error, OSError):  # The process has exited, or belongs to another user.
             continue
     return leftovers
 
 
 def of_this_machine() -> list[WorkerFound]:
-    """Return all workers of this machine, as far as the processes are visible."""
+    """Return all worker processes of this machine that this user can see."""
     workers = []
     for process in psutil.process_iter():
         try:
@@ -141,7 +144,7 @@ def of_this_machine() -> list[WorkerFound]:
             orphan = starter not in {parent.pid for parent in process.parents()}
             label = "".join(arguments[3:4]).strip()
             workers.append(WorkerFound(process.pid, starter, orphan, label, process.create_time()))
-        except (psutil.Error, OSError):  # gone, or owned by another user
+        except (psutil.Error, OSError):  # The process has exited, or belongs to another user.
             continue
     return workers
 

@@ -1,4 +1,4 @@
-"""Signals that a terminal or a batch system sends to all processes at once: workers leave the response to the driver.
+"""Ignores signals that a terminal or batch system sends to all processes. Only the driver responds.
 
 Some ask a program to end (SIGINT, SIGTERM, SIGHUP), others to write a checkpoint (SIGUSR1, SIGUSR2, SIGXCPU).
 """
@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Iterable
 
-_ENDING = signal.SIGINT, signal.SIGTERM  # sent by a process to end a fork of its own
+_ENDING = signal.SIGINT, signal.SIGTERM  # A process also sends these signals to end forks.
 FOR_DRIVERS = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 LEFT = *_ENDING, *FOR_DRIVERS
 ASKS = signal.SIGRTMIN + 1
@@ -20,7 +20,7 @@ ASKS = signal.SIGRTMIN + 1
 def pass_over(numbers: Iterable[int]) -> None:
     """Ignore these signals, until other code sets a handler.
 
-    The handler does nothing, instead of SIG_IGN: an ignored signal stays ignored in programs that roles start.
+    An empty handler is set, not SIG_IGN, because an ignored signal stays ignored in programs that roles start.
     """
     for number in numbers:
         signal.signal(number, _passed_over)
@@ -44,11 +44,11 @@ def end_when_asked() -> None:
 def leave_to_the_driver() -> None:
     """Ignore the signals for drivers in this process: a worker, or a child that runs a function.
 
-    Its forks ignore them, too, except for the signals that end a fork.
+    Forks of this process also ignore these signals, except for signals that end a fork.
     """
     pass_over(LEFT)
 
-    # A fork blocks the signals until the handlers are reset: a signal before that would be ignored.
+    # The signals are blocked during a fork until handlers are reset, because an earlier signal would be lost.
     before = threading.local()
 
     def block() -> None:

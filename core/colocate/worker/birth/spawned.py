@@ -1,4 +1,4 @@
-"""The `__main__` of a process that a role spawns by `multiprocessing`: names of the driver's script are missing.
+"""Serves as `__main__` in processes that roles spawn by `multiprocessing`, where the driver's script is missing.
 
 Such a process receives functions and classes of the script by name, and doesn't have the script. Python alone reports
 nothing: a pool's process dies of the failed unpickling, and the pool starts another one, endlessly. So a name is
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
     caller = sys._getframe(1).f_globals.get("__name__")
     if not name.startswith("__") and caller in _GIVES_WORK:
         return _Missing(name, (_Instance,), {})
-    if not name.startswith("__") and caller == "multiprocessing.spawn":  # at the start of a new process
+    if not name.startswith("__") and caller == "multiprocessing.spawn":  # A new process is just starting.
         raise _missing(name)
     raise AttributeError(f"module '__main__' has no attribute {name!r}")
 
@@ -32,16 +32,16 @@ def _missing(name: str) -> ColocateError:
 
 
 class _Missing(type):
-    """Placeholder for a function or class of the script."""
+    """Placeholder for a function or class of the driver's script."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") in _GIVES_WORK:  # part of an unpickled value
+        if sys._getframe(1).f_globals.get("__name__") in _GIVES_WORK:  # The instance is part of an unpickled value.
             return object.__new__(cls)  # type: ignore[arg-type]  # it is a class
         raise _missing(cls.__name__)
 
 
 class _Instance:
-    """Instance of a placeholder class: pickle may make one, but no code may use one."""
+    """Instance of a placeholder class. Pickle may create one, but any use raises an error."""
 
     def __new__(cls, *args: Any) -> _Instance:
         return object.__new__(cls)

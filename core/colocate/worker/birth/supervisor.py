@@ -1,4 +1,4 @@
-"""The supervisors of a worker: two small processes above the worker, which end all processes that roles have started.
+"""Puts two small supervisor processes above a worker, which end all processes that roles have started.
 
     starter → supervisor → supervisor → worker → whatever roles start
 
@@ -43,27 +43,28 @@ SUPERVISORS = 2
 TRACKERS_S = 5.0
 """Seconds that Python's resource trackers may go on after everything else was killed."""
 
-# Descendants inherit this limit, whatever happens to their environment, session and descriptors. The unit is
-# microseconds of a real-time scheduler; ten thousand years mean no limit, and the lower bits hold a pid.
+# Descendants inherit this resource limit, whatever happens to their environment, session and descriptors.
+# The value is ten thousand years in microseconds, thus no limit, with the starter's pid in the lower bits.
 _LIMIT = 0xC010 << 46
 _LIMIT_PIDS = 1 << 22
 
-_PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # Python ignores these and raises an error instead
-_LEFT_S = 5.0  # for processes that SIGKILL doesn't end: in the kernel's hands, or of other users
-_LOWER_S = 1.0  # for the lower supervisor, which may be stopped, to end by itself
+_PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # Python ignores these signals, and raises an error instead.
+_LEFT_S = 5.0  # Seconds to wait for processes that SIGKILL doesn't end, such as other users' processes.
+_LOWER_S = 1.0  # Seconds in which the lower supervisor may end by itself before being killed.
 _LOOK_S, _LONGEST_S = 0.01, 0.5
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 1, 4, 36, 0x59616D61
-_TRACKER = b"resource_tracker import main"  # of multiprocessing and loky
+_TRACKER = b"resource_tracker import main"  # Text in the command lines of the trackers of multiprocessing and loky.
 
 
 def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
     """Put supervisors above this process, and return in the grandchild, which has one thread and no child yet.
 
-    There, no signal is ignored or blocked, however the starter was started (by `nohup`, a daemon, a shell's `&`): a
-    process that ignores SIGCHLD isn't told how a child ends, and one that ignores SIGTERM isn't ended by SIGTERM.
+    In the grandchild, no signal is ignored or blocked, however the starter was started (by `nohup`, a daemon, a shell's
+    `&`). A process that ignores SIGCHLD can't learn how a child ends, and SIGTERM doesn't end a process that ignores
+    it.
 
     Args:
-        starter: The process that has started this one, and with which all of them end.
+        starter: The process that has started this one. The supervisors and the grandchild end with it.
         begin: Called in the grandchild before signals are unblocked.
     """
     import resource
@@ -73,7 +74,7 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
-    # Otherwise the limit has another meaning.
+    # This limit is only set if no other program has set the limit.
     if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):
         resource.setrlimit(resource.RLIMIT_RTTIME, (_LIMIT + starter, hard))
     above = starter
@@ -85,28 +86,28 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
             _supervise(above, child, lower > 1)
         above = this
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != above:  # the parent was gone before `prctl`
+    if os.getppid() != above:  # The parent exited before the death signal was requested.
         os._exit(0)
-    # A new session, because a role that signals the process group doesn't mean the supervisors. Also, the kernel
-    # schedules by sessions (see sched(7), autogroup): among workers of one session, a thread that wakes up for a
-    # collective waits until the running worker has used up the time slice. Collectives took twice as long so (two ranks
-    # on two cores), a step 8 % longer.
+    # A new session protects the supervisors from a role that signals the process group.
+    # The kernel also schedules by sessions (sched(7), autogroup).
+    # Among workers of one session, a thread woken for a collective waits for the running worker's time slice.
+    # In one session, two ranks on two cores took twice as long for collectives, and 8 % longer for a step.
     os.setsid()
-    # Otherwise the kernel's Yama keeps the starter's other children from reading this process's memory.
+    # Otherwise, the kernel's Yama module prevents the starter's other children from reading this process's memory.
     _prctl(_PR_SET_PTRACER, starter)
     begin()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def starter_of(limit: int) -> int | None:
-    """Return the pid of the starter of the worker above a process, from its real-time limit; None without a worker."""
+    """Return the pid of a worker's starter, read from the real-time limit of a descendant; None for another limit."""
     return limit - _LIMIT if _LIMIT < limit < _LIMIT + _LIMIT_PIDS else None
 
 
 def tracks(pid: int) -> bool:
     """Return whether a process is Python's resource tracker (which removes leaked shared memory), or may become one.
 
-    The starter, and so the role, goes on while the kernel still executes the program: the command line is empty then.
+    The command line of a process is empty while the kernel still executes the program.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -118,26 +119,26 @@ def tracks(pid: int) -> bool:
 
 def _supervise(above: int, child: int, supervises: bool) -> NoReturn:
     try:
-        # The worker's descriptors are closed here, so that their end shows. Output stays open for errors of the
-        # supervisor.
+        # The worker's descriptors are closed here, so that peers notice when the worker closes descriptors.
+        # Output stays open for the supervisor's own errors.
         for entry in os.listdir("/proc/self/fd"):
             if int(entry) > 2:
                 try:
                     os.close(int(entry))
-                except OSError:  # the listing's own descriptor
+                except OSError:  # This is the descriptor of the listing itself.
                     pass
         _prctl(_PR_SET_PDEATHSIG, ENDS)
         _Supervisor(above, child, supervises).run()
     except BaseException:
-        import traceback  # imported late, because supervisors stay small
+        import traceback  # Imported late, because supervisors should stay small.
 
-        traceback.print_exc()  # goes to the worker's output
+        traceback.print_exc()  # The traceback goes to the worker's output.
     finally:
-        os._exit(70)  # the other supervisor ends the descendants
+        os._exit(70)  # The other supervisor then ends the descendants.
 
 
 class _Supervisor:
-    """Waits for the exit of a child (a supervisor or the worker), or of the parent. All signals are blocked."""
+    """Waits until the child (a supervisor or the worker) or the parent exits. All signals are blocked."""
 
     def __init__(self, above: int, child: int, supervises: bool) -> None:
         self._above = above
@@ -148,14 +149,14 @@ class _Supervisor:
     def run(self) -> NoReturn:
         while self._reap() and self._status is None:
             if os.getppid() != self._above or signal.sigwaitinfo({signal.SIGCHLD, ENDS}).si_signo == ENDS:
-                # The other supervisor goes on until nothing is left: a killer of this one then doesn't kill both.
+                # The other supervisor continues until no process is left, so that killing this one doesn't stop both.
                 _kill(self._child, ENDS if self._supervises else signal.SIGKILL)
                 break
         self._end_all()
         assert self._status is not None
         code = os.waitstatus_to_exitcode(self._status)
-        if code < 0:  # the child was killed by that signal
-            _prctl(_PR_SET_DUMPABLE, 0)  # the child has dumped a core already
+        if code < 0:  # The child was killed by a signal.
+            _prctl(_PR_SET_DUMPABLE, 0)  # The child has already dumped a core, so this process must not dump another.
             if -code not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(-code, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
@@ -163,7 +164,7 @@ class _Supervisor:
         os._exit(code & 0xFF)
 
     def _reap(self) -> bool:
-        """Reap all ended children; return whether a child is left."""
+        """Reap all ended children, and return whether a child is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
@@ -173,10 +174,13 @@ class _Supervisor:
         return True
 
     def _end_all(self) -> None:
-        """Kill all descendants, until none is left. Python's trackers end by themselves, and remove memory first."""
+        """Kill all descendants until none is left.
+
+        Python's resource trackers end by themselves, after removing memory.
+        """
         began = time.monotonic()
         pause = _LOOK_S
-        over: float | None = None  # time at which the child itself has ended
+        over: float | None = None  # Time at which the supervised child was found to have ended.
         while self._reap():
             now = time.monotonic()
             if self._status is not None:
@@ -195,12 +199,12 @@ class _Supervisor:
 def below(top: int) -> list[int]:
     """Return all running descendants of a process, the nearest first.
 
-    When many workers end at once, each supervisor calls this: no call scans all processes of the machine.
+    No call scans all processes of the machine, because many supervisors may call this at once.
     """
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return _below_by_parents(top)  # this kernel lacks these files
+        return _below_by_parents(top)  # This kernel lacks the `children` files.
     pids = [top]
-    for pid in pids:  # the list grows
+    for pid in pids:  # The list grows during the loop.
         pids += [child for child in _children_of(pid) if _parent_of(child) is not None]
     return pids[1:]
 
@@ -209,9 +213,9 @@ def _children_of(pid: int) -> list[int]:
     pids: list[int] = []
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
-    except OSError:  # the process is gone
+    except OSError:  # The process has exited.
         return pids
-    for task in tasks:  # a child belongs to the thread that has forked it
+    for task in tasks:  # Each thread has a list of the children that it has forked.
         try:
             with open(f"/proc/{pid}/task/{task}/children") as file:
                 pids += map(int, file.read().split())
@@ -226,17 +230,17 @@ def _below_by_parents(top: int) -> list[int]:
         if entry.isdigit() and (parent := _parent_of(int(entry))) is not None:
             children.setdefault(parent, []).append(int(entry))
     pids = children.get(top, [])
-    for pid in pids:  # the list grows
+    for pid in pids:  # The list grows during the loop.
         pids += children.get(pid, ())
     return pids
 
 
 def _parent_of(pid: int) -> int | None:
-    """Return the parent of a running process; None when it has ended."""
+    """Return the parent of a running process; None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may contain any other character
-    except (OSError, ValueError):  # the process is gone
+            state, parent = file.read().rpartition(b")")[2].split()[:2]  # A program's name may contain parentheses.
+    except (OSError, ValueError):  # The process has exited.
         return None
     return None if state in (b"Z", b"X") else int(parent)
 
@@ -244,7 +248,7 @@ def _parent_of(pid: int) -> int | None:
 def _kill(pid: int, number: int = signal.SIGKILL) -> None:
     try:
         os.kill(pid, number)
-    except OSError:  # the process is gone, or another user's
+    except OSError:  # The process has exited, or belongs to another user.
         pass
 
 
@@ -253,7 +257,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become(starter: int, told: int, command: list[str]) -> NoReturn:
-    """Exec a program below new supervisors.
+    """Execute a program below new supervisors, in place of this process.
 
     Args:
         starter: The process that has started this one.

@@ -1,4 +1,4 @@
-"""The template: a process with one thread and no role, whose forks are workers. They share its imports.
+"""The template is a process with one thread and no role. Its forks are workers, which share its imports.
 
     starter → template
             → supervisor → supervisor → worker → whatever roles start
@@ -68,12 +68,12 @@ _CLONE_PARENT = 0x8000
 class Wanted:
     """Request for a fork. Four descriptors follow: output, the worker's socket, a pipe for the answer, the folder."""
 
-    arguments: tuple[str, ...]  # command-line arguments after the module, without the socket's descriptor
-    env: Mapping[str, str]  # the whole environment
-    imports: tuple[str, ...]  # modules that the template imports first
-    umask: int  # umask of the worker
-    limits: Mapping[int, tuple[int, int]]  # resource limits
-    cpus: frozenset[int]  # the worker's CPU affinity
+    arguments: tuple[str, ...]  # Command-line arguments after the module's name, without the socket's descriptor.
+    env: Mapping[str, str]  # The worker's complete environment.
+    imports: tuple[str, ...]  # Modules that the template imports before the fork.
+    umask: int  # The worker's umask.
+    limits: Mapping[int, tuple[int, int]]  # The worker's resource limits, by number.
+    cpus: frozenset[int]  # The worker's CPU affinity.
 
 
 class Template:
@@ -87,21 +87,21 @@ class Template:
         self._sock = socket.socket(fileno=int(sock))
         self._sock.set_inheritable(False)
         self._shown = _Shown()
-        self._reads, self._writes = os.pipe()  # pipe with the names of modules that forks have imported
-        self._modules, self._forks = 0, 0  # number of imported modules, and of forks since the last import
+        self._reads, self._writes = os.pipe()  # Through this pipe, forks report the names of imported modules.
+        self._modules, self._forks = 0, 0  # Number of imported modules, and number of forks since the last import.
         _import(["colocate.worker.birth.main"])
         keep_modules()
 
     def run(self) -> None:
-        """Fork workers until the starter is gone; return in each fork as in a new worker process."""
+        """Fork workers until the starter has exited. In each fork, return as in a new worker process."""
         gc.disable()
-        news = select.poll()  # select can't take descriptors from 1024 on
+        news = select.poll()  # `select` can't handle descriptors above 1023.
         for descriptor in (self._sock.fileno(), self._reads):
             news.register(descriptor, select.POLLIN)
         names: list[str] = []
         descriptors: list[int] = []
         while True:
-            gc.freeze()  # these objects are never garbage, and a collection would write to shared pages
+            gc.freeze()  # These objects are never garbage, and a collection in a fork would write to shared pages.
             ready = dict(news.poll(_QUIET_S * 1000 if names else None))
             if self._reads in ready:
                 names += os.read(self._reads, select.PIPE_BUF).decode().split()
@@ -117,7 +117,7 @@ class Template:
                 return
 
     def _fork(self, wanted: Wanted, descriptors: Sequence[int]) -> bool:
-        """Fork a worker and return True in the fork; answer the starter with the pid or an error."""
+        """Fork a worker, and return whether this process is the fork. The starter gets the fork's pid, or an error."""
         output, lane, answer, folder = descriptors
         fork = False
         try:
@@ -161,7 +161,7 @@ class Template:
         os.sched_setaffinity(0, wanted.cpus)
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(output, number)
-            # The template's stream is of another kind.
+            # The template's own streams may have another configuration.
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
         self._sock.close()
         os.close(self._reads)
@@ -171,13 +171,13 @@ class Template:
 
 
 class _Shown:
-    """Memory of the command line and environment that the kernel shows for this process (`proc_pid_cmdline(5)`)."""
+    """The memory from which the kernel shows this process's command line and environment (`proc_pid_cmdline(5)`)."""
 
     def __init__(self) -> None:
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()[45:49]
         self._arguments, self._end, self._env, self._env_end = map(int, fields)
-        # After this, the process itself no longer reads that memory.
+        # After this loop, the process itself doesn't read that memory any more.
         os.environ.pop(ROOM)
         for name, value in os.environb.items():
             os.putenv(name, value)
@@ -204,7 +204,7 @@ class _Shown:
 
 
 def different(one: Mapping[str, str], other: Mapping[str, str], pattern: re.Pattern[str]) -> str | None:
-    """Return the first variable that matches a pattern and differs between two environments; None without one."""
+    """Return the first variable that matches a pattern and differs between two environments; None if there is none."""
     names = sorted(name for name in one.keys() | other.keys() if pattern.match(name))
     return next((name for name in names if one.get(name) != other.get(name)), None)
 
@@ -213,15 +213,15 @@ def _import(names: Sequence[str]) -> None:
     if all(name in sys.modules for name in names):
         return
     try:
-        os.getcwd()  # torch's compiler does the same at import
-    except FileNotFoundError:  # the starter's former folder is gone; each fork changes to the folder of the request
+        os.getcwd()  # Torch's compiler calls os.getcwd() at import, so check here that the folder exists.
+    except FileNotFoundError:  # The folder was removed; each fork changes to another folder later.
         os.chdir("/")
-    # torch's compiler imports tabulate in an exit handler, which each fork would do again.
+    # Torch's compiler imports tabulate in an exit handler, which would happen again in each fork.
     compiles = not {"torch._dynamo", "tensordict"}.isdisjoint(names)
     for name in (*names, *(["tabulate"] if compiles else [])):
-        with contextlib.suppress(ImportError):  # missing here: the role that needs the module reports that
+        with contextlib.suppress(ImportError):  # A missing module is reported by the role that needs the module.
             importlib.import_module(name)
-    if _METADATA in names:  # caches the listings of the path's folders for the forks
+    if _METADATA in names:  # This caches the folder listings of the import path for the forks.
         version_of("colocate")
     imported_already.cache_clear()
     imported_already()
@@ -233,8 +233,8 @@ def _import(names: Sequence[str]) -> None:
 def gather() -> None:
     """Move this process's writable memory to large pages, if the kernel can (Linux 6.1).
 
-    A fork copies an entry per page, and so do its two supervisors: with torch imported that takes more processor time
-    than everything else before the worker is ready. Pages that a fork writes become small ones.
+    A fork copies an entry for each page, and so do its two supervisors. With torch imported, that takes more processor
+    time than everything else before the worker is ready. Pages that a fork writes to become small pages.
     """
     with open("/proc/self/maps") as file:
         mappings = [line.split() for line in file]
@@ -245,7 +245,7 @@ def gather() -> None:
 
 
 def _clone() -> int:
-    """Fork a sibling: like `os.fork`, but the child's parent is this process's parent.
+    """Fork this process, like `os.fork`, but with this process's parent as the child's parent.
 
     The child's first `os.fork` repairs the interpreter's state.
 
@@ -266,7 +266,7 @@ def _clone() -> int:
     return pid
 
 
-_METADATA = "email.parser"  # imported at the first look-up of a role's distribution version
+_METADATA = "email.parser"  # This module is imported when a role's distribution version is first looked up.
 
 LONG = (
     *("torch", "torch._dynamo", "tensordict", "transformers", "transformers.modeling_utils"),
@@ -290,16 +290,16 @@ def tell_imports() -> None:
     """Report the slow imports of this worker's roles to the template, for later workers."""
     if _writes is not None and (names := {name for name in LONG if name in sys.modules} - _told):
         _told.update(names)
-        with contextlib.suppress(OSError):  # the template has ended
+        with contextlib.suppress(OSError):  # The template has ended.
             os.write(_writes, " ".join([*sorted(names), ""]).encode())
 
 
 def renew() -> None:
-    """Renew state that forks of one process share: garbage collection, authkey and temporary folder.
+    """Renew state that all forks of one process would share: garbage collection, authkey and temporary folder.
 
     Random numbers are renewed for each role.
     """
-    if _writes is None:  # the worker was started by itself
+    if _writes is None:  # This worker isn't a fork of a template.
         return
     gc.enable()
     if (processes := sys.modules.get("multiprocessing.process")) is not None:

@@ -1,1 +1,1 @@
-"""Results that stay in a worker, and how other workers read them."""
+"""Stores the results that stay in a worker, and reads residents of other workers."""

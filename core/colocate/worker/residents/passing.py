@@ -1,4 +1,4 @@
-"""Bodies that a worker forwards: to others of the same machine, and to one worker of the next machine."""
+"""Forwards bodies of messages to other workers on this machine, and to one worker on the next machine."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.to_worker import Passed
 
-_Part: TypeAlias = tuple[tuple[str, int, int, int], int]  # the owner, as in `WhereIs`, and the key of the part
+# The part's owner (the fields of `WhereIs`), and the part's key.
+_Part: TypeAlias = tuple[tuple[str, int, int, int], int]
 
 
 class Passing:
-    """Forwards bodies of messages, from their first byte until all takers have asked.
+    """Forwards message bodies to other workers.
 
-    A message whose body comes from another worker counts as received when the body is here, as a message with its body
-    does: all later messages of the driver come after it. There is no deadlock: all workers get the messages in one
-    order, and bodies are forwarded by separate threads.
+    A body is available from its first byte until all takers have requested it.
+
+    A message whose body comes from another worker counts as received when the body is here, so all later messages of
+    the driver come after it. This can't deadlock, because all workers get the messages in one order, and separate
+    threads forward the bodies.
     """
 
     def __init__(self, secret: bytes, tls: wire.Tls | None) -> None:
-        """Args: as of `wire.PeerChannel`, a separate one: a failed call aborts all requests on the worker's other."""
+        """Open a separate `wire.PeerChannel`, because a failed call aborts all requests on the other channel."""
         self._channel = wire.PeerChannel(secret, _answers_nothing, tls=tls)
         self._news = threading.Condition()
         self._there: dict[int, Packed | wire.Arriving] = {}
-        self._left: dict[int, int] = {}  # number of takers that haven't asked yet
+        self._left: dict[int, int] = {}  # Number of takers that haven't requested the body yet, by key.
         self._closed = False
 
     def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
-        """Return a buffer for an arriving body that others take from here; None if nobody does."""
+        """Return a buffer for an arriving body that other workers will request; None if no worker will."""
         key, takers, _ = passed
         if not takers:
             return None
@@ -41,9 +44,9 @@ class Passing:
         return arriving
 
     def take(self, passed: Passed) -> Packed:
-        """Request a body from the forwarding worker, and wait.
+        """Request a body from the forwarding worker, and wait for the body.
 
-        A failure, such as the other worker's death, is raised when the body is unpacked.
+        A failure, such as the forwarding worker's death, is raised when the body is unpacked.
         """
         key, takers, address = passed
         begun: list[wire.Arriving | None] = []
@@ -57,12 +60,12 @@ class Passing:
             assert body is not None
         except Exception as error:
             body = Lost.when_unpacked(_never_came, f"what was to be passed on to this worker has not come: {error}")
-        if takers and not begun:  # the body came in a file, or not at all
+        if takers and not begun:  # The body came in a file, or didn't come at all.
             self._put(key, takers, body if isinstance(body, Lost) else body.copy())
         return body
 
     def asked(self, key: int) -> Packed | wire.Arriving:
-        """Return a body as soon as the first bytes have arrived; wait until then."""
+        """Wait for the first bytes of a body, and return the body."""
         with self._news:
             while (body := self._there.get(key)) is None:
                 if self._closed:
@@ -87,19 +90,20 @@ class Passing:
 
 
 class Sharing:
-    """Parts of other machines' residents that this worker shares on the machine, each during one call."""
+    """Parts of remote residents that this worker shares with other workers on the machine, each during one call."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
-        self._there: dict[_Part, tuple[int, wire.Arriving | None]] = {}  # with the call that has requested the part
+        # Each entry includes the number of the call that requested the part.
+        self._there: dict[_Part, tuple[int, wire.Arriving | None]] = {}
 
     def expect(self, part: _Part, call: int) -> bool:
-        """Register a call's request for a part; False if another call has the part already."""
+        """Register a call's request for a part. Return False if another call has registered the part already."""
         with self._news:
             return self._there.setdefault(part, (call, None)) == (call, None)
 
     def arrives(self, part: _Part, call: int, sizes: Sequence[int], length: int) -> wire.Arriving:
-        """Return a buffer for a part that arrives and is forwarded at once."""
+        """Return a buffer for a part, which other workers can request while the part arrives."""
         arriving = wire.Arriving(sizes, length)
         with self._news:
             self._there[part] = call, arriving
@@ -107,14 +111,14 @@ class Sharing:
         return arriving
 
     def find(self, part: _Part) -> wire.Arriving | None:
-        """Return a part as soon as the first bytes have arrived; None for a part that isn't here."""
+        """Wait for the first bytes of a part, and return the part; None if no call here has requested the part."""
         with self._news:
             while (entry := self._there.get(part)) is not None and entry[1] is None:
                 self._news.wait()
             return None if entry is None else entry[1]
 
     def forget(self, call: int, part: _Part | None = None) -> None:
-        """Stop sharing all parts that a call has requested, or one of them."""
+        """Stop sharing one part, or all parts that a call has requested."""
         with self._news:
             for shared_part in [
                 shared_part
@@ -125,7 +129,7 @@ class Sharing:
             self._news.notify_all()
 
     def close(self) -> None:
-        """Stop sharing, and wake the waiting threads."""
+        """Stop sharing parts, and wake the waiting threads."""
         with self._news:
             self._there.clear()
             self._news.notify_all()

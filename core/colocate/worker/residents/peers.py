@@ -1,4 +1,4 @@
-"""How a worker reads residents: from the own store, from another worker of the process, or through a peer channel."""
+"""Reads residents from the worker's own store, from a worker in the same process, or through a peer channel."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     from colocate.worker.serving.host import WorkerHost
 
 Find = Callable[[str, int], "WorkerHost"]
-_Rows = tuple[int, int]  # first row, and one past the last
+_Rows = tuple[int, int]  # The first row, and one past the last row.
 _Body = wire.Packed | None
 
 
 class Peers(abc.ABC):
-    """A worker's access to parts of residents, local and remote. Every method waits until the part exists.
+    """A worker's access to parts of local and remote residents. Every method waits until the part exists.
 
-    A part of this very worker comes from its store, on whichever device it is. Complete arguments are moved to the
-    slot's device later.
+    A part of this worker itself comes from its store, on whichever device the part is. Complete arguments are moved to
+    the slot's device later.
     """
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
 
     def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
-        """Return the whole part of a rank.
+        """Return a rank's complete part of a resident.
 
-        The read is recorded in `taken`, unless that is None or the other worker is a thread of this process.
-        `taking` is for one of several parts that are offered.
+        The read is recorded in `taken`, unless that is None or the other worker is a thread of this process. `taking`
+        is this worker's state while it takes several offered parts one after the other.
         """
         return self._read(source, rank, None, taken, taking)
 
     def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        """Return rows `start` to `stop` of a part, and record the read as `part` does."""
+        """Return rows `start` to `stop` of a rank's part, and record the read in `taken`."""
         return self._read(source, rank, (start, stop), taken)
 
     def _read(
@@ -78,16 +78,19 @@ class Peers(abc.ABC):
         return count
 
     def weight(self, source: Source, rank: int) -> int | None:
-        """Return the number of rows that the producing call worked on there; None when nothing was scattered."""
+        """Return how many rows the producing call worked on at a rank; None if nothing was scattered."""
         entry = self._own(source, rank)
         return self._number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
 
     def took(self, source: Source, rank: int, keeps: bool) -> None:
-        """Confirm to the offering rank (`Store.offer`) that a part was taken; `keeps`: and is held on to."""
+        """Notify the offering rank that this worker has received an offered part.
+
+        `keeps` says whether the value is retained.
+        """
         self._number(source, rank, parts.Took(source.key, keeps))
 
     def abort(self, reason: str) -> None:
-        """Fail the requests under way; later ones work again."""
+        """Fail the requests that are under way. Later requests work again."""
         self._host.store.poke()
 
     def passed(self, passed: Passed) -> Any:
@@ -108,19 +111,19 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """End a call's borrowing from other workers; return their residents into which the call has written.
+        """End a call's borrowing, and return the borrowed residents that the call has changed in place.
 
-        Empty if values of other workers are copies.
+        The result is empty if values of other workers are copies.
         """
 
     def _own(self, source: Source, rank: int) -> Entry | None:
         boot, origin = self._host.boot, source.origin
         if origin.slots[rank] != boot.slot or origin.group != boot.group or origin.generation != boot.generation:
             return None
-        # The producer may be an async method: the wait lasts until nobody waits for the calling call any more.
+        # The producer may be an async method, so this waits as long as the calling call itself is needed.
         return self._host.store.wait(source.key, self._host.why_not)
 
-    # -- the same for other workers
+    # -- reads from other workers
 
     @abc.abstractmethod
     def _fetch(
@@ -132,22 +135,26 @@ class Peers(abc.ABC):
 
 
 class LocalPeers(Peers):
-    """Access within one process: parts are passed by reference, or packed and unpacked as the codec says."""
+    """Access to residents within one process.
+
+    Parts are passed by reference, or packed and unpacked if the codec says so.
+    """
 
     def __init__(self, host: WorkerHost, find: Find) -> None:
         """Args: host: This worker. find: Returns the worker on a slot of a group."""
         super().__init__(host)
         self._find = find
-        self._waiting: list[Store] = []  # stores of other workers, one entry for each waiting lane
-        self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}  # by the call that holds the reference
+        self._waiting: list[Store] = []  # Stores on which lanes of this worker wait, with one entry for each wait.
+        # Borrowed entries of other workers' stores, by the number of the borrowing call.
+        self._borrowed: dict[int, list[tuple[Store, int, Entry]]] = {}
 
     @property
     def address(self) -> None:
-        """Return None: workers of one process read each other's stores."""
+        """Return None, because workers of one process read each other's stores directly."""
         return
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """Return other workers' residents into which a finished call has written."""
+        """Return the residents of other workers that a finished call has changed in place."""
         written: list[Written] = []
         for store, key, entry in self._borrowed.pop(seq, ()):
             written += store.written([key], label)
@@ -155,7 +162,7 @@ class LocalPeers(Peers):
         return written
 
     def abort(self, reason: str) -> None:
-        """Fail the requests under way."""
+        """Fail the requests that are under way."""
         super().abort(reason)
         for store in list(self._waiting):
             store.poke()
@@ -170,7 +177,8 @@ class LocalPeers(Peers):
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference":
             call = running_call.get()
-            if isinstance(call, Work) and not entry.takers:  # an offered value isn't lent: the taker becomes the owner
+            # An offered value isn't lent, because the taker becomes the owner.
+            if isinstance(call, Work) and not entry.takers:
                 entry.lent.append(call.label)
                 self._borrowed.setdefault(call.seq, []).append((store, source.key, entry))
             return value
@@ -197,7 +205,7 @@ class LocalPeers(Peers):
 
 
 class ChannelPeers(Peers):
-    """Access between processes: parts travel from worker to worker on authenticated sockets.
+    """Access to residents of other processes. Parts travel directly between workers on authenticated sockets.
 
     Device memory of workers on one machine is copied directly, if the device's driver allows that.
     """
@@ -210,19 +218,20 @@ class ChannelPeers(Peers):
         self._sharing = Sharing()
         self._addresses: dict[tuple[str, int, int, int], str] = {}
         self._borrower = Borrower(host.boot.device)
-        self._by_host: set[tuple[str, int, int, int]] = set()  # workers that can't lend device memory to this one
+        # Workers that can't lend device memory to this worker, so that their parts come through the host.
+        self._by_host: set[tuple[str, int, int, int]] = set()
 
     @property
     def address(self) -> str:
-        """Address for other workers; this worker listens from now on."""
+        """Address for other workers. The first read makes this worker listen there."""
         return self._channel.address
 
     def passed(self, passed: Passed) -> Any:
-        """Return the body of a message that another worker forwards."""
+        """Return the body of a message that another worker forwards to this worker."""
         return self._passing.take(passed)
 
     def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
-        """Return a buffer for a body that is forwarded to other workers; None otherwise."""
+        """Return a buffer for a body that is forwarded to other workers; None for all other bodies."""
         return self._passing.arrives(passed, sizes, length)
 
     def given_back(self, seq: int, label: str) -> Sequence[Written]:
@@ -231,7 +240,7 @@ class ChannelPeers(Peers):
         return ()
 
     def abort(self, reason: str) -> None:
-        """Fail the requests under way."""
+        """Fail the requests that are under way."""
         super().abort(reason)
         self._channel.abort(reason)
 
@@ -248,7 +257,10 @@ class ChannelPeers(Peers):
         over = None if taking is None else taking.over
 
         def asked(place: str) -> tuple[parts.Value, wire.Packed]:
-            """Request the value, with this worker's device if memory may be lent."""
+            """Request the value.
+
+            `place` names this worker's device if device memory may be lent; otherwise it is empty.
+            """
             if rows is not None:
                 answer, body = self._ask(source, rank, parts.Slice(key, *rows, place))
             elif taking is not None:
@@ -282,9 +294,11 @@ class ChannelPeers(Peers):
         return value
 
     def _whole(self, source: Source, rank: int, place: str, lacking: int = 0) -> tuple[Message, _Body]:
-        """Request a part. Workers of one machine share a large remote part: the first requests, the others copy.
+        """Request a complete part.
 
-        A worker that fails to get the part from the first says so, and becomes the first.
+        Workers on one machine share a large remote part: the first requests it, the others copy it.
+
+        A worker that can't copy the part from the first worker reports that, and becomes the first worker itself.
         """
         part, boot, call = (_where(source, rank), source.key), self._host.boot, running_call.get()
         is_far = boot.host != wire.LOOPBACK and f":{boot.host}:" not in self._address_of(part[0])
@@ -340,7 +354,8 @@ class ChannelPeers(Peers):
                 head, body = self._channel.request(address, question.head(), aborts, arrives)
                 break
             except ConnectionError as error:
-                if aborts != self._channel.aborts and self._host.why_not() is None:  # the abort was for another lane
+                # The abort was meant for a request of another lane.
+                if aborts != self._channel.aborts and self._host.why_not() is None:
                     continue
                 raise Consequence(
                     f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
@@ -395,7 +410,7 @@ class ChannelPeers(Peers):
             if not (shared := sharer[0] == question.here[1]):
                 return parts.Elsewhere(*sharer), None
         if isinstance(question, parts.Slice):
-            # Here, where the packing happens, too: jagged rows get new offsets on the device.
+            # Slicing runs on the side stream, like packing, because jagged rows get new offsets on the device.
             with host.device.aside():
                 value = batch.slice_rows(value, question.start, question.stop)
         if not question.place or question.place != place(host.boot.device):

@@ -1,4 +1,4 @@
-"""Residents: results that stay in the worker, by the id of the driver's handle."""
+"""Stores residents, which are results that stay in the worker, under the ids of the driver's handles."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ class Entry:
     """One rank's part of a resident: pending until the call has run, then a value or a failure."""
 
     value: Any = None
-    weight: int | None = None  # number of rows that the producing call worked on; None if nothing was scattered
+    weight: int | None = None  # Number of rows that the producing call worked on; None if nothing was scattered.
     error: str | None = None
     ready: bool = False
     maker: str = ""
     watch: Watch | None = None
-    lent: list[str] = attrs.field(factory=list)  # calls on other workers of this process that hold the same object
-    counted: int | None = None  # number of rows of the value, once counted
-    nbytes: int = 0  # bytes of the value's tensors and arrays
-    # host copies of device memory, made for readers on other workers; None if there are none
+    # Labels of calls on other workers of this process that refer to the value.
+    lent: list[str] = attrs.field(factory=list)
+    counted: int | None = None  # Number of rows of the value; None before the first count.
+    nbytes: int = 0  # Size of the value's tensors and arrays, in bytes.
+    # Host copies of device memory for readers on other workers; None if no copies exist.
     copies: HostCopies | None = None
-    readers: int = 0  # number of readers at present
-    read: int = 0  # a growing number, set when a reader begins
-    takers: int = 0  # number of takers left, for an offered part: the last one removes the part
-    # By machine, the address of the worker that shares the part there, and how often a sharer was named.
+    readers: int = 0  # Number of readers that are reading now.
+    read: int = 0  # Serial number of the last read; copies with the lowest number are dropped first.
+    takers: int = 0  # Number of takers that haven't received an offered part yet. The last taker removes the part.
+    # For each machine, the address of the worker that shares the part there, and how often a sharer was named.
     sharers: dict[str, tuple[str, int]] = attrs.field(factory=dict)
 
     def rows(self, label: str) -> int:
-        """Return the number of rows of the value, counted once: the value is constant."""
+        """Return the number of rows of the value. The rows are counted once, because the value is constant."""
         if self.counted is None:
             self.counted = batch.rows(self.value, label)
         return self.counted
@@ -53,7 +54,9 @@ COPIES_BYTES = 1 << 30
 
 
 class Store:
-    """Parts that this worker holds. The lane puts and uses parts; transfer threads wait for and read them.
+    """The parts of residents that this worker holds.
+
+    The lane stores and uses parts; other threads send them to readers.
 
     Attributes:
         strict: Whether writes in place are detected.
@@ -62,7 +65,7 @@ class Store:
     """
 
     def __init__(self, strict: bool, scope: Scope, device: str = "cpu") -> None:
-        """Make an empty store; `scope` says which driver's parts are valid, and until when."""
+        """Make an empty store. `scope` says which driver's parts are valid, and until when."""
         self.strict = strict
         self.copies_bytes = COPIES_BYTES
         self._scope = scope
@@ -70,19 +73,19 @@ class Store:
         self._copies_lock = threading.Lock()
         self._reads = itertools.count(1)
         self.entries: dict[int, Entry] = {}
-        self._over = 1  # keys of offers are negative and count down: from this key up no offer comes any more
-        self._kept: set[int] = set()  # keys of finished offers that a taker keeps
+        self._over = 1  # Keys of offers are negative and count down. No more offers come with keys from this one up.
+        self._kept: set[int] = set()  # Keys of finished offers with a taker that retains the value.
         self._news = threading.Condition()
 
     def expect(self, key: int) -> None:
-        """Add a pending entry for a queued call whose result will be kept."""
+        """Add a pending entry for the result of a queued call."""
         with self._news:
             self.entries[key] = Entry()
 
     def put(self, key: int, value: Any, maker: str, weight: int | None, rows: int | None = None) -> int:
-        """Store a method's result, unless the resident was freed already; return the bytes.
+        """Store a method's result, unless the resident was freed already. Return the size in bytes.
 
-        `weight` and `rows`: see `Entry`.
+        `weight` is the number of rows that the call worked on, and `rows` that of the result, if known.
         """
         watch = None if is_plain(value) and not self.strict else Watch(value, self.strict)
         nbytes = 0 if watch is None else watch.nbytes
@@ -96,7 +99,7 @@ class Store:
         return nbytes
 
     def fail(self, key: int, error: str) -> None:
-        """Mark a part as failed, because its call failed or was withdrawn, and wake the waiting threads."""
+        """Mark a part as failed because the call failed or was withdrawn, and wake the waiting threads."""
         with self._news:
             entry = self.entries.get(key)
             if entry is not None and not entry.ready:
@@ -104,22 +107,22 @@ class Store:
                 self._news.notify_all()
 
     def offer(self, key: int, value: Any, maker: str, takers: int) -> None:
-        """Offer a value until all takers have taken the value (`took`)."""
+        """Offer a value to other workers until all takers have confirmed the receipt (`took`)."""
         with self._news:
             self.entries[key] = Entry(value, ready=True, maker=maker, nbytes=tensor_bytes(value), takers=takers)
             self._news.notify_all()
 
     def nothing_from(self, key: int) -> None:
-        """Wake threads that wait for an offer: with keys from this one up no offer comes any more."""
+        """Fail the waits for offers with keys from this one up, because no such offer will come."""
         with self._news:
             self._over = key
             self._news.notify_all()
 
     def sharer(self, entry: Entry, here: tuple[str, str], lacking: int) -> tuple[str, int]:
-        """Return the worker that shares a part on a machine, and how often a sharer was named there.
+        """Return the worker that shares a part on a machine, and how often a sharer was named on that machine.
 
-        The asking worker itself becomes the sharer if it is the first, or the same again, or if the named one was found
-        `lacking` since then.
+        The asking worker becomes the sharer if it is the first to ask, or is the sharer already, or has found that the
+        last named sharer doesn't have the part (`lacking`).
         """
         machine, address = here
         with self._news:
@@ -129,7 +132,7 @@ class Store:
             return sharer, times
 
     def took(self, key: int, keeps: bool = False) -> None:
-        """Count a taker of an offered part; `keeps`: the taker holds on to the value."""
+        """Count one taker of an offered part. `keeps` says whether the taker retains the value."""
         with self._news:
             entry = self.entries.get(key)
             if entry is not None:
@@ -141,7 +144,7 @@ class Store:
                 self._news.notify_all()
 
     def wait_taken(self, key: int, why_not: Callable[[], str | None]) -> bool:
-        """Wait until all have taken an offered part; return whether a taker keeps it. `why_not` as for `wait`.
+        """Wait until all takers have received an offered part, and return whether a taker retains the value.
 
         Raises:
             ColocateError: The worker is closing, or the wait was interrupted.
@@ -156,12 +159,15 @@ class Store:
             return is_kept
 
     def wait_for(self, holds: Callable[[], bool], within_s: float) -> bool:
-        """Wait until a condition holds, checked again after `poke`, or for `within_s` seconds; return the condition."""
+        """Wait at most `within_s` seconds for a condition, which is checked again after `poke`.
+
+        Return the condition.
+        """
         with self._news:
             return self._news.wait_for(holds, within_s)
 
     def free(self, keys: Iterable[int]) -> None:
-        """Drop parts."""
+        """Drop the parts with these keys."""
         with self._news:
             for key in keys:
                 self.entries.pop(key, None)
@@ -169,24 +175,24 @@ class Store:
             self._news.notify_all()
 
     def local(self, key: int) -> Entry | None:
-        """Return a part in the present state, for role code on the lane; None when this worker has no such part."""
+        """Return a part in the present state, even if pending; None if this worker has no such part."""
         return self.entries.get(key)
 
     def wait(self, key: int, why_not: Callable[[], str | None] = lambda: None) -> Entry:
-        """Return a part once the call has run; `why_not`, checked again after `poke`, gives a reason to stop.
+        """Wait until a part's call has run, and return the part. `why_not` may return a reason to stop waiting.
 
         Raises:
             ColocateError: The call failed, the worker is closing, or the wait was interrupted.
         """
         entry = self.entries.get(key)
         if entry is not None and entry.ready and entry.error is None and self._scope.closed is None:
-            return entry  # nearly always; `ready` is set after all other fields
+            return entry  # This is the usual case. No lock is needed, because `ready` is set after all other fields.
         with self._news:
             while True:
                 entry = self.entries.get(key)
                 if self._scope.closed is not None:
                     raise Consequence(f"resident {key} isn't to be had any more: {self._scope.closed}")
-                # An unknown part will still arrive: no part is freed while a call that uses the part is unfinished.
+                # An unknown part will still arrive, because no part is freed while an unfinished call uses the part.
                 if entry is not None and entry.ready:
                     if entry.error is not None:
                         raise Poisoned(entry.error)
@@ -200,17 +206,18 @@ class Store:
 
     @contextlib.contextmanager
     def reading(self, entry: Entry) -> Iterator[None]:
-        """Return a block for packing a part, or some of its rows, for another worker.
+        """Provide host copies of a part's device memory during a block that packs the part for another worker.
 
-        Device memory is copied to the host once for all concurrent readers. The copy stays for later readers as long as
-        the part does; above the limit, the copies read longest ago are dropped.
+        All concurrent readers share one copy, which stays for later readers as long as the part does. Above the limit,
+        the copies read longest ago are dropped.
         """
         if in_use(self._device) is None or entry.nbytes < WORTH_BYTES:
             yield
             return
         with self._copies_lock:
             copies = entry.copies or HostCopies(tensors(entry.value))
-            entry.copies = copies if entry.error is None else None  # a writer has changed the part since the look-up
+            # An error means that a writer has changed the part since the look-up.
+            entry.copies = copies if entry.error is None else None
             entry.read = next(self._reads)
             entry.readers += 1
         try:
@@ -233,7 +240,7 @@ class Store:
                         candidate.copies = None
 
     def poke(self) -> None:
-        """Wake the waiting threads to check their conditions again."""
+        """Wake the waiting threads to check conditions again."""
         with self._news:
             self._news.notify_all()
 
@@ -245,20 +252,21 @@ class Store:
             self._news.notify_all()
 
     def close(self) -> None:
-        """Drop everything and wake the waiting threads: the scope is closed."""
+        """Drop all parts, and wake the waiting threads, after the scope was closed."""
         with self._news:
             self.entries.clear()
             self._news.notify_all()
 
     def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[Written]:
-        """Yield residents (of those named, or all) that were written into since they were made.
+        """Yield the stored residents that were changed in place later; `keys` limits the search.
 
-        `by`: the call that has run; None if unknown: then a call that borrows the value, if any, is named.
+        `by` is the label of the call that has run. If it is None, a call that borrows the value is named, if there is
+        one.
         """
         for key in list(self.entries) if keys is None else keys:
             entry = self.entries.get(key)
             if entry is not None and entry.watch is not None and entry.watch.written():
-                # The write is reported once, with the method; from then on the value is poisoned.
+                # Each write is reported once, by the method that wrote. From then on the value is poisoned.
                 entry.watch = None
                 writer = by or next(iter(entry.lent), None)
                 entry.error = (
@@ -269,7 +277,7 @@ class Store:
                 yield key, entry.maker, writer
 
     def values(self) -> list[tuple[str, Any]]:
-        """Return producer and value of each ready part, and of each host copy."""
+        """Return the producer's label and the value, for each ready part and for each host copy."""
         entries = [entry for entry in list(self.entries.values()) if entry.ready]
         copies = [(entry.maker, entry.copies) for entry in entries] if self.copies_bytes else []
         return [

@@ -1,1 +1,1 @@
-"""The worker's service for a driver: messages, their handlers, and failures."""
+"""Serves a driver in a worker: receives and handles messages, and reports failures."""

@@ -1,4 +1,4 @@
-"""Construction of roles: shipped by the driver, built on the lane.
+"""Constructs roles on the lane, from classes that the driver has sent.
 
 Calls on a whole worker (functions, checkpoints, sleep) belong to a role without a name, one for each feature.
 """
@@ -35,13 +35,13 @@ GROUP_WIDE_CALLS = frozenset(CALLS) - {FUNCTION}
 
 @attrs.frozen
 class Shipped:
-    """Class or function in transit: by name, as a pickled definition, or within one process as the object itself."""
+    """A class or function for a worker: a name, a pickled definition, or within one process the object itself."""
 
-    name: str  # "module:qualified.name"
-    data: wire.Packed | None = None  # packed definition; None for a transfer by name
-    cls: Any = None  # the object itself: within one process, or while the enclosing object is pickled
-    distribution: str | None = None  # distribution on the driver that has the class or function
-    version: str | None = None  # version of the distribution on the driver
+    name: str  # The form is "module:qualified.name".
+    data: wire.Packed | None = None  # Pickled definition; None if only the name is sent.
+    cls: Any = None  # The object itself, within one process or while the enclosing object is pickled.
+    distribution: str | None = None  # Name of the distribution on the driver that has the class or function.
+    version: str | None = None  # The distribution's version on the driver.
 
     def load(self) -> Any:
         """Import or unpickle the class or function in this process.
@@ -71,22 +71,23 @@ class Shipped:
         return value
 
 
-_version_here = functools.cache(version_of)  # cached: the look-up is slow, and imported code doesn't change
+# The result is cached because the look-up is slow, and imported code doesn't change.
+_version_here = functools.cache(version_of)
 
 
 @attrs.frozen
 class RoleBuild:
-    """Description of one role to construct."""
+    """The driver's description of one role to construct."""
 
     name: str
     shipped: Shipped
-    arguments: Any  # a packed (args, kwargs)
+    arguments: Any  # Packed constructor arguments (args, kwargs).
     slots: tuple[int, ...] | range
     meshes: Mapping[str, Mesh]
     group: str
     seed: int
     generation: int
-    parts: Mapping[str, Any]  # settings of the group's features for the role (`OfGroup.builds`)
+    parts: Mapping[str, Any]  # Settings of the group's features for the role (`OfGroup.builds`).
 
 
 def context_in(
@@ -98,7 +99,7 @@ def context_in(
     seed: int,
     generation: int,
 ) -> Context:
-    """Make the context of a role of this worker, or of a function; `seed` is the runtime's."""
+    """Make the context for one of this worker's roles, or for a function. `seed` is the runtime's seed."""
     boot = worker_context.boot
     rank = slots.index(boot.slot)
     return Context(
@@ -147,7 +148,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
                 break
         if (
             build.arguments is not None and not is_substitute
-        ):  # unpacked on the host, from where the role moves data to the device
+        ):  # Arguments are unpacked on the host; the role itself moves data to the device.
             with rebuilding("an argument"):
                 args, kwargs = worker_context.codec.unpack(build.arguments, "cpu")
             if worker_context.moves_tensors:
@@ -161,7 +162,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
         reset_current(token)
         worker_context.setting.have(worker_context.setting.base)
     setting = worker_context.setting
-    # A background role has a stream of its own.
+    # A background role uses a separate stream.
     if (background := worker_context.background.get(build.name)) is not None:
         setting, settings, role_state = background.setting, attrs.evolve(settings, stream=None, own=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
@@ -172,7 +173,7 @@ def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
 
 
 def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str) -> RoleInstance:
-    """Make the nameless role that runs a feature's calls on whole workers: each slot of the group is a rank."""
+    """Make the nameless role that runs a feature's calls on whole workers. Each slot of the group is a rank."""
     boot = worker_context.boot
     generation = boot.generation
     ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)

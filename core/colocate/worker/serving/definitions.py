@@ -1,4 +1,4 @@
-"""The worker's half of definitions: received from the driver, and sent to the driver."""
+"""Exchanges definitions of classes and functions with the driver: the worker's half."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from colocate.worker.birth.imports import DriversModules, imported_already, refu
 
 
 class Definitions:
-    """Classes and functions that a worker and the driver know of each other."""
+    """Tracks which classes and functions the worker and the driver have sent each other."""
 
     def __init__(self, ask: Callable[..., Any], send: Callable[[Message, Any], None], in_process: bool) -> None:
-        """Args: ask: Asks the driver, and waits. send: Sends the driver a message. in_process: Nothing travels."""
+        """Args: ask: Asks the driver, and waits. send: Sends the driver a message. in_process: Nothing is sent."""
         self._ask = ask
         self._send = send
         self._in_process = in_process
@@ -31,13 +31,15 @@ class Definitions:
         self._lock = threading.Lock()
         self._early: dict[str, tuple[str, str]] = {}
         self._modules = DriversModules(self._ask_for_module)
-        self._held: dict[int, Any] = {}  # definitions made here, for the driver to name at any time
-        self._told = self._heard = 0  # bundles sent to the driver, and bundles certainly received there
+        # Definitions made here stay alive, because the driver may use their names at any time.
+        self._held: dict[int, Any] = {}
+        # Number of bundles sent to the driver, and number of bundles that the driver has confirmed.
+        self._told = self._heard = 0
 
     # -- from the driver
 
     def arrived(self, message: to_worker.Define, body: Any) -> None:
-        """Store a bundle from the driver. On the receiving thread, where nothing is loaded."""
+        """Store a bundle from the driver. Nothing is loaded, because this runs on the receiving thread."""
         self.received.put(message.ids, message.names, body)
         self._driver.knows.update(message.ids)
 
@@ -46,11 +48,12 @@ class Definitions:
     def install(self) -> None:
         """Install import hooks for the driver's modules, and for definitions that only the driver has.
 
-        On the receiving thread.
+        Must run on the receiving thread.
         """
         self._early = imported_already()
         self._modules.receiver = threading.get_ident()
-        ids.find_missing = lambda id: self._ask(questions.Missing(id))  # for definitions that came from another worker
+        # The driver is asked for definitions that came from another worker.
+        ids.find_missing = lambda id: self._ask(questions.Missing(id))
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
@@ -58,10 +61,10 @@ class Definitions:
         return {name: Source(*fields) if len(fields) > 1 else Refused(*fields) for name, fields in answer.items()}
 
     def compare_modules(self) -> None:
-        """Check that no module imported earlier shadows one of the driver's.
+        """Check that no module imported earlier shadows a module of the driver.
 
         Raises:
-            ColocateError: A module does.
+            ColocateError: A module shadows a module of the driver.
         """
         if not self._in_process:
             shadowing: dict[str, tuple[str, str]] = self._ask(questions.Compare(self._early))
@@ -71,16 +74,17 @@ class Definitions:
     # -- to the driver
 
     def tell(self, body: Any, wait: bool = False) -> None:
-        """Send the driver the definitions that a body only names, before the body.
+        """Send the driver the definitions that a message body only names, before the body itself is sent.
 
         Args:
             body: The body.
-            wait: Wait until the driver knows the definitions: the body goes to another worker, which asks the driver.
+            wait: Whether to wait until the driver has the definitions, because another worker gets the body and asks
+                the driver.
 
         Raises:
             SerializationError: A class that was made here can't be pickled.
         """
-        if self._in_process:  # the body may be the value itself, with attributes of its own
+        if self._in_process:  # The body may be a user's value, so don't read `needs`.
             return
         needs: Sequence[Need] = getattr(body, "needs", ())
         if not needs:
@@ -94,12 +98,12 @@ class Definitions:
                 self._held.update(bundle.definitions)
                 self._told += 1
             sent_count = self._told
-        if wait and self._heard < sent_count:  # another thread's bundle may still be on the way
+        if wait and self._heard < sent_count:  # A bundle that another thread has sent may still be in transit.
             self._ask(questions.HeardAll())
             self._heard = max(self._heard, sent_count)
 
     def renew(self) -> None:
-        """Reset for the next driver, which knows no definitions and has another script."""
+        """Reset for the next driver, which has no definitions yet, and runs another script."""
         with self._lock:
             self._driver = Table("another")
         self._modules.forget()

@@ -1,4 +1,4 @@
-"""Exceptions in role code as data: sent as pickles if possible, otherwise as text."""
+"""Turns exceptions of role code into data for the driver: a pickle if possible, otherwise text."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ dropped."""
 def failed(
     error: BaseException, codec: Codec, definitions: Definitions, role: str | None, secondary: bool
 ) -> tuple[Failure, Any]:
-    """Return the exception as data, and as a message body if the exception survives pickling."""
+    """Return a failure report for the driver, and the pickled exception as a body, or None if pickling fails."""
     unbuilt = None
     if isinstance(error, NotRebuilt):
         unbuilt, error = error.what, error.why
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # A colocate error that role code has raised itself is the role's failure.
+    # A colocate error that role code itself has raised is the role's failure.
     by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
     ours = isinstance(error, CapabilityError | ChildDied) or (isinstance(error, OWN_WORDS) and not by_role)
     kind = type(error)
@@ -74,23 +74,24 @@ def failed(
         if hint is not None:
             note(error, hint)
     may_be_ours = isinstance(error, Consequence) or unbuilt is not None
-    follows = may_be_ours and not frames_of_users(error)  # such a failure has no frames of a user's to show
+    follows = may_be_ours and not frames_of_users(error)  # Such a failure has no frames of users' code to show.
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
     failure = Failure(name, text, trace, ours and unbuilt is None, secondary, role, unbuilt)
     return failure, _sendable(error, codec, definitions)
 
 
 def _sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
-    """Return a message body with the exception; None when pickling loses the exception and the text has to do."""
-    for name in ("__traceback__", "__context__", "__cause__"):  # frames hold tensors, files and process groups
-        _ATTRIBUTES[name].__set__(error, None)  # the exception's class may be frozen
+    """Return a message body with the exception, or None if the exception doesn't survive pickling."""
+    # These attributes are cleared, because their frames refer to tensors, files and process groups.
+    for name in ("__traceback__", "__context__", "__cause__"):
+        _ATTRIBUTES[name].__set__(error, None)  # This also works if the exception's class is frozen.
     if codec.name == "reference":
         return error
     try:
         body = codec.pack(error)
         again = codec.unpack(body, None)
         definitions.tell(body)
-    except BaseException:  # the exception's class controls pickling, and may raise anything
+    except BaseException:  # The exception's class controls pickling, and may raise anything.
         return None
     return body if type(again) is type(error) else None
 
@@ -102,19 +103,19 @@ def note(error: BaseException, text: str) -> None:
 
 
 def stack_of_role_code(thread: threading.Thread) -> list[str]:
-    """Return a thread's stack as text, from role code on, or whole without such code; [] at the thread's end."""
+    """Return a thread's stack as text, beginning at role code if there is any. Return [] if the thread has ended."""
     return role_code_in(frames_of(thread)[::-1])
 
 
 def role_code_in(frames: Sequence[FrameType]) -> list[str]:
-    """Return frames, outermost first, as text, from role code on, or all without such code."""
+    """Return frames (outermost first) as text, beginning at role code if there is any."""
     return traceback.format_list(
         role_code_of(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames))
     )
 
 
 def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
-    """Return a stack, outermost frame first, from role code on, or whole without such code.
+    """Remove the worker's frames around role code from a stack. A stack without role code stays complete.
 
     Frames of a debugger that has stopped the role are left out.
     """
@@ -128,23 +129,23 @@ def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.
 def frames_of(thread: threading.Thread) -> list[FrameType]:
     """Return the frames of a thread, innermost first; empty when the thread has ended.
 
-    The frames of a running thread are stable only while it stands still. Between two steps of Python code it may go on:
-    then the stack breaks off, and the outer frame of a generator that was left is arbitrary memory (CPython 3.11). So
-    one call of C takes all frames: it runs no Python code, and doesn't release the GIL.
+    A running thread's frames are stable only while it doesn't run. If Python code collected them, the thread could run
+    in between: the stack would break off, and the outer frame of a generator that has returned would be arbitrary
+    memory (CPython 3.11). So one C call collects all frames: it runs no Python code, and doesn't release the GIL.
     """
     frames: list[FrameType] = []
     innermost = map(itemgetter(thread.ident or 0), islice(iter(sys._current_frames, None), 1))
-    # Each item is an attribute of the one before.
+    # Each frame is the `f_back` of the frame before.
     outwards: Any = accumulate(chain(innermost, repeat("f_back")), getattr)
-    # A collection would run Python code; up to CPython 3.11.7 and 3.12.1, one that starts in `_current_frames` can
-    # deadlock the interpreter (gh-106883).
+    # A garbage collection would run Python code.
+    # In CPython up to 3.11.7 and 3.12.1, a collection that starts in `_current_frames` can deadlock (gh-106883).
     collecting = gc.isenabled()
     gc.disable()
     try:
         frames.extend(outwards)
-    except KeyError:  # the thread has ended
+    except KeyError:  # The thread has ended.
         return []
-    except AttributeError:  # raised for the None beyond the outermost frame; the list has the frames before
+    except AttributeError:  # The None beyond the outermost frame ends the iteration, and the list is complete.
         pass
     finally:
         if collecting:
@@ -157,12 +158,12 @@ def _is_machinery(file: str) -> bool:
 
 
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the worker's own frames, unless there are no others and the fault may be there.
+    """Remove the worker's own frames from a traceback, unless the error may come from the worker itself.
 
-    If it ends in the call of role code, the arguments don't fit: there is nothing to show.
+    Return None if the traceback ends in the call of role code, because then only the arguments don't fit.
     """
     entry = trace
-    # MethodSpec.call lies between the worker and the role.
+    # The frame of `MethodSpec.call` is between the worker's frames and the role's frames.
     while entry is not None and _is_machinery(entry.tb_frame.f_code.co_filename):
         entry = entry.tb_next
     if entry is not None or trace is None:
@@ -177,7 +178,8 @@ def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device or the host has no memory left."""
     if isinstance(error, MemoryError):
-        return not isinstance(error, MemoryBudgetError)  # the error's text itself names the owners of memory
+        # The text of a `MemoryBudgetError` already says which roles use the memory.
+        return not isinstance(error, MemoryBudgetError)
     torch = imported("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
@@ -188,7 +190,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 _NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
-    "error: out of memory",  # CUDA's own error, not the one of torch's allocator
+    "error: out of memory",  # This is CUDA's own error text, not the text of torch's allocator.
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )

@@ -1,6 +1,6 @@
-"""The worker: receives messages, and queues their work on lanes. The same on every executor.
+"""The worker receives messages, and queues their work on lanes. It is the same for every executor.
 
-For the messages see `_protocol.to_worker`.
+`_protocol.to_worker` defines the messages.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from colocate.worker.serving import failure
 from colocate.worker.serving.build import FUNCTION, GROUP_WIDE_CALLS, hosted_functions
 from colocate.worker.serving.signal_handlers import is_role_code
 
-LANE = "colocate-lane-"  # prefix of lanes' thread names, before the worker's id; on `local` threads, too
+LANE = "colocate-lane-"  # Prefix of the names of lanes' threads; the worker's id follows.
 
 
 class WorkerHost(WorkerContext):
-    """One worker, with a handler for each message.
+    """One worker, which handles the driver's messages.
 
     Args:
         boot: The worker's boot message.
         codec: Serializes values.
         send: Sends a message to the driver; ordered, callable from any thread.
-        peers: Makes the access to other workers' residents, given this host.
+        peers: Creates this host's access to other workers' residents.
         in_process: Whether the other workers are threads of this process.
         on_end: Called once the lanes have ended after `close`.
         turns: Receives messages on the idle lane itself.
@@ -69,11 +69,12 @@ class WorkerHost(WorkerContext):
         self._on_end = on_end
         self._make_peers = peers
         self.peers = peers(self)
-        self._transfer = JobThread(  # waits for residents and sends these, so that the lane never does
+        self._transfer = JobThread(  # This thread waits for residents and sends values, so that the lane never has to.
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
         )
-        self._transfer.start()  # now, so that a failed start shows: without the thread the worker couldn't even end
-        # Thread for inspections: the receiving thread must not wait, and a call may keep the lane busy.
+        # Started now, so that a failed start is reported: without this thread, the worker couldn't even close.
+        self._transfer.start()
+        # Inspections have their own thread, because the receiving thread must not wait, and the lane may be busy.
         self._snapshots = JobThread(f"colocate-glimpse-{boot.worker}", lambda error: report_exception())
         self._lane_broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(
@@ -98,7 +99,7 @@ class WorkerHost(WorkerContext):
         return None if passed is None else self.peers.arrives(passed, sizes, length)
 
     def receive(self, head: Head, body: Any) -> None:
-        """Handle a message."""
+        """Pass a message to a handler in this class, or to a feature."""
         message = read(head)
         if (handler := _HANDLERS.get(type(message))) is not None:
             handler(self, message, body)
@@ -147,7 +148,7 @@ class WorkerHost(WorkerContext):
         self._named(hold.lane).hold(hold.number, hold.failed)
         culprit = "a call" if hold.failed else "the constructor of a role on another rank"
         self.scope.end(hold.failed, f"{culprit} of group {self.boot.group!r} has failed", hold.lane)
-        if hold.cut and not hold.lane:  # an earlier call goes on
+        if hold.cut and not hold.lane:  # Earlier calls continue; only the failed call and later calls are unblocked.
             self.frees(lambda: any(running >= hold.failed for running in list(self.lane.running)))
 
     def _on_resume(self, resume: to_worker.Resume, body: Any) -> None:
@@ -187,7 +188,7 @@ class WorkerHost(WorkerContext):
     def _on_listen(self, listen: to_worker.Listen, body: Any) -> None:
         try:
             self.say(from_worker.Address(self.peers.address))
-        except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread can start
+        except (OSError, RuntimeError) as error:  # No descriptor is free, or no thread can start.
             self.say(from_worker.Address(None, error_text(error)))
 
     def _on_answer(self, answer: to_worker.Answer, body: Any) -> None:
@@ -205,7 +206,7 @@ class WorkerHost(WorkerContext):
         if self.ended:
             return None
         hosted = self.roles.get(call.role)
-        if hosted is None:  # the nameless role, whose key describes the context
+        if hosted is None:  # The call is for the nameless role, with a key that describes the context.
             call_name, label = call.method, call.method
             if call_name not in GROUP_WIDE_CALLS:
                 call_name, label = FUNCTION, f"function {call.method}"
@@ -230,11 +231,11 @@ class WorkerHost(WorkerContext):
     # -- background roles
 
     def _named(self, role: str) -> Lane:
-        """Return the lane of a background role; "" for the main lane."""
+        """Return the lane of a background role, or the main lane for ""."""
         return self.background[role].lane if role else self.lane
 
     def _place(self, work: Work, call: to_worker.Call) -> None:
-        """Assign a call to the role's lane; for a call on the whole worker, add a barrier for the other lanes."""
+        """Assign a call to the role's lane. For a call on the whole worker, add a barrier for the other lanes."""
         if (background := self.background.get(call.role)) is not None:
             work.run = background.runner.call
         elif call.method in GROUP_WIDE_CALLS:
@@ -242,7 +243,7 @@ class WorkerHost(WorkerContext):
             work.run, work.on_drop = partial(self._alone, standing), standing.end
 
     def _alone(self, standing: LaneBarrier, work: Work) -> bool | None:
-        """Run a call while the other lanes stand still; return None to put the call back."""
+        """Run a call while the other lanes stand still, or return None if the call must be queued again."""
         self.lane.waits()
         if not standing.wait():
             return None
@@ -256,16 +257,19 @@ class WorkerHost(WorkerContext):
             self._stands.notify_all()
 
     def _stopped(self, role: str, number: int, begun: int) -> None:
-        """Tell the driver that a background role's lane is back in a hold. On that lane."""
+        """Report that a background role's lane has reached a hold's barrier. Runs on that lane."""
         self.say(from_worker.Held(number, begun, {}, role, self.background[role].lane.take_unfinished()))
 
     def frees(self, waits: Callable[[], bool]) -> None:
-        """Unblock the main lane from a wait for other ranks, if `waits` returns true."""
+        """Unblock the main lane's wait for other ranks if `waits()` is true."""
         for part in self.parts.values():
             part.frees(waits)
 
     def close(self, reason: str) -> None:
-        """End the lanes after their running calls; `on_end` follows. Waits for other workers end with the reason."""
+        """Close the lanes after their running calls, and then call `on_end`.
+
+        Waits for other workers fail with the reason.
+        """
         self.scope.close(reason)
         self.store.close()
         for lane in self.lanes:
@@ -275,18 +279,19 @@ class WorkerHost(WorkerContext):
     # -- inspections, on the receiving thread
 
     def look(self, then: Callable[[Mapping[str, Any]], object]) -> None:
-        """Pass a snapshot of this worker to `then`, on another thread; nothing if no thread can start."""
+        """Pass a snapshot of this worker to `then` on another thread. Do nothing if no thread can start."""
         with suppress(RuntimeError):
             self._snapshots.soon(lambda: then(snapshot(self)))
 
     # -- the change of drivers, on the receiving thread
 
     def renew(self, base: int) -> None:
-        """Drop a former driver's queued calls, cancel the running ones, and forget the residents of that driver.
+        """Drop a former driver's queued calls and residents, and cancel the driver's running calls.
 
-        Process groups aren't cut yet. A step that all ranks are in ends by itself. If some ranks drop a step,
-        the others wait in vain, and the next driver's hold ends that. A cut amid a transfer would make gloo forget the
-        waiting threads (`features/process_groups/waits.py`), and in a backward pass nothing else unblocks them.
+        Process groups aren't cut yet. A step that all ranks have begun ends by itself. If some ranks drop a step, the
+        other ranks wait in vain until the next driver's hold ends their wait. Cutting a group amid a transfer would
+        make gloo lose the waiting threads (`features/process_groups/waits.py`), and in a backward pass nothing else
+        unblocks them.
         """
         self.scope.renew(base)
         self.definitions.renew()
@@ -295,7 +300,7 @@ class WorkerHost(WorkerContext):
             lane.renew()
 
     def adopt(self, boot: Boot) -> None:
-        """Adopt another driver's boot, with a new secret for messages between workers."""
+        """Switch to another driver's boot message, with a new secret for messages between workers."""
         self.boot = boot
         former, self.peers = self.peers, self._make_peers(self)
         self._transfer.soon(former.close)
@@ -303,8 +308,11 @@ class WorkerHost(WorkerContext):
             part.adopted()
 
     def _thread_failed(self, what: str, error: BaseException) -> None:
-        """Report an error on a thread of the worker: a bug here, as user code can't cause any."""
-        report_exception()  # first: the process ends with the group
+        """Report an error of one of the worker's own threads.
+
+        It is a bug in colocate, because user code can't cause it.
+        """
+        report_exception()  # The error is printed first, because the process may end with the group.
         self.broken(f"{what} was ended by {error_text(error)}. {OUR_FAULT}")
 
     def broken(self, reason: str, log_tail: str = "") -> None:
@@ -323,15 +331,15 @@ class WorkerHost(WorkerContext):
             thread.close(0.0)
         if not self.in_process:
             self.peers.close()
-            tell_imports()  # late, to include imports for unpickled values
+            tell_imports()  # Imports are reported late, to include modules imported for unpickled values.
         self.ended = True
-        self.roles.clear()  # on threads, the driver may hold the group for long
-        self.instances.clear()  # the references between the roles' contexts
+        self.roles.clear()  # If workers are threads, the driver may refer to the group for long.
+        self.instances.clear()  # The roles' contexts refer to each other through this dict.
         self.say(from_worker.Closed())
         self._on_end()
 
     def stack(self) -> str:
-        """Return the lanes' Python stacks, without idle background lanes."""
+        """Return the Python stacks of all lanes except idle background lanes."""
         return "".join(_stack(lane) for lane in self.lanes if lane is self.lane or _runs(lane))
 
     # -- on the lane
@@ -345,11 +353,11 @@ class WorkerHost(WorkerContext):
     def _fetch(self, asked: to_worker.Fetch) -> None:
         try:
             entry = self.store.wait(asked.key)
-            # The description contains the value's containers, some of users' classes.
+            # The description contains the value's containers, which may be of users' classes.
             with self.store.reading(entry):
                 body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
             self.say_result(from_worker.Fetched(asked.token, entry.weight, None), body, entry.maker)
-        except BaseException as error:  # users' classes control pickling
+        except BaseException as error:  # Users' classes control pickling, and may raise anything.
             report, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.say(from_worker.Fetched(asked.token, None, report), body)
 
@@ -380,7 +388,7 @@ def _runs(lane: Lane) -> dict[int, Work]:
 
 
 def _stack(lane: Lane) -> str:
-    with failure.LOOKING:  # until all frames of this look are released
+    with failure.LOOKING:  # The lock is held until all frames are released again.
         return _stack_now(lane)
 
 
@@ -393,7 +401,7 @@ def _stack_now(lane: Lane) -> str:
         if seq in running
         for where, frames in running[seq].awaiting(task_frames)
     ]
-    if len(texts) < len(running) or not texts:  # a call computes, on the lane's thread
+    if len(texts) < len(running) or not texts:  # At least one call computes on the lane's thread, or no call runs.
         computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
         if (module := importing(frames)) is not None:
             computing += f", importing {module}"
@@ -408,7 +416,10 @@ def _stack_now(lane: Lane) -> str:
 
 
 def snapshot(worker_context: WorkerContext) -> dict[str, Any]:
-    """Return a worker's running calls, queue and roles' memory as plain data. On any thread; may take a while."""
+    """Return a worker's running calls, queue and roles' memory as plain data.
+
+    May run on any thread, and take a while.
+    """
     now, work = time.time(), worker_context.lane.last()
     boot = worker_context.boot
     held: Mapping[str, tuple[int, int]] | None = None

@@ -1,4 +1,4 @@
-"""Output of role code, labelled with role and rank, so that the driver can name the source of each line."""
+"""Labels the output of role code with role and rank, so that the driver can name the source of each line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from colocate._role import context
 
-# Enclose "ROLE RANK" before a line. Lines of other origin (C code, threads of roles, children) have no label.
+# These characters enclose "ROLE RANK" before a line. Output of C code, roles' threads and children has no label.
 _START, _END = "\x1e", "\x1f"
 TAIL_LINES = 40
 """Number of last lines shown with a worker's death: room for the Python stack that a crash in C leaves."""
@@ -23,7 +23,7 @@ class LabelledStream(io.TextIOWrapper):
     _at_start = True
 
     def write(self, text: str) -> int:
-        """Write text; return the length, like any text stream."""
+        """Write text, and return the number of characters."""
         running = context.current()
         if running is not None and text:
             label = f"{_START}{running.role or 'run'} {running.rank}{_END}"
@@ -41,7 +41,7 @@ class LabelledStream(io.TextIOWrapper):
 def label_output() -> None:
     """Label the lines of this process's `sys.stdout` and `sys.stderr`.
 
-    Each line is written at once: a crash would lose buffered lines.
+    Each line is written at once, because a crash would lose buffered lines.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -61,12 +61,12 @@ def say_for(label: str, line: str, group: str | None) -> None:
         group: The group if this process is the driver; None in a worker process.
     """
     lead = f"{_START}{label}{_END}" if group is None else f"[{group}/{label}] "
-    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr
+    with contextlib.suppress(OSError, ValueError):  # Nobody reads stderr, or stderr is closed.
         sys.stderr.write(f"{lead}{line}\n")
 
 
 def log_levels() -> dict[str, int]:
-    """Return the levels set on this process's loggers, the root's first; empty if no handler shows logs."""
+    """Return the levels set on this process's loggers, the root's first; empty if the root logger has no handler."""
     root = logging.getLogger()
     if not root.handlers:
         return {}
@@ -77,10 +77,10 @@ def log_levels() -> dict[str, int]:
 
 
 def show_logs(levels: Mapping[str, int]) -> None:
-    """Apply the driver's log levels here, until a module or a role sets other levels, or handlers."""
+    """Apply the driver's log levels to this process's loggers, until modules or roles set other levels or handlers."""
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    if levels and logging.lastResort is not None:  # the last resort's handler shows only warnings by default
+    if levels and logging.lastResort is not None:  # Python's last-resort handler shows only warnings by default.
         logging.lastResort.setLevel(logging.NOTSET)
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
 
@@ -95,24 +95,24 @@ def split_label(line: str) -> tuple[str | None, str]:
 
 
 def shown(line: str) -> str:
-    """Return the visible part of a line with carriage returns: the last non-empty state."""
+    """Return the visible part of a line with carriage returns, which is the last non-empty state."""
     states = line.split("\r")
     return next((state for state in reversed(states) if split_label(state)[1].strip()), states[0])
 
 
 def written_over(rest: bytes) -> bytes:
-    """Return the end of an unfinished line: the present state and the one before, as the present may be empty."""
+    """Return the last two states of an unfinished, overwritten line, because the last state may be empty."""
     return b"\r".join(rest.split(b"\r")[-2:])
 
 
 class Tail(deque[str]):
-    """Last lines of a worker's output; for an overwritten line, the last state."""
+    """The last lines of a worker's output. Of an overwritten line, only the last state is stored."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=TAIL_LINES)
 
     def append(self, line: str) -> None:
-        """Append a line, or with a carriage return at the end, the state of a line."""
+        """Append a line. It replaces the previous line if that ends with a carriage return."""
         if self and self[-1].endswith("\r"):
             self.pop()
         super().append(line)

@@ -1,4 +1,4 @@
-"""Results of hooks that go on in the background: a hook is over when the returned work is over."""
+"""Waits for work that hooks return. A hook is done only when the returned work is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colocate.worker.serving.signal_handlers import calls_role_code
 
 @calls_role_code
 def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
-    """Wait for a hook's result, if the result is waitable; ignore any other value.
+    """Wait for the work that a hook has returned. Ignore a result that can't be waited for.
 
     Waitable are futures, coroutines, tasks, results of `dcp.async_save`, threads, processes, and containers of these.
 
@@ -35,11 +35,11 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
             wait_until_over(name, item)
     elif isinstance(found, Mapping):
         wait_until_over(name, [*found.values()])
-    elif hasattr(found, "upload_completion"):  # torch's `AsyncSaveResponse`
+    elif hasattr(found, "upload_completion"):  # This is torch's `AsyncSaveResponse`.
         wait_until_over(name, [found.staging_completion, found.upload_completion])
     elif callable(result := getattr(found, "result", None)):  # a future
         wait_until_over(name, result())
-    elif hasattr(found, "successful"):  # `multiprocessing.pool.AsyncResult`: its method `wait` hides failures
+    elif hasattr(found, "successful"):  # The method `wait` of a `multiprocessing.pool.AsyncResult` hides failures.
         found.get()
     elif callable(end := getattr(found, "join" if hasattr(found, "is_alive") else "wait", None)):
         end()
@@ -48,7 +48,7 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
 
 
 def going_on(name: str, found: Any) -> Iterator[Any]:
-    """Wait until a hook's result no longer needs the role; yield the work that goes on by itself then.
+    """Wait until a hook's result no longer needs the role, and yield the work that continues without the role.
 
     Futures, threads and processes don't need the role. Awaitables run in the role's loop, to their end.
     """
@@ -74,12 +74,12 @@ def is_future(value: object) -> bool:
 
 
 def _awaited(found: Awaitable[Any], with_tasks: bool) -> Any:
-    import asyncio  # imported already if there is an awaitable
+    import asyncio  # Role code that creates an awaitable has usually imported asyncio already.
 
     from colocate.worker.serving.tasks import current_loop
 
     if not isinstance(found, asyncio.Future):
-        # Tasks that the role has left in the lane's loop can't be told from tasks to wait for.
+        # In the lane's loop, the hook's tasks couldn't be distinguished from other tasks of the role.
         lane_loop = None if with_tasks else current_loop()
         if lane_loop is None or lane_loop.is_running():
             return awaited(_whole(found, with_tasks))
@@ -87,7 +87,7 @@ def _awaited(found: Awaitable[Any], with_tasks: bool) -> Any:
     loop = found.get_loop()
     if found.done():
         return found.result()
-    if loop.is_running():  # on a thread that the role has started
+    if loop.is_running():  # The loop runs on a thread that the role has started.
         return asyncio.run_coroutine_threadsafe(_whole(found, False), loop).result()
     return loop.run_until_complete(found)
 

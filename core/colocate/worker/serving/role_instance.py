@@ -1,4 +1,4 @@
-"""A role in a worker."""
+"""A role's object in a worker, with the state that is needed to run methods and hooks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class RoleInstance:
-    """Role's object with everything to run its methods; without a name, the runner of functions."""
+    """A role's object with everything needed to run methods. The object that runs plain functions has no role name."""
 
     name: str | None
     instance: Any
     methods: Mapping[str, MethodSpec]
     ctx: Context
-    setting: Setting  # reads and sets torch's settings
-    settings: Settings | None = None  # the role's settings; None for the common ones, with `own`
-    own: Own | None = None  # default generators and switches; None if these are the driver's, or belong to another lane
-    stands_in: bool = False  # whether the object is a substitute for the role's class
-    parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # features' state of this role, by feature
-    # whether the driver's process has several roles, and no warning about shared random numbers was given yet
+    setting: Setting  # Reads and sets torch's settings.
+    settings: Settings | None = None  # The role's torch settings; None for the worker's common settings.
+    own: Own | None = None  # The role's generators and switches; None if shared with the driver or another lane.
+    stands_in: bool = False  # Whether the object is a feature's substitute for the role's own object.
+    parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # Features' state for this role, by feature.
+    # Whether a warning is due if the role seeds a generator that other roles share.
     shares_numbers: bool = attrs.field(default=False, init=False)
-    # methods by name, each with a label for errors and stacks
+    # Maps each method's name to the spec, and to a label for errors and stacks.
     routes: Mapping[str, tuple[MethodSpec, str]] = attrs.field(init=False)
-    # number of the last call, and the generator's state before it; None for the seed's initial state
+    # Number of the last call, and the generator's state before that call; None for the seed's initial state.
     drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -48,7 +48,7 @@ class RoleInstance:
         self.routes = {name: (spec, f"{self.name}.{name}" if named else name) for name, spec in self.methods.items()}
 
     def take_back(self, failed: Collection[int]) -> None:
-        """Restore the generator if the last call has failed, here or on another rank: a retry draws the same."""
+        """Restore the generator if the last call has failed on any rank, so that a retry draws the same numbers."""
         seq, state = self.drawn
         generator = self.ctx._generator
         if seq not in failed or generator is None:
@@ -59,12 +59,12 @@ class RoleInstance:
             generator.set_state(state)
 
     def call_hook(self, name: str, *args: Any) -> None:
-        """Call the role's hook for a purpose of colocate, if there is one."""
+        """Call the role's hook of this name, if the role has one."""
         if (hook := self.hook(name)) is not None:
             self.run_hook(hook, *args, name=name)
 
     def hook(self, name: str) -> Any:
-        """Return the role's hook for a purpose of colocate; methods for callers don't count."""
+        """Return the role's hook of this name, or None. A method that callers can call isn't a hook."""
         return None if name in self.methods else own_method(self.instance, name)
 
     def close(self) -> None:
@@ -73,13 +73,13 @@ class RoleInstance:
             self.run_hook(hook, name="close")
 
     def _asked(self, name: str) -> Any:
-        """Return the role's hook of a name, to be called without arguments; None if there is none."""
+        """Return the role's hook of this name, which takes no arguments; None if the role has none."""
         return None if name in self.methods else own_method(self.instance, name, takes_nothing=True)
 
     def run_hook(
         self, hook: Callable[..., Any], *args: Any, name: str = "the hook", by: Callable[..., object] | None = None
     ) -> None:
-        """Run a hook, async ones to the end; or leave the run to `by`."""
+        """Run a hook, and wait for the end of an async hook. If `by` is given, it runs the hook instead."""
         token = set_current(self.ctx)
         try:
             self.run(by or _run_to_its_end, name, hook, *args)
@@ -88,7 +88,7 @@ class RoleInstance:
 
     @calls_role_code
     def declared(self) -> Sequence[Any]:
-        """Return the value of the role's hook `device_state`: memory that a search can't find."""
+        """Return the value of the role's hook `device_state`, which names memory that a search can't find."""
         if (hook := self._asked("device_state")) is None:
             return ()
         token = set_current(self.ctx)
@@ -125,7 +125,7 @@ class RoleInstance:
             reset_current(token)
 
     def run(self, code: Callable[..., T], *args: Any) -> T:
-        """Run role code, with torch's settings of the role."""
+        """Run role code with the role's torch settings."""
         setting = self.setting
         setting.have(self.settings or self._of_all())
         if self.shares_numbers:
@@ -136,7 +136,7 @@ class RoleInstance:
             setting.have(setting.base)
 
     def _unseeded(self, code: Callable[..., T], *args: Any) -> T:
-        """Run code, and warn after a new seed of torch's default generator, which other roles share."""
+        """Run code, and warn if the code has seeded torch's default generator, which other roles share."""
         torch = imported("torch")
         seed = None if torch is None else torch.initial_seed()
         try:

@@ -1,8 +1,8 @@
-"""`Scope`: decides which of a worker's calls may wait, and ends all waits of the others, with a reason.
+"""`Scope` decides which of a worker's calls may wait, and ends the waits of all other calls.
 
-A call that has failed on another rank, the group's end, and a driver that releases the worker mean the same for
-waiting calls: from some call on, the awaited values may never come. Waits of those calls end now, and later ones don't
-begin. A failed call of one lane doesn't matter to the calls of another lane.
+When a call has failed on another rank, the group ends, or a driver releases the worker, the values that later calls
+await may never come. Waits of those calls end at once, and no new waits begin. A failed call of one lane doesn't affect
+the calls of other lanes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ End: TypeAlias = Callable[[Callable[[int], bool], str], object]
 
 
 class Scope:
-    """Calls that may wait, by number. Changed by the receiving thread, read by all.
+    """Knows which calls may wait, by call number. The receiving thread changes it, and all threads read it.
 
     Attributes:
         base: Last call number of former drivers; the construction of roles (0) isn't one of their calls.
-        closed: The reason of the worker's end; None while it goes on.
+        closed: The reason for the worker's end; None while the worker runs.
         lane_of: Returns the background role whose lane runs a call; "" for the main lane.
     """
 
     def __init__(self, lane_of: Callable[[int], str] = lambda seq: "") -> None:
-        """Allow all calls to wait."""
+        """Start without restrictions, so that all calls may wait."""
         self.base = 0
         self.closed: str | None = None
         self.lane_of = lane_of
@@ -34,7 +34,7 @@ class Scope:
         self._enders: list[End] = []
 
     def ends(self, ender: End) -> None:
-        """Register a callback for the end of waits. Later waits must check `why` first."""
+        """Register a callback that ends waits. A wait that begins later must check `why` first."""
         self._enders.append(ender)
 
     def why(self, seq: int | None) -> str | None:
@@ -55,22 +55,22 @@ class Scope:
         return 0 < number <= self.base
 
     def end(self, seq: int, reason: str, lane: str = "") -> None:
-        """End waits of a lane's calls from `seq` on, until `resume`."""
+        """End the waits of a lane's calls from number `seq` on, until `resume`."""
         self._ended[lane] = seq, reason
         self._tell(lambda each: each >= seq and self.lane_of(each) == lane, reason)
 
     def resume(self, lane: str = "") -> None:
-        """Allow a lane's calls to wait again, unless the worker ends."""
+        """Allow a lane's calls to wait again, unless the worker is closing."""
         self._ended.pop(lane, None)
 
     def renew(self, base: int) -> None:
-        """End waits for a former driver; numbers of the next driver's calls and residents are above `base`."""
+        """End all waits for a former driver. The next driver's calls and residents have numbers above `base`."""
         self.base = base
         self._ended.clear()
         self._tell(lambda each: True, LET_GO)
 
     def close(self, reason: str) -> None:
-        """End all waits at the worker's end."""
+        """End all waits, because the worker is closing."""
         self.closed = reason
         self._tell(lambda each: True, reason)
 

@@ -1,7 +1,8 @@
-"""A worker at the end of a lane, or of several lanes in turn: a detached pool changes drivers.
+"""Serves a worker's drivers one after another, because a detached pool can change drivers.
 
-While its keeper keeps a door open (a socket on which lanes come), the end of a lane isn't the worker's end: the worker
-drops the driver's calls, and waits for the next lane. Without a door, the end of its lane is the worker's end.
+A keeper may hold a door open: a socket through which it passes new lanes, which are connections to drivers. With a
+door, a worker outlives the end of a lane: it drops the driver's calls, and waits for the next lane. Without a door, the
+worker ends with its lane.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from colocate.worker.birth.supervisor import CLOSES_OTHERS
 from colocate.worker.serving.host import WorkerHost
 
 GIVEN_BYTES = 1 << 20
-# Messages through the door other than lanes:
-CUT = b"cut"  # the present lane is over
-LOOK = b"look "  # a question for the worker's status, with a number that begins the answer
+# The keeper sends the messages CUT and LOOK without a lane.
+CUT = b"cut"  # Message that the present lane has ended.
+LOOK = b"look "  # Question for the worker's status. The answer begins with the number that follows here.
 
 Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
 
 
 def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | bytes:
-    """Receive from the door: a lane with the driver's epoch (0 for the only driver) and this machine's certificates.
+    """Receive a lane from the keeper's socket `door`, with the driver's epoch and this machine's certificates.
 
-    Other messages are returned as bytes.
+    The epoch is 0 for the only driver. Other messages are returned as bytes.
 
     Raises:
-        EOFError: The keeper is gone, or has no use for a worker.
+        EOFError: The keeper has exited, or doesn't need the worker.
     """
     data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1)
     if data == CUT or data.startswith(LOOK):
         return data
     if not fds:
         raise EOFError
-    os.set_inheritable(fds[0], False)  # not by a flag: Python 3.11's recv_fds ignores flags
+    os.set_inheritable(fds[0], False)  # The flag is set here, because Python 3.11's `recv_fds` ignores flags.
     epoch, _, certificates = data.partition(b" ")
     sock, tls = wire.take_over(socket.socket(fileno=fds[0]), certificates)
     return sock, int(epoch), tls
 
 
 class Service:
-    """Serves one lane after another. On the event loop's thread, unless said otherwise."""
+    """Serves one lane after another. Methods run on the event loop's thread, unless their docstring says otherwise."""
 
     def __init__(
         self, event_loop: wire.EventLoop, start: Start, tls: wire.Tls | None, door: socket.socket | None
@@ -64,14 +65,14 @@ class Service:
         self._host: WorkerHost | None = None
         self._lane: wire.SocketLane | None = None
         self._epoch = 0
-        self._heeds: bool | None = None  # whether the driver has the same version; None before the boot
+        self._heeds: bool | None = None  # Whether the driver has the same version; None before the first message.
         self._next: tuple[socket.socket, int] | None = None
         if door is not None:
             door.setblocking(False)
             event_loop.watch(door.fileno(), self._at_the_door)
 
     def open(self, sock: socket.socket, epoch: int) -> None:
-        """Serve a connected, authenticated socket; the first message is the boot."""
+        """Serve a connected, authenticated socket. The first message must be the boot message."""
         self._epoch, self._heeds = epoch, None
         if self._host is not None:
             self._renew(self._host, epoch)
@@ -80,12 +81,12 @@ class Service:
             self._host.lane.turn_to(self._lane)
 
     def say(self, head: tuple[Any, ...], body: Any) -> None:
-        """Send the driver a message; from any thread. Dropped while there is no driver."""
+        """Send the driver a message, or drop the message if there is no driver. May be called from any thread."""
         if (lane := self._lane) is not None and not lane.send(head, body):
             self._look_after(lane)
 
     def drain(self, timeout: float) -> None:
-        """Wait until sent messages have gone out; not on the event loop's thread."""
+        """Wait until all sent messages are written. Must not run on the event loop's thread."""
         if (lane := self._lane) is not None:
             lane.drain(timeout)
 
@@ -102,11 +103,11 @@ class Service:
             return
         self._heeds = read(head) == _boot()
         if not self._heeds:
-            pass  # `hello` names this version; nothing else of the driver is read
+            pass  # `hello` tells the driver this worker's version, and all other messages are ignored.
         elif self._host is None:
             assert self._lane is not None
             self._host = self._start(wire.unpack(body), self, self._lane)
-            if self._epoch > 1:  # this driver's call numbers don't begin with 1
+            if self._epoch > 1:  # The call numbers of later drivers don't begin with 1.
                 self._host.renew(base_of(self._epoch))
         else:
             self._host.adopt(wire.unpack(body))
@@ -115,14 +116,14 @@ class Service:
         self.say(hello(), None)
 
     def _closed(self, reason: str) -> None:
-        """Handle the end of the lane. On the receiving thread."""
+        """Handle the end of the lane. Runs on the receiving thread."""
         host = self._host
         if host is not None and host.ended:
             return
         if self._lane is not None:
             self._look_after(self._lane)
         if self.door is None or host is None:
-            # Without the driver nothing here has an owner; running role code must not keep the process.
+            # Without a driver, nobody owns this worker, so the process exits even if role code runs.
             if reason.startswith("the other side"):
                 os._exit(0)
             print(f"the connection to the driver has ended here: {reason}", file=sys.stderr)
@@ -131,7 +132,7 @@ class Service:
 
     @staticmethod
     def _look_after(lane: wire.SocketLane) -> None:
-        """End the process if the lane has ended because code here closed the descriptor."""
+        """Exit if the lane has ended because code in this process has closed the descriptor."""
         if lane.taken:
             print(f"the connection to the driver was closed here: {CLOSES_OTHERS}", file=sys.stderr)
             os._exit(1)
@@ -145,7 +146,7 @@ class Service:
         """End the work for drivers before this epoch."""
         base = base_of(epoch)
         host.renew(base)
-        # After this time for an end by itself, the former driver's running work is unblocked.
+        # Work of the former driver that is still running after this time is unblocked.
         self.event_loop.later(
             STEP_ENDS_WITHIN_S,
             lambda: host.frees(lambda: any(0 < seq <= base for seq in list(host.lane.running))),
@@ -157,7 +158,7 @@ class Service:
             handover = given(self.door)
         except BlockingIOError:
             return
-        except (EOFError, OSError):  # without a keeper nothing here has an owner
+        except (EOFError, OSError):  # Without a keeper, nobody owns this worker.
             os._exit(0)
         if isinstance(handover, bytes) and handover != CUT:
             if self._host is not None:
@@ -174,9 +175,9 @@ class Service:
             self._open_next()
 
     def _answer(self, number: bytes, seen: Mapping[str, Any]) -> None:
-        """Send an answer through the door. On any thread."""
+        """Send the worker's status to the keeper. May run on any thread."""
         assert self.door is not None
-        with contextlib.suppress(OSError):  # the keeper is gone, or doesn't read
+        with contextlib.suppress(OSError):  # The keeper has exited, or doesn't read.
             self.door.send(number + b" " + json.dumps(seen).encode())
 
     def _open_next(self) -> None:

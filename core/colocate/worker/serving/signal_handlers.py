@@ -1,9 +1,9 @@
-"""Handlers of signals that role code has set: they run in role code, and an error is the running call's.
+"""Runs the signal handlers of role code only inside role code, so that their errors belong to a call.
 
-The lane is its process's main thread, on which Python runs handlers between any two bytecodes. Amid colocate's own code
-a handler would find locks taken, and an error would break a half-finished step. So the handler is put off there: until
-role code goes on, if that has called colocate, otherwise until the lane runs nothing. Between two calls no caller gets
-the error: it is printed.
+The lane is its process's main thread, on which Python may run a handler between any two bytecodes. Amid colocate's own
+code, a handler could find locks taken, and an error could break a half-finished step. So the handler is put off: until
+role code continues, if role code has called colocate; otherwise until the lane runs nothing. Between two calls no
+caller can get the handler's error, so it is printed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Handler: TypeAlias = Callable[[int, FrameType | None], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
-NEEDS_MAIN = "signal only works in main thread of the main interpreter"  # Python's error text
+NEEDS_MAIN = "signal only works in main thread of the main interpreter"  # This is Python's own error text.
 _AGAIN_S = 0.001
 _set, _get = signal.signal, signal.getsignal
 _calls_role_code: set[CodeType] = {MethodSpec.call.__code__, awaited.__code__}
@@ -52,13 +52,16 @@ def calls_role_code(function: F) -> F:
 
 
 def waits_for_role_code(function: F) -> F:
-    """Mark a function as a replacement of a library's, in which role code waits: a handler may end that wait."""
+    """Mark a colocate function that replaces a library's waiting function.
+
+    A handler may interrupt this wait of role code.
+    """
     _waits_for_role_code.add(function.__code__)
     return function
 
 
 def guard(lane: Lane) -> None:
-    """Restrict handlers set in this process to role code, from now on; the lane is the process's main thread."""
+    """Run signal handlers of this process only in role code from now on. The lane must be the main thread."""
     global _lane
     _lane = lane
     _set(INTERRUPT, _interrupted)
@@ -68,7 +71,7 @@ def guard(lane: Lane) -> None:
 
 
 def on_interrupt(function: Callable[[], object]) -> None:
-    """Register a function for `INTERRUPT`, which runs in role code, even in a wait, and may raise."""
+    """Register the function that `INTERRUPT` calls in role code, even during a wait. The function may raise."""
     global _on_interrupt
     _on_interrupt = function
 
@@ -79,20 +82,20 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def leave() -> None:
-    """Allow handlers to run anywhere after the lane's end, as at the end of any process."""
+    """Allow handlers to run anywhere again, because the lane has ended."""
     global _lane
     _settle()
     _lane = None
 
 
 def raise_put_off() -> None:
-    """Run put-off handlers before the running call ends. Errors propagate."""
+    """Run the put-off handlers before the running call ends, so that their errors fail the call."""
     while put_off:
         _run(*put_off.pop(0))
 
 
 def _settle() -> None:
-    """Run put-off handlers on the lane, between calls. An error fails the last call that awaits something."""
+    """Run the put-off handlers on the lane between calls. An error fails the last call that awaits something."""
     while put_off:
         handler, number = put_off.pop(0)
         try:
@@ -106,7 +109,7 @@ def _settle() -> None:
 
 @attrs.frozen
 class _Guarded:
-    """Wrapper of a role's handler, as set in Python."""
+    """Wrapper around a role's signal handler, which puts the handler off outside of role code."""
 
     handler: Handler
 
@@ -123,26 +126,27 @@ _calls_role_code.add(_Guarded.__call__.__code__)
 
 
 def _comes_again(number: int) -> bool:
-    """Send a signal again soon, when role code may run again; False if that isn't possible."""
+    """Send the signal again soon, when role code may run. Return False if no thread can start."""
 
     def again() -> None:
         time.sleep(_AGAIN_S)
         _thread.interrupt_main(number)  # type: ignore[arg-type]  # any signal's number
 
     try:
-        _thread.start_new_thread(again, ())  # not by `threading`, whose locks the interrupted code may hold
-    except RuntimeError:  # no thread can start
+        # The module `threading` isn't used, because the interrupted code may hold locks of that module.
+        _thread.start_new_thread(again, ())
+    except RuntimeError:  # No thread can start.
         return False
     return True
 
 
 @calls_role_code
 def _run(handler: Handler, number: int) -> None:
-    handler(number, sys._getframe())  # some handlers look at the frame
+    handler(number, sys._getframe())  # Some handlers inspect the frame.
 
 
 def _signal(signalnum: Any, handler: Any) -> Any:
-    # asyncio's own handler does nothing and stays bare: a repeated signal would reach the loop twice.
+    # asyncio's own handler does nothing and isn't wrapped, because a repeated signal would reach the loop twice.
     guarded = callable(handler) and not str(getattr(handler, "__module__", "")).startswith("asyncio.")
     return _bare(_set(signalnum, _Guarded(handler) if guarded else handler))
 
@@ -152,7 +156,7 @@ def _getsignal(signalnum: Any) -> Any:
 
 
 def _of_the_lane(function: F) -> F:
-    """Wrap a function that background roles mustn't call: the signal would interrupt other roles' calls."""
+    """Wrap a function that background roles mustn't call, because the signal would interrupt other roles' calls."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -168,9 +172,9 @@ def _bare(handler: Any) -> Any:
 
 
 def _role_code_at(frame: FrameType | None) -> tuple[bool, bool]:
-    """Return whether a signal has interrupted role code or its callees, and whether role code goes on afterwards."""
+    """Return whether a signal has interrupted role code or its callees, and whether role code continues afterwards."""
     inner = None
-    is_called = True  # until a frame of colocate's own lies between
+    is_called = True  # Set to False when one of colocate's own frames is in between.
     while frame is not None:
         if _is_own(frame.f_code):
             if frame.f_code in _calls_role_code and inner is not None and not _is_own(inner.f_code):
@@ -181,7 +185,7 @@ def _role_code_at(frame: FrameType | None) -> tuple[bool, bool]:
 
 
 def is_role_code(frame: FrameType) -> bool:
-    """Return whether a frame is of role code or called by role code, on any thread, and not of colocate."""
+    """Return whether a frame belongs to role code or to code that role code has called, and not to colocate."""
     if _is_own(frame.f_code):
         return False
     outer: FrameType | None = frame
