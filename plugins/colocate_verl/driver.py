@@ -93,7 +93,7 @@ class _Pools(dict[int, Pool]):
 
 @attrs.define(eq=False)
 class Slots:
-    """Some or all slots of a resource pool. The first call of `spawn` reserves the pool."""
+    """Slots of a resource pool, or some of the slots. The first call of `spawn` reserves the pool."""
 
     nodes: Sequence[int]  # The number of the pool's slots on each node.
     name: str
