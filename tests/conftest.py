@@ -81,7 +81,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """What commands are forked from."""
-    with leaks.shared():
+    with leaks.share_between_tests():
         forks = Forks()
     yield forks
     forks.close()

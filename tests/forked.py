@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from colocate.keeper import forks
-from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, gather
+from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, collapse_pages
 
 _ROOT = Path(__file__).parents[1]
 _IMPORTED = (
@@ -151,7 +151,7 @@ def _serve(number: int) -> dict[str, Any]:
         if modules != len(sys.modules):
             modules = len(sys.modules)
             gc.freeze()  # or a fork's collections would copy every page
-            gather()  # which each fork, that of its template and all workers would have an entry for
+            collapse_pages()  # which each fork, that of its template and all workers would have an entry for
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = os.fork()
@@ -217,7 +217,10 @@ class _Templates:
     def start(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **other: Any) -> Any:
         """Have it be what this command starts, unless it is one already, or comes too late for the environment."""
         with self._asks as sock:
-            if sock.fileno() < 0 or forks.differs(env, {**self._environment, "OPENBLAS_NUM_THREADS": "1"}) is not None:
+            if (
+                sock.fileno() < 0
+                or forks.find_early_variable(env, {**self._environment, "OPENBLAS_NUM_THREADS": "1"}) is not None
+            ):
                 return subprocess.Popen(command, env=env, pass_fds=pass_fds, **other)
             socket.send_fds(sock, [json.dumps([command, dict(env)]).encode()], pass_fds)
         return types.SimpleNamespace(pid=self._pid)

@@ -120,7 +120,7 @@ _HOMES = {
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-# Maps names of other packages to their modules, which are imported on first use.
+# Maps names that other packages define to the modules there; these are imported on first use.
 _BESIDE = {
     "Leaving": "colocate_report.record",
     "LogRecord": "colocate_report.record",

@@ -71,14 +71,14 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         return ""
     head = _row("th", rows[0])
     body = "".join(_row("td", row.values()) for row in rows[:MOST])
-    return f"<table>{head}{body}</table>{_left_out(rows)}"
+    return f"<table>{head}{body}</table>{_omitted_note(rows)}"
 
 
 def tree(children: Sequence[Mapping[str, Any]], known: Callable[[Mapping[str, Any]], str]) -> str:
     """Return nodes of the ownership graph as a foldable HTML tree. Nodes below workers are folded at first."""
     if not children:
         return ""
-    return f"<ul>{''.join(_item(node, known) for node in children[:MOST])}</ul>{_left_out(children)}"
+    return f"<ul>{''.join(_item(node, known) for node in children[:MOST])}</ul>{_omitted_note(children)}"
 
 
 def _item(node: Mapping[str, Any], known: Callable[[Mapping[str, Any]], str]) -> str:
@@ -93,7 +93,7 @@ def _row(cell: str, values: Iterable[object]) -> str:
     return f"<tr>{''.join(f'<{cell}>{_text(value)}</{cell}>' for value in values)}</tr>"
 
 
-def _left_out(shown: Sequence[object]) -> str:
+def _omitted_note(shown: Sequence[object]) -> str:
     return f"<small>and {len(shown) - MOST} more</small>" if len(shown) > MOST else ""
 
 

@@ -36,9 +36,9 @@ from typing import (
 import attrs
 
 from colocate._definitions.names import ALIASES
-from colocate._system.nearest import nearest
-from colocate._system.numbers import amount_problem, duration_problem, gpus_problem, ports_problem
-from colocate._system.room import spill_problem
+from colocate._system.nearest import find_nearest
+from colocate._system.numbers import find_amount_problem, find_duration_problem, find_gpus_problem, find_ports_problem
+from colocate._system.room import find_spill_problem
 
 Place: TypeAlias = tuple[str | int, ...]
 """A place in a config: keys and indices from the top."""
@@ -52,7 +52,7 @@ _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     types.NoneType: ((types.NoneType,), "null"),
 }
 _ABC = collections.abc
-# `_LISTS` has the conversion of a config's list for each annotation; `_MAPPINGS` has annotations of mappings.
+# `_LISTS` maps annotations to the conversion of a config's list; `_MAPPINGS` has the annotations of mappings.
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
     **dict.fromkeys((list, _ABC.Sequence, _ABC.MutableSequence, _ABC.Collection, _ABC.Iterable), list),
     **dict.fromkeys((set, _ABC.Set, _ABC.MutableSet), set),
@@ -70,7 +70,7 @@ _DATES = {
 
 @attrs.frozen
 class Problem:
-    """A problem of a config's value: the place inside the value, and a text for the user."""
+    """An error in a config's value: the path inside the value, and a message for the user."""
 
     place: Place
     message: str
@@ -90,39 +90,39 @@ class Checked:
 
 @attrs.frozen
 class Arguments:
-    """The parameters of a class or function that can be given by name.
+    """The parameters that a class or function accepts by name.
 
     Attributes:
         owner: Name of the parameters' owner in messages.
         parameters: By name, without `self` and the caller's own arguments.
         hints: The annotations that could be evaluated.
         open: Whether any other name is accepted too.
-        others: The annotation of other names.
+        rest_hint: The annotation of other names.
     """
 
     owner: str
     parameters: Mapping[str, inspect.Parameter]
     hints: Mapping[str, Any]
     open: bool
-    others: Any = Any
+    rest_hint: Any = Any
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield the problems of some arguments: unknown names, missing names, and values of a wrong kind."""
-        yield from self._made(given, ())[1]
+        """Yield the errors in the given arguments: unknown names, missing names, and values of a wrong type."""
+        yield from self._convert(given, ())[1]
 
-    def built(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments, each converted for the parameter's annotation (see the function `built`)."""
-        return self._made(given, ())[0]
+    def convert(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments, each converted for the parameter's annotation (see the function `convert`)."""
+        return self._convert(given, ())[0]
 
-    def _made(self, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
+    def _convert(self, given: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], list[Problem]]:
         converted: dict[str, Any] = {}
         wrong: list[Problem] = []
-        meant = set()  # A parameter with a misspelt name isn't reported as missing, too.
+        meant = set()  # A parameter with a misspelt name isn't also reported as missing.
         for name, value in given.items():
-            hint = self.hints.get(name, Any if name in self.parameters else self.others)
-            converted[name] = _made(value, hint, (*place, name), wrong)
+            hint = self.hints.get(name, Any if name in self.parameters else self.rest_hint)
+            converted[name] = _convert(value, hint, (*place, name), wrong)
             if name not in self.parameters and not self.open:
-                near = nearest(name, self.parameters)
+                near = find_nearest(name, self.parameters)
                 meant.add(near)
                 takes = f"it takes {', '.join(self.parameters)}" if self.parameters else "it takes none"
                 text = f"{self.owner} has no parameter {name!r}"
@@ -136,7 +136,7 @@ class Arguments:
 
 
 def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:
-    """Return the parameters of a class or function that can be given by name."""
+    """Return the parameters that a class or function accepts by name."""
     try:
         parameters = list(inspect.signature(target).parameters.values())[skip:]
     except (TypeError, ValueError):  # Some functions written in C have no signature.
@@ -144,13 +144,13 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
     rest = {parameter.name: parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD}
-    hints = _hints(target, named | rest)
+    hints = _evaluate_hints(target, named | rest)
     rest_hint = next((hints.pop(name) for name in rest if name in hints), Any)
     return Arguments(owner, named, hints, bool(rest), rest_hint)
 
 
 def path_text(place: Place) -> str:
-    """Format a place in a config, such as `groups.policy.roles.actor.slots[0]`."""
+    """Format the path of a value in a config, such as `groups.policy.roles.actor.slots[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
     return text.removeprefix(".")
 
@@ -158,56 +158,57 @@ def path_text(place: Place) -> str:
 def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
     """Yield the reasons why a value doesn't fit an annotation. Annotations that can't be checked fit any value."""
     wrong: list[Problem] = []
-    _made(value, annotation, place, wrong)
+    _convert(value, annotation, place, wrong)
     yield from wrong
 
 
-def built(value: Any, annotation: Any) -> Any:
+def convert(value: Any, annotation: Any) -> Any:
     """Convert a value for an annotation, for example a text to a `Path`, or a list to a set."""
-    return _made(value, annotation, (), [])
+    return _convert(value, annotation, (), [])
 
 
-def _made(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+def _convert(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
     if get_origin(annotation) is Annotated:
-        return _checked(value, annotation, place, wrong)
-    annotation = _bare(annotation)
+        return _convert_annotated(value, annotation, place, wrong)
+    annotation = _strip_annotation(annotation)
     origin, args = get_origin(annotation) or annotation, get_args(annotation)
     if annotation in _SCALARS:
         if (text := _scalar_problem(value, annotation)) is not None:
             wrong.append(Problem(place, text))
         return value
     if origin is Literal:
-        return _one_of(value, args, place, wrong)
+        return _convert_choice(value, args, place, wrong)
     if origin in (Union, types.UnionType):
-        return _of_some_arm(value, annotation, place, wrong)
+        return _convert_union(value, annotation, place, wrong)
     if origin is Any or not isinstance(origin, type):
         return value
-    if type(value) not in _PLAIN:  # The value comes from Python code, not from a config's text.
+    if type(value) not in _PLAIN:  # The value comes from Python code, not from a config file.
         return value
     if issubclass(origin, enum.Enum):
-        return _one_of(value, tuple(origin), place, wrong)
+        return _convert_choice(value, tuple(origin), place, wrong)
     if is_typeddict(origin):
-        return _typed_dict(value, origin, place, wrong)
+        return _convert_typed_dict(value, origin, place, wrong)
     if _is_record(origin):
-        return _record(value, origin, place, wrong)
+        return _convert_record(value, origin, place, wrong)
     if origin in _LISTS or origin is tuple:
-        return _several(value, origin, args, place, wrong)
+        return _convert_list(value, origin, args, place, wrong)
     if origin in _MAPPINGS:
         if not isinstance(value, dict):
             wrong.append(Problem(place, f"must be a mapping, not {shown(value)}"))
             return value
         of_key, of_value = args or (Any, Any)
         return {
-            _key(key, of_key, place, wrong): _made(item, of_value, (*place, key), wrong) for key, item in value.items()
+            _convert_key(key, of_key, place, wrong): _convert(item, of_value, (*place, key), wrong)
+            for key, item in value.items()
         }
-    return _of_kind(value, origin, place, wrong)
+    return _convert_instance(value, origin, place, wrong)
 
 
-def _checked(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+def _convert_annotated(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
     kind, *notes = get_args(annotation)
     kind_problems: list[Problem] = []
-    converted = _made(value, kind, place, kind_problems)
-    # A number is checked even if the kind is wrong, because the check's message explains more.
+    converted = _convert(value, kind, place, kind_problems)
+    # A number is checked even if its type is wrong, because the check's message explains more.
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if value is not None and (number or not kind_problems):
         checks = [note.problem for note in notes if isinstance(note, Checked)]
@@ -232,16 +233,16 @@ def _scalar_problem(value: Any, annotation: Any) -> str | None:
     return f"must be {kind_text}, not {shown(value)}{hint}"
 
 
-def _plain(choice: Any) -> Any:
-    """Return how a config writes a choice. An enumeration's member is written as the value, or else the name."""
+def _config_value(choice: Any) -> Any:
+    """Return a choice in a config's notation: for an enumeration's member, the value if plain, or else the name."""
     if not isinstance(choice, enum.Enum):
         return choice
     return choice.value if type(choice.value) in _PLAIN else choice.name
 
 
-def _one_of(value: Any, choices: Sequence[Any], place: Place, wrong: list[Problem]) -> Any:
+def _convert_choice(value: Any, choices: Sequence[Any], place: Place, wrong: list[Problem]) -> Any:
     """Return the choice that a value names. An enumeration's member can be given by value or by name."""
-    plain_choices = [_plain(choice) for choice in choices]
+    plain_choices = [_config_value(choice) for choice in choices]
     for choice, plain_choice in zip(choices, plain_choices, strict=True):
         if value is choice or (value == plain_choice and type(value) is type(plain_choice)):
             return choice
@@ -249,7 +250,7 @@ def _one_of(value: Any, choices: Sequence[Any], place: Place, wrong: list[Proble
         if isinstance(choice, enum.Enum) and value == choice.name:
             return choice
     near = (
-        nearest(value, [plain_choice for plain_choice in plain_choices if isinstance(plain_choice, str)])
+        find_nearest(value, [plain_choice for plain_choice in plain_choices if isinstance(plain_choice, str)])
         if isinstance(value, str)
         else None
     )
@@ -259,11 +260,11 @@ def _one_of(value: Any, choices: Sequence[Any], place: Place, wrong: list[Proble
     return value
 
 
-def _of_some_arm(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+def _convert_union(value: Any, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
     arms, of_arms = get_args(annotation), list[list[Problem]]()
     for arm in arms:
         arm_problems: list[Problem] = []
-        converted = _made(value, arm, place, arm_problems)
+        converted = _convert(value, arm, place, arm_problems)
         if not arm_problems:
             return converted
         of_arms.append(arm_problems)
@@ -280,7 +281,7 @@ def _of_some_arm(value: Any, annotation: Any, place: Place, wrong: list[Problem]
     return value
 
 
-def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: list[Problem]) -> Any:
+def _convert_list(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: list[Problem]) -> Any:
     if not isinstance(value, list):
         wrong.append(Problem(place, f"must be a list, not {shown(value)}"))
         return value
@@ -290,7 +291,7 @@ def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: 
         return value
     kinds = args if whole else (args or (Any,))[:1] * len(value)
     before = len(wrong)
-    items = [_made(item, of, (*place, i), wrong) for i, (item, of) in enumerate(zip(value, kinds, strict=True))]
+    items = [_convert(item, of, (*place, i), wrong) for i, (item, of) in enumerate(zip(value, kinds, strict=True))]
     try:
         return items if len(wrong) > before else tuple(items) if kind is tuple else _LISTS[kind](items)
     except TypeError as error:  # The items of a set must be hashable.
@@ -298,41 +299,41 @@ def _several(value: Any, kind: Any, args: tuple[Any, ...], place: Place, wrong: 
         return value
 
 
-def _key(key: str, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
-    """Convert a mapping's key for an annotation. Keys of a config are always text, also for numbers."""
-    kind = _bare(annotation)
+def _convert_key(key: str, annotation: Any, place: Place, wrong: list[Problem]) -> Any:
+    """Convert a mapping's key for an annotation. A config's keys are always text, even if annotated as a number."""
+    kind = _strip_annotation(annotation)
     if kind in (int, float):
         try:
             return kind(key)
         except ValueError:
             wrong.append(Problem((*place, key), f"the key must be {_SCALARS[kind][1]}, not {shown(key)}"))
             return key
-    return _made(key, annotation, (*place, key), wrong)
+    return _convert(key, annotation, (*place, key), wrong)
 
 
-def _typed_dict(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
-    hints = _evaluated(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)))
+def _convert_typed_dict(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
+    hints = _evaluate_annotations(kind.__annotations__, vars(sys.modules.get(kind.__module__, builtins)))
     parameters = {}
     for name in kind.__annotations__:
         # `__required_keys__` overlooks a NotRequired inside an annotation that is written as text.
         needed = name in kind.__required_keys__ and get_origin(hints.get(name)) is not NotRequired
         default = inspect.Parameter.empty if needed else None
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-    return _mapped(value, Arguments(kind.__name__, parameters, hints, open=False), place, wrong)
+    return _convert_mapping(value, Arguments(kind.__name__, parameters, hints, open=False), place, wrong)
 
 
-def _mapped(value: Any, arguments: Arguments, place: Place, wrong: list[Problem]) -> Any:
+def _convert_mapping(value: Any, arguments: Arguments, place: Place, wrong: list[Problem]) -> Any:
     if not isinstance(value, dict):
         wrong.append(Problem(place, f"must be a mapping ({', '.join(arguments.parameters)}), not {shown(value)}"))
         return value
-    converted, mapping_problems = arguments._made(value, place)
+    converted, mapping_problems = arguments._convert(value, place)
     wrong += mapping_problems
     return converted
 
 
-def _record(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
+def _convert_record(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
     before = len(wrong)
-    fields = _mapped(value, arguments_of(kind, kind.__name__), place, wrong)
+    fields = _convert_mapping(value, arguments_of(kind, kind.__name__), place, wrong)
     if len(wrong) > before:
         return value
     try:
@@ -342,7 +343,7 @@ def _record(value: Any, kind: Any, place: Place, wrong: list[Problem]) -> Any:
         return value
 
 
-def _of_kind(value: Any, kind: type, place: Place, wrong: list[Problem]) -> Any:
+def _convert_instance(value: Any, kind: type, place: Place, wrong: list[Problem]) -> Any:
     """Convert a text to an instance of a class. Other values must be instances already, and are returned."""
     try:
         if isinstance(value, kind):
@@ -356,14 +357,14 @@ def _of_kind(value: Any, kind: type, place: Place, wrong: list[Problem]) -> Any:
     text = f"must be {describe(kind)}, not {shown(value)}"
     if isinstance(value, str):
         try:
-            return _of_text(value, kind)
+            return _parse_text(value, kind)
         except (ValueError, RuntimeError) as error:
             text += f" ({error})"
     wrong.append(Problem(place, text))
     return value
 
 
-def _of_text(text: str, kind: Any) -> Any:
+def _parse_text(text: str, kind: Any) -> Any:
     if kind in _DATES:
         return kind.fromisoformat(text)
     if _is_torchs(kind, "dtype"):
@@ -378,13 +379,13 @@ def _of_text(text: str, kind: Any) -> Any:
 
 
 def _is_torchs(kind: Any, name: str) -> bool:
-    """Return whether a class is torch's class of this name, without importing torch."""
+    """Return whether a class is the class `torch.<name>`, without importing torch."""
     return (kind.__module__, kind.__name__) == ("torch", name)
 
 
 def describe(annotation: Any) -> str:
     """Describe in words the values that an annotation accepts, for example "a list or null"."""
-    annotation = _bare(annotation)
+    annotation = _strip_annotation(annotation)
     origin = get_origin(annotation) or annotation
     if annotation in _SCALARS:
         return _SCALARS[annotation][1]
@@ -392,11 +393,11 @@ def describe(annotation: Any) -> str:
         return " or ".join(dict.fromkeys(describe(choice) for choice in get_args(annotation)))
     if not isinstance(origin, type) or origin is Any:
         choices = get_args(annotation) if origin is Literal else ()
-        return " or ".join(repr(_plain(choice)) for choice in choices) or str(
+        return " or ".join(repr(_config_value(choice)) for choice in choices) or str(
             getattr(annotation, "__name__", annotation)
         )
     if issubclass(origin, enum.Enum):
-        return " or ".join(repr(_plain(choice)) for choice in origin)
+        return " or ".join(repr(_config_value(choice)) for choice in origin)
     if origin in _LISTS or origin is tuple:
         return "a list"
     if origin in _MAPPINGS or is_typeddict(origin):
@@ -432,7 +433,7 @@ def _is_record(kind: Any) -> bool:
     )
 
 
-def _bare(annotation: Any) -> Any:
+def _strip_annotation(annotation: Any) -> Any:
     """Return the annotation inside `Annotated` and behind aliases, or Any if no check is possible."""
     while True:
         if get_origin(annotation) in (Annotated, Required, NotRequired):
@@ -444,7 +445,7 @@ def _bare(annotation: Any) -> Any:
         elif isinstance(annotation, dataclasses.InitVar):
             annotation = annotation.type
         elif type(get_origin(annotation) or annotation) in ALIASES:
-            annotation = _value_of(annotation)
+            annotation = _resolve_alias(annotation)
         else:
             break
     try:
@@ -454,7 +455,7 @@ def _bare(annotation: Any) -> Any:
     return Any if annotation is inspect.Parameter.empty else annotation
 
 
-def _value_of(alias: Any) -> Any:
+def _resolve_alias(alias: Any) -> Any:
     """Return the type behind a type alias, with the alias's arguments inserted; Any if unknown."""
     try:
         origin = get_origin(alias) or alias
@@ -465,20 +466,20 @@ def _value_of(alias: Any) -> Any:
         return Any
 
 
-def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Return annotations as types, if these can be evaluated outside of type checkers."""
+def _evaluate_hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return the parameters' annotations as types, without annotations that can't be evaluated at run time."""
     function = inspect.unwrap(cast(Any, target).__init__ if isinstance(target, type) else target)
     names = getattr(function, "__globals__", {})
-    if _is_record(target):  # attrs defines `__init__` outside of the module's namespace.
+    if _is_record(target):  # The globals of an `__init__` generated by attrs aren't the module's.
         names = vars(sys.modules.get(target.__module__, builtins))
     annotations = {name: parameter.annotation for name, parameter in parameters.items()}
-    return _evaluated(
+    return _evaluate_annotations(
         {name: annotation for name, annotation in annotations.items() if annotation is not inspect.Parameter.empty},
         names,
     )
 
 
-def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_annotations(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     hints = {}
     for name, annotation in annotations.items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
@@ -489,13 +490,13 @@ def _evaluated(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[st
 
 # These options have a check in every executor.
 _CHECKED: Mapping[str, Callable[[Any], str | None]] = {
-    "cpus": amount_problem,
-    "gpus": gpus_problem,
-    "timeout": duration_problem,
-    "collective_timeout": partial(duration_problem, positive=True),
-    "spill_dir": spill_problem,
-    "ports": ports_problem,
-    "cut_s": partial(duration_problem, positive=True),
+    "cpus": find_amount_problem,
+    "gpus": find_gpus_problem,
+    "timeout": find_duration_problem,
+    "collective_timeout": partial(find_duration_problem, positive=True),
+    "spill_dir": find_spill_problem,
+    "ports": find_ports_problem,
+    "cut_s": partial(find_duration_problem, positive=True),
 }
 
 

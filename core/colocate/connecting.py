@@ -1,4 +1,4 @@
-"""`connect` and `spawn`. An executor starts slow preparations before this process imports slow modules."""
+"""`connect` and `spawn`. Both let the executor begin slow preparations while this process imports slow modules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import attrs
 
 from colocate._definitions import ids
 from colocate._plugins.plugins import find_executor
-from colocate._signals.in_framework import waited_for
-from colocate._system.nearest import nearest
-from colocate._system.own_modules import keep_modules
-from colocate._system.tracebacks import fold_uncaught, without_own_frames
+from colocate._signals.in_framework import act_for_user
+from colocate._system.nearest import find_nearest
+from colocate._system.own_modules import preload_modules
+from colocate._system.tracebacks import drop_own_traceback, fold_uncaught
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.birth.imports import is_importing
 
@@ -76,11 +76,11 @@ def connect(
     fold_uncaught()
     cls = find_executor(executor)
     cls.foresee(options)
-    from colocate._api.runtime import begin
+    from colocate._api.runtime import open_runtime
 
-    keep_modules()
-    with _suggesting(connect, cls):
-        return begin(
+    preload_modules()
+    with _suggest_options(connect, cls):
+        return open_runtime(
             executor,
             cls,
             options,
@@ -160,20 +160,20 @@ def spawn(
         RoleStartError: A role could not be constructed. After any error, nothing is left running.
     """
     _refuse_while_importing("spawn(...)")
-    from colocate._owned.owned import Making
+    from colocate._owned.owned import NodeBuilder
 
-    making: Making[Connection] = Making(f"colocate.spawn(name={name!r})")
+    making: NodeBuilder[Connection] = NodeBuilder(f"colocate.spawn(name={name!r})")
 
     def begin() -> Connection:
-        with waited_for(), _suggesting(spawn, find_executor(executor)):
-            return making.made(connect(executor, **options)._node)
+        with act_for_user(), _suggest_options(spawn, find_executor(executor)):
+            return making.set_node(connect(executor, **options)._node)
 
     def fill(connection: Connection) -> ColocatedGroup:
         from colocate._api.runtime import Runtime as Runtime
 
         try:
-            with waited_for():
-                pool = Runtime._of(connection).reserve(
+            with act_for_user():
+                pool = Runtime._wrap(connection).reserve(
                     slots, gpus, cpus, host_memory, device_memory, strategy, reserve_timeout, env
                 )
                 group = pool.spawn(
@@ -186,13 +186,13 @@ def spawn(
         return group
 
     try:
-        return making.run(begin, fill)
+        return making.build(begin, fill)
     except ColocateError as error:  # Drop the traceback if all frames are colocate's own.
-        raise without_own_frames(error)  # noqa: B904 - it is the same one
+        raise drop_own_traceback(error)  # noqa: B904 - it is the same one
 
 
 @contextmanager
-def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[None]:
+def _suggest_options(function: Callable[..., Any], cls: type[Executor]) -> Iterator[None]:
     """A context manager that adds similar parameter names to errors about unknown executor options."""
     try:
         yield
@@ -203,7 +203,7 @@ def _suggesting(function: Callable[..., Any], cls: type[Executor]) -> Iterator[N
         error.mistakes = [
             mistake
             if mistake.nearest or mistake.path in executor_parameters
-            else attrs.evolve(mistake, nearest=nearest(mistake.path, own_parameters))
+            else attrs.evolve(mistake, nearest=find_nearest(mistake.path, own_parameters))
             for mistake in error.mistakes
         ]
         raise

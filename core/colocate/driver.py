@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from colocate import features
-from colocate._api.connection import Connection, live
-from colocate._api.held import Held as Held
+from colocate._api.connection import Connection, live_connections
+from colocate._api.held import NodeHandle as NodeHandle
 from colocate._calls.records import (
     OF_RUNS as OF_RUNS,
     CallRecord as CallRecord,
@@ -21,9 +21,9 @@ from colocate._calls.records import (
     TransferRecord as TransferRecord,
     check_observer as check_observer,
 )
-from colocate._plugins.strays import of_this_machine as of_this_machine
-from colocate._protocol.commands import Seen as Seen
-from colocate._protocol.message import read as read
+from colocate._plugins.strays import list_strays as list_strays
+from colocate._protocol.commands import PoolStatus as PoolStatus
+from colocate._protocol.message import decode_head as decode_head
 from colocate._protocol.requests import Requests as Requests
 from colocate._role.context import Context as Context, current
 from colocate._signals.deferred import run_deferred as run_deferred
@@ -32,21 +32,21 @@ from colocate._system.deadline import Deadline as Deadline
 from colocate._system.files import (
     GrowingFile as GrowingFile,
     atomic_folder as atomic_folder,
-    complete_folders as complete_folders,
+    list_complete_folders as list_complete_folders,
     remove_folder as remove_folder,
-    tidy as tidy,
-    write_whole as write_whole,
+    tidy_folder as tidy_folder,
+    write_atomically as write_atomically,
 )
 from colocate._system.jobs import JobThread as JobThread, report_exception as report_exception
 from colocate._system.limits import LEDGERS_WITHIN_S as LEDGERS_WITHIN_S, TOLD_WITHIN_S as TOLD_WITHIN_S
 from colocate._system.recent import (
     RECENT_S as RECENT_S,
     Interval as Interval,
-    length as length,
-    merged as merged,
-    without as without,
+    measure_length as measure_length,
+    merge_intervals as merge_intervals,
+    subtract_intervals as subtract_intervals,
 )
-from colocate._system.room import SpillFile as SpillFile, free_memory as free_memory
+from colocate._system.room import SpillFile as SpillFile, read_free_memory as read_free_memory
 from colocate._system.terminals import drawing as drawing
 from colocate._system.threads import Thread as Thread
 
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from colocate._api.pool import Pool as Pool
     from colocate.errors import ColocateError
     from colocate.executor import Boot, Executor
-    from colocate.features.checkpoints.checkpoint import found_in as found_in
+    from colocate.features.checkpoints.checkpoint import find_checkpoints as find_checkpoints
     from colocate.features.checkpoints.driver import CheckpointsOfGroup as CheckpointsOfGroup
     from colocate.features.checkpoints.saving import Saving as Saving
     from colocate.features.devices.driver import DeviceSample as DeviceSample
     from colocate.features.looking.audit import Audit as Audit, audit_strays as audit_strays
-    from colocate.features.looking.glance import Recent as Recent
-    from colocate.features.looking.idle import Idling as Idling, idle as idle
+    from colocate.features.looking.glance import RecentCalls as RecentCalls
+    from colocate.features.looking.idle import IdleTracker as IdleTracker, measure_idle as measure_idle
     from colocate.features.memory.tables import GroupMemory as GroupMemory, SlotMemory as SlotMemory
     from colocate.features.recordings.differences import FirstDifference as FirstDifference
     from colocate.features.recordings.driver import comparison as comparison
@@ -75,18 +75,18 @@ _OF_FEATURES = {
     "DeviceSample": "devices.driver",
     "FirstDifference": "recordings.differences",
     "GroupMemory": "memory.tables",
-    "Idling": "looking.idle",
-    "Recent": "looking.glance",
+    "IdleTracker": "looking.idle",
+    "RecentCalls": "looking.glance",
     "Replay": "recordings.given",
     "Saving": "checkpoints.saving",
     "SlotMemory": "memory.tables",
     "audit_strays": "looking.audit",
     "comparison": "recordings.driver",
-    "found_in": "checkpoints.checkpoint",
-    "idle": "looking.idle",
+    "find_checkpoints": "checkpoints.checkpoint",
+    "measure_idle": "looking.idle",
     "load_recording": "recordings.reading",
 }
-__getattr__ = features.offered(__name__, _OF_FEATURES)
+__getattr__ = features.make_getattr(__name__, _OF_FEATURES)
 running_context = current
 """Returns the context of the role code on this thread; None without role code."""
 
@@ -107,7 +107,7 @@ class Driver:
         ports: The first and the last TCP port to listen on; None for any.
     """
 
-    def __init__(self, runtime: Held[Connection]) -> None:
+    def __init__(self, runtime: NodeHandle[Connection]) -> None:
         self._node = runtime._node
         self._services = self._node.services
         self.executor: Executor = self._services.executor
@@ -122,12 +122,12 @@ class Driver:
         """The observers added by `runtime.observe`."""
         return tuple(self._services.observers)
 
-    def forget(self, observer: object) -> None:
+    def remove_observer(self, observer: object) -> None:
         """Remove an observer."""
         self._services.observers.remove(observer)
 
     def take_weights_behind(self) -> dict[str, int]:
-        """Return the lag of the weights that produced recent rows, counted in source updates, and reset the record.
+        """Return how many source updates the weights lagged behind when they produced recent rows; reset the record.
 
         Each value is the largest for a role's rows since the last call of this method. The keys are metrics:
         "weights_behind", or "weights_behind/<group>.<role>" with several such roles.
@@ -137,8 +137,8 @@ class Driver:
             for name, group in self._node.worker_groups.items()
             if (part := group.parts.get("weights")) is not None
         }
-        counts = {f"{name}.{role}": count for name, part in parts.items() for role, count in part.take_behind().items()}
-        # Targets without new rows count, too, so that the metric's name stays the same from step to step.
+        counts = {f"{name}.{role}": count for name, part in parts.items() for role, count in part.pop_behind().items()}
+        # Count all targets, also targets without new rows, so that the metric's name is the same in every step.
         if sum(len(part.updates) for part in parts.values()) == 1:
             return {"weights_behind": max(counts.values())} if counts else {}
         return {f"weights_behind/{name}": count for name, count in counts.items()}
@@ -147,10 +147,10 @@ class Driver:
         """Report the use of the groups' GPUs to observers each second. Return a function that stops the reports."""
         if "devices" not in features.FEATURES:
             return lambda: None
-        stop: Callable[[], None] = features.module("devices.driver").DeviceWatch(self._node).stop
+        stop: Callable[[], None] = features.import_module_of("devices.driver").DeviceWatch(self._node).stop_sampling
         return stop
 
-    def hear(self, hears: Callable[[Boot, str | None, str], bool] | None) -> bool:
+    def set_output_handler(self, hears: Callable[[Boot, str | None, str], bool] | None) -> bool:
         """Set the callback for lines that worker processes print; None removes the callback.
 
         Args:
@@ -161,9 +161,9 @@ class Driver:
         Returns:
             Whether the callback was set: there is one at a time.
         """
-        if hears is not None and self._services.hears is not None:
+        if hears is not None and self._services.output_handler is not None:
             return False
-        self._services.hears = hears
+        self._services.output_handler = hears
         if hears is not None:
             for group in tuple(self._node.worker_groups.values()):
                 for worker in group.workforce.workers:
@@ -171,16 +171,16 @@ class Driver:
                         hears(worker.boot, None, line)
         return True
 
-    def soon(self, job: Callable[[], object]) -> None:
+    def call_soon(self, job: Callable[[], object]) -> None:
         """Run a job on the observers' thread, in order with the events."""
-        self._services.dispatcher.soon(job)
+        self._services.dispatcher.call_soon(job)
 
-    def settle(self) -> bool:
+    def flush_observers(self) -> bool:
         """Wait until observers have received all events; return False if an observer hangs."""
-        return self._services.settle()
+        return self._services.flush_observers()
 
-    def give_up_while(self, hangs: Callable[[], bool]) -> None:
-        """Skip the wait for the observers' thread when the runtime is closed, if `hangs` then returns true."""
+    def set_hang_check(self, hangs: Callable[[], bool]) -> None:
+        """Set a callback for the runtime's close: if `hangs` returns true, the close doesn't wait for observers."""
         self._services.dispatcher.is_given_up = hangs
 
     @property
@@ -190,11 +190,11 @@ class Driver:
 
     def slot_of(self, group: str, role: str, rank: int) -> int:
         """Return the slot of a role's rank; if the group was closed long ago, return the rank itself."""
-        return self._node.slot_of(group, role, rank)
+        return self._node.find_slot(group, role, rank)
 
     def places_of(self, group: str) -> list[Place]:
         """Return the places of a group's workers; an empty list if the group was closed long ago."""
-        worker_group = self._node.worker_group_of(group)
+        worker_group = self._node.find_worker_group(group)
         workers = () if worker_group is None else worker_group.workforce.workers
         return [Place(worker.slot, worker.boot.node, worker.boot.device) for worker in workers]
 
@@ -210,22 +210,22 @@ class Driver:
         used = {place.node for group in list(self._node.worker_groups) for place in self.places_of(group)}
         return {node: until for node, until in self.executor.leaving().items() if node in used}
 
-    def glance(self, recent: Recent) -> list[dict[str, Any]]:
+    def glance(self, recent: RecentCalls) -> list[dict[str, Any]]:
         """Return the current state of the groups, as plain data."""
-        return list(features.module("looking.glance").glance(self._node, recent))
+        return list(features.import_module_of("looking.glance").describe_groups(self._node, recent))
 
     def stacks(self) -> list[dict[str, Any]]:
         """Return the stacks of the groups' workers, as plain data: `group`, `slot`, `node`, and `stack` as text."""
-        return list(features.module("looking.glance").stacks(self._node))
+        return list(features.import_module_of("looking.glance").collect_stacks(self._node))
 
-    def let_go(self) -> None:
+    def release_debuggers(self) -> None:
         """Resume the ranks that are stopped in a debugger, and prevent further stops while this runtime lives.
 
         This covers all groups of this process, later ones too: a job waits for each of these. Safe in a signal
         handler.
         """
         self._services.is_ending = True
-        _let_all_go()
+        _release_all_debuggers()
 
     @property
     def resumed(self) -> Mapping[str, Path]:
@@ -237,13 +237,13 @@ class Driver:
         self._services.resumed = folders
 
     def profile(self, groups: Sequence[ColocatedGroup], title: str = "", **options: Any) -> Any:
-        """Return the context manager `colocate.profile` for groups; without a title, only check for problems."""
-        module = features.module("profiling.driver")
+        """Return the context manager `colocate.profile` for groups; without a title, only check the arguments."""
+        module = features.import_module_of("profiling.driver")
         return module.profile(groups, title=title, **options) if title else module.check_profile(groups, **options)
 
     @property
     def run(self) -> Any:
-        """The current `Run`, which records calls, for use by features; None without a run."""
+        """The current `Run`, for use by the packages in `colocate.features`; None without a run."""
         return self._services.run
 
     @run.setter
@@ -255,7 +255,7 @@ class Driver:
         for worker_group in list(self._node.worker_groups.values()):
             part: Any = worker_group.parts.get("recordings")
             if part is not None:
-                part.mark(step)
+                part.mark_step(step)
 
     def close_detached(self, name: str, force: bool) -> None:
         """End a detached pool of the cluster, also a pool that another driver detached.
@@ -269,36 +269,36 @@ class Driver:
         close_detached(self._node, name, force)
 
 
-def _let_all_go() -> None:
-    for connection in list(live.values()):
+def _release_all_debuggers() -> None:
+    for connection in list(live_connections.values()):
         for worker_group in list(connection.worker_groups.values()):
             part: Any = worker_group.parts.get("debugging")
             if part is not None:
-                part.let_go()
+                part.resume_all()
 
 
 def is_runtime(thing: object) -> bool:
     """Return whether an object is a runtime."""
-    return isinstance(thing, Held) and isinstance(thing._node, Connection)
+    return isinstance(thing, NodeHandle) and isinstance(thing._node, Connection)
 
 
 def checkpoints_of(group: ColocatedGroup) -> CheckpointsOfGroup:
     """Return the state of a group's checkpoints."""
-    return cast("CheckpointsOfGroup", features.module("checkpoints.driver").checkpoints_of(group._node))
+    return cast("CheckpointsOfGroup", features.import_module_of("checkpoints.driver").get_checkpoints(group._node))
 
 
 def regrow(group: ColocatedGroup) -> ColocateError | None:
-    """Restart a group that has lost slots if more are available; return the error for calls until then, or None."""
-    module = features.module("checkpoints.driver")
+    """Restart a shrunken group if more slots are available; return the error of calls during the restart, or None."""
+    module = features.import_module_of("checkpoints.driver")
     node = group._node
 
     def begin() -> ColocateError | None:
-        return module.begin_resize(node) if module.has_more(node) else None
+        return module.start_resize(node) if module.has_more_slots(node) else None
 
-    is_short = node.size < len(node.whole) and checkpoints_of(group).checkpoint is not None
+    is_short = node.size < len(node.all_indices) and checkpoints_of(group).checkpoint is not None
     return begin() if is_short else None
 
 
 def fail(group: ColocatedGroup, error: ColocateError) -> None:
     """Fail a group with an error. The group then restarts, if restarts are allowed."""
-    group._node.fail(error)
+    group._node.fail_group(error)

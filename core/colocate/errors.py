@@ -23,8 +23,8 @@ class ColocateError(Exception):
     own, because a traceback belongs to one thread; these exceptions are equal.
     """
 
-    _follows = False  # True if the error is only a consequence of another rank's failure.
-    _told = False  # True once a user has received the error. Several calls may end with one error.
+    _is_consequence = False  # True if the error is only a consequence of another rank's failure.
+    _is_reported = False  # True once a user has received the error. Several calls may end with the same error.
 
     group: str | None = None
     role: str | None = None
@@ -54,14 +54,14 @@ class ColocateError(Exception):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cause = self.__cause__  # Read the cause before `__dict__`, because this unpickles a lazy cause.
+        cause = self.__cause__  # Read the cause before `__dict__`, because unpickling a lazy cause changes `__dict__`.
         if cause is not None and not isinstance(cause, ColocateError):
-            cause = _carried(cause)
+            cause = _make_picklable(cause)
         state = {name: value for name, value in self.__dict__.items() if name != "_first"}
         return _restore, (type(self), self.args, state, cause)
 
     def __copy__(self) -> ColocateError:
-        cause = self.__cause__  # Read the cause before `__dict__`, because this unpickles a lazy cause.
+        cause = self.__cause__  # Read the cause before `__dict__`, because unpickling a lazy cause changes `__dict__`.
         return _restore(type(self), self.args, {**self.__dict__, "_first": self._first or self}, cause)
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +71,7 @@ class ColocateError(Exception):
         return id(self._first or self)
 
 
-def _carried(cause: BaseException) -> BaseException:
+def _make_picklable(cause: BaseException) -> BaseException:
     """Return a picklable form of a cause: the exception itself, or a RuntimeError with the same text."""
     with contextlib.suppress(Exception, SystemExit):  # A user's exception class may fail to unpickle.
         if type(pickle.loads(pickle.dumps(cause))) is type(cause):
@@ -117,7 +117,7 @@ class RoleError(ColocateError, RuntimeError):
         _CAUSE.__set__(self, cause)
 
     def __str__(self) -> str:
-        return self.message + _called(self) + _in_the_worker(self)
+        return self.message + _call_line(self) + _worker_traceback(self)
 
 
 class RenewalError(RoleError):
@@ -134,7 +134,7 @@ class RoleStartError(ColocateError, RuntimeError):
     errors: Mapping[int, ColocateError] = {}
 
     def __str__(self) -> str:
-        return self.message + _in_the_worker(self)
+        return self.message + _worker_traceback(self)
 
 
 class WorkerDied(ColocateError, RuntimeError):
@@ -160,7 +160,7 @@ class ChildDied(ColocateError, RuntimeError):
     name: str | None = None
 
     def __str__(self) -> str:
-        text = self.message + _called(self)
+        text = self.message + _call_line(self)
         if self.log_tail:
             text += f"\n\nIts last lines:\n{self.log_tail.rstrip()}"
         return text
@@ -176,7 +176,7 @@ class CallTimeout(ColocateError, TimeoutError):
     stacks: Mapping[int, str] = {}
 
     def __str__(self) -> str:
-        parts = [self.message + _called(self)]
+        parts = [self.message + _call_line(self)]
         parts += [f"rank {rank} is here:\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())]
         return "\n\n".join(parts)
 
@@ -284,7 +284,7 @@ class MemoryBudgetError(ColocateError, MemoryError):
     """
 
     def __str__(self) -> str:
-        return self.message + _called(self)
+        return self.message + _call_line(self)
 
 
 class SleepingError(ColocateError, RuntimeError):
@@ -306,18 +306,18 @@ class WeightsDifferError(ColocateError, RuntimeError):
 
 
 class ReplayError(ColocateError, RuntimeError):
-    """A replayed role can't answer a call from the recording; the text names the first difference."""
+    """A replayed role can't answer a call, because the recording differs; the text names the first difference."""
 
 
 class PipelineError(ColocateError, RuntimeError):
     """A call inside `group.pipeline()` needs an answer before the pipeline is sent."""
 
 
-def _called(error: ColocateError) -> str:
+def _call_line(error: ColocateError) -> str:
     return f"\nThe call was made at {error.called_at}" if error.called_at else ""
 
 
-def _in_the_worker(error: ColocateError) -> str:
+def _worker_traceback(error: ColocateError) -> str:
     trace = error.remote_traceback or ""
     return f"\n\nTraceback in the worker:\n{trace.rstrip()}" if "\n  File " in trace else ""
 

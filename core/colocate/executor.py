@@ -110,7 +110,7 @@ class Reservation:
 
 @attrs.frozen
 class Boot:
-    """The settings with which a worker starts, before any role is imported. They pickle without colocate's help.
+    """The settings with which a worker starts, before any role is imported. Plain `pickle` can serialize these.
 
     Attributes:
         worker: Id of the worker, unique in its runtime.
@@ -185,7 +185,7 @@ class About:
 
 @attrs.frozen
 class Running:
-    """A worker, a reservation or another object of colocate's that a cluster reports.
+    """A cluster's report of a worker, a reservation or another object that belongs to colocate.
 
     Attributes:
         kind: "worker", "reservation", or the executor's own word for another object ("Ray actor").
@@ -230,7 +230,7 @@ class Host(abc.ABC):
     Attributes:
         pid: The process id, if the executor knows it first.
         lane: The connection for messages to the worker, once there is one.
-        token: The token by which another driver can take the worker over (`Detachable.take`).
+        token: The token by which another driver can take the worker over (`Detachable.adopt_worker`).
     """
 
     pid: int | None = None
@@ -239,13 +239,13 @@ class Host(abc.ABC):
 
     @abc.abstractmethod
     def send(self, frame: Any) -> None:
-        """Send a frame of `Executor.frame` in order, from any thread, without blocking. Dead hosts discard frames."""
+        """Send a frame (see `Executor.frame`) in order, from any thread, without blocking. Dead hosts drop frames."""
 
     @abc.abstractmethod
     def kill(self) -> None:
         """Kill the worker now, in any state; `exited` follows. Returns at once; harmless for a dead worker."""
 
-    def look(self, then: Callable[[str | None], None]) -> None:
+    def inspect(self, then: Callable[[str | None], None]) -> None:
         """Inspect an unresponsive worker from outside, and pass a description of its activity to a callback.
 
         Args:
@@ -283,7 +283,7 @@ class Executor(abc.ABC):
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
-        """Return why a config from another author may not give an option; None for a harmless option.
+        """Return why a config by another author must not set an option; None for a harmless option.
 
         `load_config(..., allow_import=False)` asks. An option does harm if it can run code: by naming an object to
         install, import or load, or a cluster, whose messages are unpickled.
@@ -310,8 +310,8 @@ class Executor(abc.ABC):
             ConfigError: The cluster can't express the request.
         """
 
-    def bear(self, cut_s: float) -> None:  # noqa: B027  # it may do nothing
-        """Set the seconds of silence after which connections to a machine count as cut (`Keepers.bear`).
+    def set_cut_timeout(self, cut_s: float) -> None:  # noqa: B027  # it may do nothing
+        """Set the seconds of silence after which connections to a machine count as cut (`Keepers.set_cut_limit`).
 
         Called first, if the user has given a value. `Request.cut_s` and `Boot.cut_s` have the same value.
         """
@@ -332,9 +332,9 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def release(self, reservation: Reservation) -> None:
-        """Release slots, so that these can be reserved again. All hosts there have exited or been killed."""
+        """Release slots for new reservations. Called when all hosts there have exited or been killed."""
 
-    def lost(self, place: Place) -> bool:
+    def is_lost(self, place: Place) -> bool:
         """Return whether no worker can start in a slot any more, because the node or the cluster's process is gone."""
         return False
 
@@ -357,7 +357,7 @@ class Executor(abc.ABC):
         return None
 
     def leaving(self) -> Mapping[str, float | None]:
-        """Return nodes that will soon leave the cluster, with deadlines in seconds of `time.time()`; None if unknown.
+        """Return nodes that will soon leave the cluster, with deadlines (seconds of `time.time()`, None if unknown).
 
         Called every few seconds during a run, if overridden.
         """
@@ -379,7 +379,7 @@ class Executor(abc.ABC):
     def close(self) -> None:
         """Disconnect. Ends only processes that this executor has started itself."""
 
-    codec: Codec = BY_VALUE  # This encodes values. Workers in the driver's process may get objects unchanged.
+    codec: Codec = BY_VALUE  # Serializes values; may pass objects unchanged if `in_process`.
 
     in_process: ClassVar[bool] = False  # True if workers are threads of the driver's process, and share all classes.
 
@@ -388,13 +388,13 @@ class Executor(abc.ABC):
         return wire.encode(head, body)
 
     def numbered(self, message: Any, body: Any) -> tuple[Any, Sequence[Callable[[int], object]]]:
-        """Encode a message with calls. Return the frame, and functions that write the calls' numbers into the frame.
+        """Encode a message before its calls' numbers are known. Return the frame, and functions that write each number.
 
         Args:
             message: A message of one or several calls (`message.numbered`), with numbers from `wire.HOLE` on.
             body: The message's body.
         """
-        frame = wire.numbered(message.head(), len(message.numbered), body)
+        frame = wire.encode_numbered(message.head(), len(message.numbered), body)
         return frame, frame.puts
 
     def discard(self, frame: Any) -> None:
@@ -464,7 +464,7 @@ class Watchable(abc.ABC):
 
     @abc.abstractmethod
     def announce(self, window: Window) -> None:
-        """Publish a window until this driver retracts the window, or ends for any reason.
+        """Publish a `Window` until this driver retracts the window, or ends for any reason.
 
         Raises:
             ClusterError: The cluster doesn't confirm it.
@@ -472,11 +472,11 @@ class Watchable(abc.ABC):
 
     @abc.abstractmethod
     def retract(self, window: Window) -> None:
-        """Remove a published window. Harmless if the cluster is gone."""
+        """Remove a published `Window`. Harmless if the cluster is gone."""
 
     @abc.abstractmethod
     def windows(self) -> Sequence[Window]:
-        """List the windows of all drivers of the cluster."""
+        """Return the `Window` objects of all drivers of the cluster."""
 
 
 @attrs.frozen
@@ -535,12 +535,12 @@ class Detachable(abc.ABC):
         """
 
     @abc.abstractmethod
-    def published(self) -> Sequence[Mapping[str, Any]]:
-        """Return the detached pools of the cluster, each as described by `colocate.keeper.listed`."""
+    def list_pools(self) -> Sequence[Mapping[str, Any]]:
+        """Return the detached pools of the cluster, each as described by `colocate.keeper.list_pools`."""
 
     @abc.abstractmethod
-    def look(self, name: str) -> Mapping[str, Any]:
-        """Return the state of a detached pool, in the form of `colocate.keeper.look_inside`. Changes nothing.
+    def inspect_pool(self, name: str) -> Mapping[str, Any]:
+        """Return the state of a detached pool, in the form of `colocate.keeper.inspect_pool`. Changes nothing.
 
         Raises:
             ConfigError: There is no such pool.
@@ -565,7 +565,7 @@ class Detachable(abc.ABC):
         """
 
     @abc.abstractmethod
-    def end(self, name: str) -> None:
+    def end_pool(self, name: str) -> None:
         """End a detached pool by the cluster's own means, because the pool's keepers don't answer.
 
         Raises:
@@ -574,11 +574,11 @@ class Detachable(abc.ABC):
         """
 
     @abc.abstractmethod
-    def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
+    def adopt_worker(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
         """Take over a running worker of an adopted reservation. The first message is `hello`, as after `launch`."""
 
     @abc.abstractmethod
-    def renew(self, reservation: Reservation, lease: Lease) -> None:
+    def update_lease(self, reservation: Reservation, lease: Lease) -> None:
         """Update a pool's lease after a change of the record or of the pool's workers."""
 
     @abc.abstractmethod
@@ -586,8 +586,8 @@ class Detachable(abc.ABC):
         """Take a published reservation back until the next `publish`; return False if another driver has the pool."""
 
     @abc.abstractmethod
-    def let_go(self, reservation: Reservation) -> None:
-        """Leave a reservation that stays alive: published, adopted without `own`, or taken by another driver.
+    def detach(self, reservation: Reservation) -> None:
+        """Disconnect from a reservation that stays alive: published, adopted without `own`, or taken by another driver.
 
         After the return, another driver can adopt the reservation.
         """

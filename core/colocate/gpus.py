@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ _PREFIXES = ("GPU-", "MIG-")
 _UUID_BYTES = 96  # This is NVML's constant NVML_DEVICE_UUID_V2_BUFFER_SIZE.
 
 
-def listed(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()) -> tuple[str, ...] | None:
+def list_visible_gpus(environ: Mapping[str, str] | None = None, machine: Sequence[str] = ()) -> tuple[str, ...] | None:
     """Return the GPUs that an environment makes visible to CUDA; None if all GPUs are visible.
 
     CUDA reads the list up to the first entry that names no GPU, and ignores a list that names a GPU twice.
@@ -113,7 +113,7 @@ def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ..
     if not isinstance(count, int) or count < 0:
         raise ConfigError(f"gpus={count!r}: an executor hands out whole GPUs; give how many, or leave it out")
     environ = os.environ if environ is None else environ
-    visible = listed(environ, machine_gpus() if count else ())
+    visible = list_visible_gpus(environ, machine_gpus() if count else ())
     if visible is None:
         return tuple(map(str, range(count)))
     if count > len(visible):
@@ -125,7 +125,7 @@ def names(count: int, environ: Mapping[str, str] | None = None) -> tuple[str, ..
     return visible[:count]
 
 
-def shown(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
+def visibility_variables(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
     """Return the variable that makes the GPUs at some indices visible to a worker; empty for no indices."""
     return {VARIABLE: ",".join(gpus[index] for index in indices)} if indices else {}
 
@@ -141,17 +141,17 @@ def backend_for(device: str) -> str | None:
 
 
 def indices(some: Iterable[str], gpus: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the index of each GPU in a list. The index of an unlisted GPU is its number, or else its position."""
+    """Return each named GPU's index in `gpus`; for a name not in `gpus`, its number, or else its position in `some`."""
     positions = {name: index for index, name in enumerate(gpus)}
     return tuple(positions.get(name, int(name) if name.isdigit() else index) for index, name in enumerate(some))
 
 
 def count_gpus(environ: Mapping[str, str] | None = None) -> int:
     """Return how many GPUs this process may give to workers: the machine's GPUs that the environment shows."""
-    if listed(environ) == ():
+    if list_visible_gpus(environ) == ():
         return 0
     machine = machine_gpus()
-    visible = listed(environ, machine) if machine else ()
+    visible = list_visible_gpus(environ, machine) if machine else ()
     return len(machine if visible is None else visible)
 
 
@@ -193,7 +193,7 @@ def _by_device_files(folder: Path = Path("/dev")) -> int:
 
 
 def _by_amd_topology(folder: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
-    # CPUs are nodes, too, but have no SIMD units.
+    # The kernel's nodes include CPUs, which have no SIMD units.
     matches = (re.search(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*/properties"))
     return sum(1 for count in matches if count is not None and int(count[1]))
 
@@ -210,7 +210,7 @@ def in_use(device: str) -> Any:
     Args:
         device: Torch's name for the device, such as "cuda:0".
     """
-    if device == "cpu" or (torch := imported("torch")) is None:
+    if device == "cpu" or (torch := find_imported("torch")) is None:
         return None
     module: Any = getattr(torch, device.partition(":")[0], None)
     return module if hasattr(module, "is_initialized") and module.is_initialized() else None

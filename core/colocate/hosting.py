@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from colocate._protocol.ledger import Purpose as Purpose, counts_as as counts_as
+from colocate._protocol.ledger import Purpose as Purpose, count_by_purpose as count_by_purpose
 from colocate._role.context import (
     Context as Context,
     MeshPlace as MeshPlace,
@@ -18,8 +18,12 @@ from colocate._role.context import (
     reset_current,
     set_current,
 )
-from colocate._role.role import own_method as own_method
-from colocate.worker.holdings import Storages as Storages, held_by as held_by, optimizers_of as optimizers_of
+from colocate._role.role import find_own_method as find_own_method
+from colocate.worker.holdings import (
+    Storages as Storages,
+    find_holdings as find_holdings,
+    find_optimizers as find_optimizers,
+)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class _Account:
     resources: dict[str, float]
 
     @classmethod
-    def of(cls, node: Node) -> _Account:
+    def for_node(cls, node: Node) -> _Account:
         infinite = float("inf")
         cpus = infinite if node.cpus is None else node.cpus
         memory = infinite if node.host_memory_bytes is None else node.host_memory_bytes
@@ -50,13 +50,13 @@ class _Account:
         # The small addition corrects rounding: 0.3 / 0.1 is below 3, although three slots of 0.1 CPUs fit.
         return int(min(min(counts) + 1e-6, request.slots))
 
-    def take(self, request: Request, device: Callable[[tuple[int, ...]], str]) -> Place:
+    def take_place(self, request: Request, device: Callable[[tuple[int, ...]], str]) -> Place:
         self._count(request, -1)
         devices = tuple(self.devices[: request.gpus])
         del self.devices[: request.gpus]
         return Place(self.node.name, devices, device(devices))
 
-    def give(self, place: Place, request: Request) -> None:
+    def return_place(self, place: Place, request: Request) -> None:
         self._count(request, 1)
         self.devices = sorted([*self.devices, *place.devices])
 
@@ -77,7 +77,7 @@ class Ledger:
             nodes: The nodes.
             device: Returns torch's name, in the worker, for the device of a slot with these device indices.
         """
-        self._accounts = [_Account.of(node) for node in nodes]
+        self._accounts = [_Account.for_node(node) for node in nodes]
         self._nodes = list(nodes)
         self._device = device
         self._news = threading.Condition()
@@ -95,19 +95,19 @@ class Ledger:
         with self._news:
             while True:
                 if not can_ever_fit(self._nodes, request):
-                    raise PlacementError(words(request, "can never fit"), nodes=self._table(request))
+                    raise PlacementError(describe_request(request, "can never fit"), nodes=self._table(request))
                 chosen = _assign(self._accounts, request)
                 if chosen is not None:
-                    places = [account.take(request, self._device) for account in chosen]
+                    places = [account.take_place(request, self._device) for account in chosen]
                     order = {node.name: index for index, node in enumerate(self._nodes)}
                     held = Reservation(tuple(sorted(places, key=lambda p: (order[p.node], p.devices))), request)
                     self._held[id(held)] = held, time.time()
                     return held
                 if request.id in self._withdrawn:
-                    raise PlacementTimeout(words(request, "was withdrawn while it was waited for"))
-                if deadline.is_over or not self._news.wait(deadline.left):
+                    raise PlacementTimeout(describe_request(request, "was withdrawn while it was waited for"))
+                if deadline.is_over or not self._news.wait(deadline.seconds_left):
                     raise PlacementTimeout(
-                        words(request, f"did not become free within {request.timeout:g} s"),
+                        describe_request(request, f"did not become free within {request.timeout:g} s"),
                         nodes=self._table(request),
                     )
 
@@ -123,12 +123,12 @@ class Ledger:
         with self._news:
             by_name = {account.node.name: account for account in self._accounts}
             for place in reservation.places:
-                if place.node in by_name:  # The node may have been removed by `without`.
-                    by_name[place.node].give(place, request)
+                if place.node in by_name:  # The node may have been removed by `remove_node`.
+                    by_name[place.node].return_place(place, request)
             self._held.pop(id(reservation), None)
             self._news.notify_all()
 
-    def without(self, node: str) -> list[Reservation]:
+    def remove_node(self, node: str) -> list[Reservation]:
         """Remove a lost node. Slots are neither placed there any more, nor returned to the ledger by a release.
 
         Waiting requests that can't fit without the node fail at once.
@@ -138,7 +138,7 @@ class Ledger:
 
         Returns:
             The reservations with slots on the node. These must still be released, when their pools are closed or
-                reserved again; `Executor.lost` must report the slots on the node as lost.
+                reserved again; `Executor.is_lost` must report the slots on the node as lost.
         """
         with self._news:
             self._accounts = [account for account in self._accounts if account.node.name != node]
@@ -168,7 +168,7 @@ class Ledger:
 
 def can_ever_fit(nodes: Sequence[Node], request: Request) -> bool:
     """Return whether the nodes have room for a request when nothing else is reserved."""
-    return _assign([_Account.of(node) for node in nodes], request) is not None
+    return _assign([_Account.for_node(node) for node in nodes], request) is not None
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
@@ -203,30 +203,32 @@ class Placed(Protocol):
     def together(self) -> str | None: ...  # noqa: D102
 
 
-def words(request: Request, how: str) -> str:
+def describe_request(request: Request, how: str) -> str:
     """Describe a request for the line above a table: "pool of 2 slots with 1 CPU each can never fit:"."""
     amounts = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
     if request.host_memory_bytes:
         amounts.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
-    amounts += _named(request.resources)
+    amounts += _describe_resources(request.resources)
     listed = " and ".join([", ".join(amounts[:-1]), amounts[-1]] if amounts[1:] else amounts)
-    places = f", {', '.join(constraints)}," if (constraints := _places(request)) else ""
+    places = f", {', '.join(constraints)}," if (constraints := _describe_constraints(request)) else ""
     return f"{request.owner or 'a pool'} of {request.slots} slots with {listed} each{places} {how}:"
 
 
-def where(placed: Placed) -> str:
+def describe_placement(placed: Placed) -> str:
     """Describe the constraints on the places of slots in words; "" if there are none."""
-    return ", ".join([*(f"{amount} each" for amount in _named(placed.resources)), *_places(placed)])
+    return ", ".join(
+        [*(f"{amount} each" for amount in _describe_resources(placed.resources)), *_describe_constraints(placed)]
+    )
 
 
-def _places(placed: Placed) -> list[str]:
+def _describe_constraints(placed: Placed) -> list[str]:
     strict = {"strict_pack": "all on one node", "strict_spread": "each on a node of its own"}.get(placed.strategy)
-    labels = f"on nodes with {_labels(placed.labels)}" if placed.labels else None
+    labels = f"on nodes with {_describe_labels(placed.labels)}" if placed.labels else None
     together = f"all of one {placed.together}" if placed.together else None
     return [constraint for constraint in (labels, strict, together) if constraint is not None]
 
 
-def _labels(labels: Mapping[str, str | None]) -> str:
+def _describe_labels(labels: Mapping[str, str | None]) -> str:
     return ", ".join(f"no {name}" if value is None else f"{name}={value}" for name, value in labels.items())
 
 
@@ -278,9 +280,9 @@ def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[st
     return tuple(
         {
             "node": node.name,
-            "wanted": _amounts(whole, request),
-            "total": _amounts(node, request),
-            "free": _amounts(free, request),
+            "wanted": _describe_amounts(whole, request),
+            "total": _describe_amounts(node, request),
+            "free": _describe_amounts(free, request),
             **labels_column(node.labels, request),
         }
         for node, free in nodes
@@ -290,15 +292,15 @@ def table(request: Request, nodes: Sequence[tuple[Node, Node]]) -> tuple[dict[st
 def labels_column(labels: Mapping[str, str], request: Request) -> dict[str, str]:
     """Return a table column with a node's values of the requested labels; empty if no labels are requested."""
     label_names = dict.fromkeys([*request.labels, *filter(None, [request.together])])
-    return {"labels": _labels({name: labels.get(name) for name in label_names})} if label_names else {}
+    return {"labels": _describe_labels({name: labels.get(name) for name in label_names})} if label_names else {}
 
 
-def _amounts(node: Node, request: Request) -> str:
+def _describe_amounts(node: Node, request: Request) -> str:
     words = [f"{'any' if node.cpus is None else f'{node.cpus:g}'} CPU", f"{node.gpus} GPU"]
     if request.host_memory_bytes and node.host_memory_bytes is not None:
         words.append(f"{node.host_memory_bytes / 2**30:.1f} GiB")
-    return ", ".join(words + _named({name: node.resources.get(name, 0.0) for name in request.resources}))
+    return ", ".join(words + _describe_resources({name: node.resources.get(name, 0.0) for name in request.resources}))
 
 
-def _named(resources: Mapping[str, float]) -> list[str]:
+def _describe_resources(resources: Mapping[str, float]) -> list[str]:
     return [f"{amount:g} {name}" for name, amount in resources.items()]

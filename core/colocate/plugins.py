@@ -34,7 +34,7 @@ from colocate._plugins.plugins import (
 )
 from colocate._protocol.versions import PROTOCOL as PROTOCOL
 from colocate._role.role import RoleSpec as RoleSpec, role as role
-from colocate._system.installed import pip_line as pip_line
+from colocate._system.installed import get_pip_line as get_pip_line
 from colocate._version import __version__
 
 VERSION = __version__

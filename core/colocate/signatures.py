@@ -11,7 +11,6 @@ from colocate._role.budget import (
     Limit as Limit,
     budgets as budgets,
 )
-from colocate._role.method_spec import MethodSpec as MethodSpec
 from colocate._role.role import (
     fixed_problem as fixed_problem,
     methods_of as methods_of,
@@ -30,16 +29,16 @@ from colocate._signatures import (
     shown as shown,
 )
 from colocate._system.numbers import (
-    amount_problem as amount_problem,
-    duration_problem as duration_problem,
-    gpus_problem as gpus_problem,
-    labels_problem as labels_problem,
-    name_problem as name_problem,
-    resources_problem as resources_problem,
-    size_problem as size_problem,
-    step_problem as step_problem,
-    together_problem as together_problem,
-    url_problem as url_problem,
-    variable_problem as variable_problem,
+    find_amount_problem as find_amount_problem,
+    find_duration_problem as find_duration_problem,
+    find_gpus_problem as find_gpus_problem,
+    find_labels_problem as find_labels_problem,
+    find_name_problem as find_name_problem,
+    find_resources_problem as find_resources_problem,
+    find_size_problem as find_size_problem,
+    find_step_problem as find_step_problem,
+    find_together_problem as find_together_problem,
+    find_url_problem as find_url_problem,
+    find_variable_problem as find_variable_problem,
 )
 from colocate._values.mesh import parse_meshes as parse_meshes

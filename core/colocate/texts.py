@@ -4,16 +4,16 @@ This module's contents may change with any version.
 """
 
 from colocate._display import columns as columns
-from colocate._plugins.entry_points import listed as listed
-from colocate._system.jobs import error_text as error_text
-from colocate._system.lines import made_for as made_for
-from colocate._system.nearest import did_you_mean as did_you_mean, nearest as nearest
+from colocate._plugins.entry_points import join_words as join_words
+from colocate._system.jobs import format_error as format_error
+from colocate._system.lines import attribute_to as attribute_to
+from colocate._system.nearest import did_you_mean as did_you_mean, find_nearest as find_nearest
 from colocate._system.numbers import (
-    amount_problem as amount_problem,
-    limit as limit,
+    find_amount_problem as find_amount_problem,
+    format_count as format_count,
+    format_size as format_size,
+    format_value as format_value,
     parse_bytes as parse_bytes,
-    plural as plural,
-    shown as shown,
-    size_text as size_text,
+    parse_limit as parse_limit,
 )
-from colocate._system.tracebacks import frames_of_users as frames_of_users, told as told
+from colocate._system.tracebacks import format_exception as format_exception, format_user_frames as format_user_frames

@@ -26,4 +26,4 @@ _OF_FEATURES = {
     "renew": "process_groups.renewal",
     "send_weights": "children.weights",
 }
-__getattr__ = features.offered(__name__, _OF_FEATURES)
+__getattr__ = features.make_getattr(__name__, _OF_FEATURES)

@@ -22,10 +22,10 @@ def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Pa
     Returns:
         The page's path.
     """
-    # Imported here, because this needs all of core, which a list of running jobs doesn't need.
-    from colocate.driver import write_whole
-    from colocate_report.page import render
+    # Imported here, because `colocate.driver` imports all of core, which a list of running jobs doesn't need.
+    from colocate.driver import write_atomically
+    from colocate_report.page import render_page
 
     path = directory / "report.html"
-    write_whole(path, render(record, error))
+    write_atomically(path, render_page(record, error))
     return path

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import attrs
 
-from colocate.driver import Interval, length, merged, without
-from colocate.texts import size_text
+from colocate.driver import Interval, measure_length, merge_intervals, subtract_intervals
+from colocate.texts import format_size
 
 
 class Move(enum.Enum):
@@ -20,7 +20,7 @@ class Move(enum.Enum):
     IN_CALL = enum.auto()
 
 
-class Busy(NamedTuple):
+class BusySpan(NamedTuple):
     """A time span in which a slot ran a role."""
 
     start: float
@@ -44,13 +44,13 @@ class RoleUse:
     transferred: int = 0  # The bytes of residents that calls received from other workers.
     # Seconds that the role was awake, at least in part, summed over ranks; None if no role has slept.
     awake: float | None = None
-    # Seconds of memory moves in which the slot computed nothing. `busy` of this or another role includes these.
+    # Seconds of memory moves in which the slot computed nothing. `busy` of this or another role includes them.
     moving: float = 0.0
     moves: int = 0  # The number of sleeps and wakes on all ranks.
 
 
 @attrs.frozen
-class HandedOver:
+class Handover:
     """The copies that fusing has avoided, because one role used another role's residents on the same slots."""
 
     group: str
@@ -59,8 +59,8 @@ class HandedOver:
     nbytes: int  # The bytes of tensors and arrays, counted for each use.
 
 
-def contention(
-    slots: Mapping[tuple[str, int], Iterable[Busy]],
+def measure_contention(
+    slots: Mapping[tuple[str, int], Iterable[BusySpan]],
     moved: Mapping[tuple[str, str], tuple[int, int]],
     transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
     awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
@@ -79,14 +79,16 @@ def contention(
             if each.move is not Move.IN_CALL:
                 its_runs.append((each.start, each.end))
                 its_waits.append((each.ready, each.start))
-        running = {role: merged(intervals) for role, intervals in ran.items()}
+        running = {role: merge_intervals(intervals) for role, intervals in ran.items()}
         for role, intervals in waits.items():
             key = group, role
-            busy[key] = busy.get(key, 0.0) + length(running[role])
+            busy[key] = busy.get(key, 0.0) + measure_length(running[role])
             waited_for = waited.setdefault(key, {})
-            waiting = merged(intervals)
+            waiting = merge_intervals(intervals)
             for other, times in running.items():
-                if other != role and (seconds := length(waiting) - length(without(waiting, times))):
+                if other != role and (
+                    seconds := measure_length(waiting) - measure_length(subtract_intervals(waiting, times))
+                ):
                     waited_for[other] = waited_for.get(other, 0.0) + seconds
     uses = []
     for key in busy:
@@ -100,7 +102,7 @@ CAUSES = 12
 """Number of causes that a table names."""
 
 
-def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
+def make_idle_rows(found: Mapping[str, float]) -> list[dict[str, str | float]]:
     """Return a table row for each cause of idle time, with seconds and share."""
     whole = sum(found.values())
     causes = sorted(found.items(), key=lambda each: -each[1])
@@ -111,7 +113,7 @@ def idling(found: Mapping[str, float]) -> list[dict[str, str | float]]:
     ]
 
 
-def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
+def make_contention_rows(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
     """Return a table row for each role, with busy, waiting and awake seconds, and moved bytes.
 
     Empty if no role slept, received residents or waited.
@@ -132,8 +134,8 @@ def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
             ),
             **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
             **({"moves": use.moves, "moving (s)": round(use.moving, 3)} if slept else {}),
-            **({"moved": size_text(use.moved) if use.moved else ""} if slept else {}),
-            **({"transferred": size_text(use.transferred) if use.transferred else ""} if transferred else {}),
+            **({"moved": format_size(use.moved) if use.moved else ""} if slept else {}),
+            **({"transferred": format_size(use.transferred) if use.transferred else ""} if transferred else {}),
         }
         for use in found
     ]

@@ -9,8 +9,8 @@ from typing import Any
 
 import attrs
 
-from colocate.texts import plural
-from colocate_report.scale import Axis, number, percent, words
+from colocate.texts import format_count
+from colocate_report.scale import Axis, format_number, format_percent, humanize
 
 WIDTH, HEIGHT = 2000, 1000  # The size of a plot in SVG units, which the page scales.
 LARGE_LINES = 4
@@ -31,12 +31,12 @@ class Series:
     @property
     def label(self) -> str:
         """The metric's name in words."""
-        return words(self.name)
+        return humanize(self.name)
 
     @property
     def last(self) -> str:
         """The last value, as text."""
-        return number(self.values[-1]) if self.points[-1][1] is not None else "not finite"
+        return format_number(self.values[-1]) if self.points[-1][1] is not None else "not finite"
 
     @property
     def gap(self) -> str:
@@ -46,7 +46,7 @@ class Series:
             return ""
         if not self.values:
             return f"{self.label} never was a finite number."
-        much, whole = f"{len(steps):,}", plural(len(self.points), "time")
+        much, whole = f"{len(steps):,}", format_count(len(self.points), "time")
         return f"{self.label} was no finite number {much} of {whole}, first at step {steps[0]:,}."
 
 
@@ -89,7 +89,7 @@ class Curves:
         return any(line.band for chart in (*self.large, *self.small) for line in chart.lines)
 
 
-def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
+def collect_series(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
     """Convert logged rows to series, in the order in which names first appear."""
     points_by_name: dict[str, list[Point]] = {}
     for row in rows:
@@ -104,16 +104,16 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
     return series
 
 
-def headline(series: Sequence[Series]) -> list[Series]:
-    """Choose the series that best show learning: held-out results, then rewards, then other successes."""
+def headline_series(series: Sequence[Series]) -> list[Series]:
+    """Choose the series that best show learning: held-out results, then rewards, then other measures of success."""
     drawn = [each for each in series if each.values]
     ranked = sorted((each for each in drawn if rank_metric(each.name) < 9), key=lambda each: rank_metric(each.name))
     return ranked[:LARGE_LINES] or drawn[:1]
 
 
-def curves(series: Sequence[Series]) -> Curves:
+def make_curves(series: Sequence[Series]) -> Curves:
     """Lay out the charts of all series."""
-    leading = headline(series)
+    leading = headline_series(series)
     remaining = [line for line in series if line.values and line not in leading]
     shown, rest = remaining[:SMALL_CHARTS], remaining[SMALL_CHARTS:]
     # Values between 0 and 1 share a chart for comparison. Other values get separate charts with suitable axes.
@@ -123,10 +123,16 @@ def curves(series: Sequence[Series]) -> Curves:
     steps = [line.points[place][0] for line in series for place in (0, -1)]
     span = (min(steps), max(steps)) if steps else (0, 0)
     return Curves(
-        tuple(_chart(group, span, large=True) for group in large),
-        tuple(_chart([line], span, large=False) for line in shown),
+        tuple(_make_chart(group, span, large=True) for group in large),
+        tuple(_make_chart([line], span, large=False) for line in shown),
         tuple(
-            (line.label, number(line.values[0]), line.last, number(min(line.values)), number(max(line.values)))
+            (
+                line.label,
+                format_number(line.values[0]),
+                line.last,
+                format_number(min(line.values)),
+                format_number(max(line.values)),
+            )
             for line in rest[:200]
         ),
         tuple(line.gap for line in series if line.gap)[:SMALL_CHARTS],
@@ -144,52 +150,56 @@ def rank_metric(name: str) -> int:
     return 4 if held_out else 9
 
 
-def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Chart:
+def _make_chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Chart:
     values = [value for curve in group for value in curve.values]
     low, high = min(values), max(values)
     if 0 <= low < high / 2:
         low = 0.0  # Start the axis at zero if zero is near, so that slopes aren't exaggerated.
     if large and len(group) > 1 and high > 0.6:
         high = 1.0
-    x = Axis.within(*span, 8 if large else 4, whole=True)
-    y = Axis.around(low, high, 5 if large else 3)
-    lines = tuple(_line(curve, x, y, 300 if large else 120) for curve in group)
+    x = Axis.with_ends(*span, 8 if large else 4, whole=True)
+    y = Axis.with_round_ends(low, high, 5 if large else 3)
+    lines = tuple(_make_line(curve, x, y, 300 if large else 120) for curve in group)
     changes = [f"{line.label} from {line.first} to {line.last}" for line in lines]
     return Chart(
         title=", ".join(line.label for line in lines),
         lines=lines,
-        x_ticks=tuple((percent(x.at(tick)), label) for tick, label in zip(x.ticks, x.labels(), strict=True)),
-        y_ticks=tuple((percent(1 - y.at(tick)), label) for tick, label in zip(y.ticks, y.labels(), strict=True)),
+        x_ticks=tuple(
+            (format_percent(x.position(tick)), label) for tick, label in zip(x.ticks, x.tick_labels(), strict=True)
+        ),
+        y_ticks=tuple(
+            (format_percent(1 - y.position(tick)), label) for tick, label in zip(y.ticks, y.tick_labels(), strict=True)
+        ),
         summary=f"Steps {span[0]} to {span[1]}: {'; '.join(changes)}.",
     )
 
 
-def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
+def _make_line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
     def place(step: float, value: float) -> tuple[int, int]:
-        return round(x.at(step) * WIDTH), round((1 - y.at(value)) * HEIGHT)
+        return round(x.position(step) * WIDTH), round((1 - y.position(value)) * HEIGHT)
 
     band = ""
     points: Sequence[tuple[float, float | None]] = series.points
     if len(points) > 2 * columns:
-        buckets = _buckets(series.points, x, columns)
+        buckets = _bucket_points(series.points, x, columns)
         points = [(step, mean) for step, mean, _, _ in buckets]
         upper = [place(step, high) for step, _, _, high in buckets]
         lower = [place(step, low) for step, _, low, _ in reversed(buckets)]
-        band = _path([*upper, *lower]) + "z"
+        band = _line_path([*upper, *lower]) + "z"
     places = [None if value is None else place(step, value) for step, value in points]
     real = [point for point in places if point is not None]
     return Line(
         label=series.label,
-        path=_path(places),
+        path=_line_path(places),
         band=band,
         dots="".join(f"M{across} {top}h0" for across, top in real) if len(real) <= DOTTED else "",
-        first=number(series.values[0]),
+        first=format_number(series.values[0]),
         last=series.last,
         strong=rank_metric(series.name) in (0, 1, 4),
     )
 
 
-def _path(places: Sequence[tuple[int, int] | None]) -> str:
+def _line_path(places: Sequence[tuple[int, int] | None]) -> str:
     """Return an SVG path through the places, with a gap at each None."""
     text, pen = [], "M"
     for place in places:
@@ -201,12 +211,12 @@ def _path(places: Sequence[tuple[int, int] | None]) -> str:
     return "".join(text)
 
 
-def _buckets(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float, float, float, float]]:
+def _bucket_points(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float, float, float, float]]:
     """Group points into columns; return each column's middle step, and mean, lowest and highest value."""
     buckets: dict[int, list[tuple[int, float]]] = {}
     for step, value in points:
         if value is not None:
-            buckets.setdefault(min(columns - 1, int(x.at(step) * columns)), []).append((step, value))
+            buckets.setdefault(min(columns - 1, int(x.position(step) * columns)), []).append((step, value))
     summaries = []
     for bucket in buckets.values():
         values = [value for _, value in bucket]

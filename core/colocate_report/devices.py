@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
-from colocate.texts import size_text
-from colocate_report.scale import percent
+from colocate.texts import format_size
+from colocate_report.scale import format_percent
 
 if TYPE_CHECKING:
     from colocate.driver import DeviceSample
@@ -57,20 +57,20 @@ class DeviceUse:
     points: Sequence[Point]
 
 
-class _Kept:
+class _DeviceSamples:
     """A summary of one GPU's samples, of bounded size."""
 
     def __init__(self) -> None:
         self.last: DeviceSample | None = None
         self.slots: dict[tuple[str, int], None] = {}
         self.sums, self.counts = Counter[str](), Counter[str]()
-        self.most: dict[str, float] = {}
+        self.highest: dict[str, float] = {}
         self.xids = Counter[int]()
         self.points: list[Point] = []
         self._gathered: list[Point] = []
-        self._each = 1
+        self._stride = 1
 
-    def add(self, sample: DeviceSample) -> None:
+    def add_sample(self, sample: DeviceSample) -> None:
         self.last = sample
         self.slots |= dict.fromkeys((group, slot) for group, slot in sample.slots)
         self.xids.update(sample.xids)
@@ -79,20 +79,20 @@ class _Kept:
             if value is not None:
                 self.sums[name] += value
                 self.counts[name] += 1
-                self.most[name] = max(self.most.get(name, value), value)
+                self.highest[name] = max(self.highest.get(name, value), value)
         self._gathered.append(Point(sample.time, sample.use or 0.0, (sample.memory or 0) / (sample.memory_total or 1)))
-        if len(self._gathered) >= self._each:
-            self.points.append(_mean(self._gathered))
+        if len(self._gathered) >= self._stride:
+            self.points.append(_mean_point(self._gathered))
             self._gathered.clear()
         if len(self.points) >= MOST_POINTS:
-            self.points = [_mean(self.points[at : at + 2]) for at in range(0, len(self.points), 2)]
-            self._each *= 2
+            self.points = [_mean_point(self.points[at : at + 2]) for at in range(0, len(self.points), 2)]
+            self._stride *= 2
 
-    def mean(self, name: str) -> float | None:
+    def mean_of(self, name: str) -> float | None:
         return self.sums[name] / self.counts[name] if self.counts[name] else None
 
 
-def _mean(points: Sequence[Point]) -> Point:
+def _mean_point(points: Sequence[Point]) -> Point:
     count = len(points)
     return Point(
         points[-1].time, sum(point.use for point in points) / count, sum(point.memory for point in points) / count
@@ -103,30 +103,30 @@ class DeviceLog:
     """An observer that stores a summary of each GPU's samples, of bounded size."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._samples: dict[tuple[str, str], _DeviceSamples] = {}
 
     def colocate_devices_sampled(self, samples: Sequence[DeviceSample]) -> None:
         """Add samples of GPUs to the summaries."""
         for sample in samples:
-            self._kept.setdefault((sample.node, sample.uuid), _Kept()).add(sample)
+            self._samples.setdefault((sample.node, sample.uuid), _DeviceSamples()).add_sample(sample)
 
     def uses(self) -> tuple[DeviceUse, ...]:
         """Return the use of each GPU, in the order of slots."""
         uses = []
-        for samples in self._kept.values():
+        for samples in self._samples.values():
             last = samples.last
             assert last is not None
-            memory, celsius = samples.most.get("memory"), samples.most.get("celsius")
+            memory, celsius = samples.highest.get("memory"), samples.highest.get("celsius")
             uses.append(
                 DeviceUse(
                     node=last.node,
                     slots=tuple(samples.slots),
                     uuid=last.uuid,
                     name=last.name,
-                    use=samples.mean("use"),
+                    use=samples.mean_of("use"),
                     most_memory=None if memory is None else int(memory),
                     memory=last.memory_total,
-                    watts=samples.mean("watts"),
+                    watts=samples.mean_of("watts"),
                     most_celsius=celsius,
                     xids=dict(samples.xids),
                     points=tuple(samples.points),
@@ -152,12 +152,12 @@ class DeviceLane:
     busy: str
 
 
-def lanes(uses: Sequence[DeviceUse], start: float, end: float) -> tuple[DeviceLane, ...]:
+def device_lanes(uses: Sequence[DeviceUse], start: float, end: float) -> tuple[DeviceLane, ...]:
     """Return a lane for each GPU with samples, on the timeline's axis."""
     lane_list = []
     for device_use in uses:
         places = [
-            (percent((point.time - start) / ((end - start) or 1.0)) * 10, point)
+            (format_percent((point.time - start) / ((end - start) or 1.0)) * 10, point)
             for point in device_use.points
             if start <= point.time <= end
         ]
@@ -167,7 +167,7 @@ def lanes(uses: Sequence[DeviceUse], start: float, end: float) -> tuple[DeviceLa
         memory = " ".join(f"{x:.1f},{100 - 100 * point.memory:.1f}" for x, point in places)
         lane_list.append(
             DeviceLane(
-                ", ".join(_slots(device_use)),
+                ", ".join(_format_slots(device_use)),
                 f"M{places[0][0]:.1f} 100 {use} L{places[-1][0]:.1f} 100 Z",
                 memory,
                 "" if device_use.use is None else f"{device_use.use:.0%}",
@@ -176,20 +176,20 @@ def lanes(uses: Sequence[DeviceUse], start: float, end: float) -> tuple[DeviceLa
     return tuple(lane_list)
 
 
-def _slots(use: DeviceUse) -> list[str]:
+def _format_slots(use: DeviceUse) -> list[str]:
     return [f"{group} {slot}" for group, slot in use.slots]
 
 
-def rows(uses: Sequence[DeviceUse]) -> list[dict[str, Any]]:
+def device_rows(uses: Sequence[DeviceUse]) -> list[dict[str, Any]]:
     """Return a table row for each GPU."""
     return [
         {
-            "slots": ", ".join(_slots(device_use)),
+            "slots": ", ".join(_format_slots(device_use)),
             "node": device_use.node,
             "GPU": device_use.name,
             "use": "" if device_use.use is None else f"{device_use.use:.0%}",
-            "most memory": "" if device_use.most_memory is None else size_text(device_use.most_memory),
-            "of": "" if device_use.memory is None else size_text(device_use.memory),
+            "most memory": "" if device_use.most_memory is None else format_size(device_use.most_memory),
+            "of": "" if device_use.memory is None else format_size(device_use.memory),
             "mean power": "" if device_use.watts is None else f"{device_use.watts:.0f} W",
             "hottest": "" if device_use.most_celsius is None else f"{device_use.most_celsius:.0f} °C",
             "XID errors": ", ".join(

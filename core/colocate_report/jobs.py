@@ -1,4 +1,4 @@
-"""List the jobs that run on this machine, which are found by the abstract sockets of their windows."""
+"""List the jobs that run on this machine. Each job listens on an abstract Unix socket, by which it is found."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class Job(NamedTuple):
         return f"{self.pid}/{self.number}"
 
 
-def jobs() -> list[Job]:
+def list_jobs() -> list[Job]:
     """Return all jobs that run on this machine, of any user."""
     found = listening(rf"{_NAME}/(\d+)/(\d+)/(.+)")
     return sorted(Job(each[3], int(each[1]), int(each[2])) for each in found)
 
 
-def short(name: str) -> str:
-    """Shorten a job's name to the form that `jobs` lists."""
+def shorten_name(name: str) -> str:
+    """Shorten a job's name to the form that `list_jobs` returns."""
     line = "".join(letter if letter.isprintable() else "_" for letter in name)
     return line.encode(errors="surrogateescape")[:_LONGEST].decode(errors="ignore")
 
 
-def is_called(job: str, given: str) -> bool:
-    """Return whether a name or folder refers to a job. The name of a first run also refers to the later runs."""
-    name = short(Path(given).name)
-    return job in (short(given), name) or re.fullmatch(rf"{re.escape(name)}-\d+", job) is not None
+def matches_job(job: str, given: str) -> bool:
+    """Return whether a name or folder refers to a job. The name demo also refers to demo-2 and later runs."""
+    name = shorten_name(Path(given).name)
+    return job in (shorten_name(given), name) or re.fullmatch(rf"{re.escape(name)}-\d+", job) is not None
 
 
-def address(job: Job) -> str:
+def job_address(job: Job) -> str:
     """Return the address of a job's socket."""
     return f"\0{_NAME}/{job.pid}/{job.number}/{job.name}"

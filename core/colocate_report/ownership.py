@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate.texts import plural, size_text
-from colocate_report.scale import duration
-from colocate_report.tables import Table, keys_of, table
-from colocate_report.times import Bar, role_label, share_bar
+from colocate.texts import format_count, format_size
+from colocate_report.scale import format_duration
+from colocate_report.tables import Table, column_names, table
+from colocate_report.times import Bar, label_role, make_share_bar
 
 if TYPE_CHECKING:
     from colocate.driver import GroupMemory, SlotMemory
@@ -23,7 +23,7 @@ SLOTS = 4  # The most slots of a group that have a bar.
 
 @attrs.frozen
 class Memory:
-    """The memory of a group, as bars and a table."""
+    """The memory use of a group, as bars and a table."""
 
     group: str
     # For each slot, a label and a bar of the roles' shares of the memory of the process or the device.
@@ -32,30 +32,30 @@ class Memory:
     table: Table  # The bytes by role and kind of memory.
 
 
-def memory(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
-    """Lay out the memory of groups as bars and tables."""
-    return tuple(_memory(item, roles) for item in found)
+def memory_of_groups(found: Sequence[GroupMemory], roles: Mapping[str, int]) -> tuple[Memory, ...]:
+    """Lay out the memory use of groups as bars and tables."""
+    return tuple(_group_memory(item, roles) for item in found)
 
 
-def _memory(group: GroupMemory, roles: Mapping[str, int]) -> Memory:
+def _group_memory(group: GroupMemory, roles: Mapping[str, int]) -> Memory:
     hidden, rows = len(group.slots) - SLOTS, group.texts()
     return Memory(
         group.group,
-        tuple(_bars(group.slots[:SLOTS], roles)),
-        f"and {plural(hidden, 'more slot')}" if hidden > 0 else "",
-        table(group.group, rows, sizes={*keys_of(rows)} - {"role"}),
+        tuple(_memory_bars(group.slots[:SLOTS], roles)),
+        f"and {format_count(hidden, 'more slot')}" if hidden > 0 else "",
+        table(group.group, rows, sizes={*column_names(rows)} - {"role"}),
     )
 
 
-def _bars(slots: Sequence[SlotMemory], roles: Mapping[str, int]) -> Iterator[tuple[str, Bar]]:
+def _memory_bars(slots: Sequence[SlotMemory], roles: Mapping[str, int]) -> Iterator[tuple[str, Bar]]:
     for slot in slots:
         on_device = slot.device != "cpu"
         held = [(role.role, sum(role.device.values()) if on_device else role.total) for role in slot.roles]
-        parts = [(roles[name], role_label(name), size) for name, size in held if size]
+        parts = [(roles[name], label_role(name), size) for name, size in held if size]
         # The empty part of a bar is memory that is free or belongs to no role.
         whole = slot.gpu["used"] if slot.gpu is not None else slot.process
         total = max(whole or 0, sum(size for _, _, size in parts))
-        yield f"slot {slot.slot}, {slot.device}: {size_text(total)}", share_bar(parts, total, size_text)
+        yield f"slot {slot.slot}, {slot.device}: {format_size(total)}", make_share_bar(parts, total, format_size)
 
 
 PER_OWNER = 24  # The most nodes of one kind that are shown under one owner.
@@ -76,7 +76,7 @@ class Node:
     closed: bool = False  # Whether the node is folded at first, because there are many such nodes.
 
 
-def ownership(graph: str, roles: Mapping[str, int]) -> Node | None:
+def ownership_tree(graph: str, roles: Mapping[str, int]) -> Node | None:
     """Return the root of the ownership graph; None for an empty graph.
 
     Names of hosts and folders are left out, so that a page can be shared.
@@ -84,22 +84,24 @@ def ownership(graph: str, roles: Mapping[str, int]) -> Node | None:
     if not graph.strip():
         return None
     hosts: dict[str, str] = {}
-    return _node(json.loads(graph), roles, hosts, iter(range(ALTOGETHER)))
+    return _make_node(json.loads(graph), roles, hosts, iter(range(ALTOGETHER)))
 
 
-def _node(data: Mapping[str, Any], roles: Mapping[str, int], hosts: dict[str, str], budget: Iterator[int]) -> Node:
+def _make_node(data: Mapping[str, Any], roles: Mapping[str, int], hosts: dict[str, str], budget: Iterator[int]) -> Node:
     shown, hidden = [], []
     for kind, alike in groupby(data.get("children", ()), key=lambda child: child["kind"]):
         children = list(alike)
-        nodes = [_node(child, roles, hosts, budget) for child, _ in zip(children[:PER_OWNER], budget, strict=False)]
+        nodes = [
+            _make_node(child, roles, hosts, budget) for child, _ in zip(children[:PER_OWNER], budget, strict=False)
+        ]
         shown += nodes[:FEW]
         shown += [attrs.evolve(node, closed=True) if kind == "worker" else node for node in nodes[FEW:]]
         if len(nodes) < len(children):
-            hidden.append(plural(len(children) - len(nodes), f"more {kind}"))
+            hidden.append(format_count(len(children) - len(nodes), f"more {kind}"))
     name, rank = str(data["name"]), ""
     if data["kind"] == "role":
         name, _, rank = name.rpartition(" rank ")
-    facts = [str(data.get("state") or ""), f"rank {rank}" if rank else "", *_facts(data, hosts)]
+    facts = [str(data.get("state") or ""), f"rank {rank}" if rank else "", *_list_facts(data, hosts)]
     return Node(
         kind=data["kind"],
         name=name,
@@ -110,7 +112,7 @@ def _node(data: Mapping[str, Any], roles: Mapping[str, int], hosts: dict[str, st
     )
 
 
-def _facts(data: Mapping[str, Any], hosts: dict[str, str]) -> Iterator[str]:
+def _list_facts(data: Mapping[str, Any], hosts: dict[str, str]) -> Iterator[str]:
     if data.get("pid") is not None:
         yield f"pid {data['pid']}"
     if data.get("node") is not None:
@@ -118,8 +120,8 @@ def _facts(data: Mapping[str, Any], hosts: dict[str, str]) -> Iterator[str]:
     if data.get("device") is not None:
         yield str(data["device"])
     if data.get("bytes"):
-        yield size_text(data["bytes"])
+        yield format_size(data["bytes"])
     if data.get("age_s") is not None:
-        yield duration(data["age_s"])
+        yield format_duration(data["age_s"])
     if data.get("line"):
         yield PurePath(data["line"]).name

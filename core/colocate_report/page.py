@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from colocate.texts import plural
+from colocate.texts import format_count
 from colocate_report.calls import KEPT_SPANS
-from colocate_report.contention import idling, waits
-from colocate_report.curves import Curves, Series, curves, headline, series_of
-from colocate_report.devices import DeviceLane, lanes, rows
-from colocate_report.ownership import Memory, Node, memory, ownership
-from colocate_report.record import saved, timed_phases, told_restarts
-from colocate_report.scale import duration, number
-from colocate_report.tables import Table, tables
-from colocate_report.timeline import Timeline, timeline
-from colocate_report.times import COLOURS, Times, times
+from colocate_report.contention import make_contention_rows, make_idle_rows
+from colocate_report.curves import Curves, Series, collect_series, headline_series, make_curves
+from colocate_report.devices import DeviceLane, device_lanes, device_rows
+from colocate_report.ownership import Memory, Node, memory_of_groups, ownership_tree
+from colocate_report.record import describe_restarts, describe_savings, phase_seconds
+from colocate_report.scale import format_duration, format_number
+from colocate_report.tables import Table, make_tables
+from colocate_report.timeline import Timeline, make_timeline
+from colocate_report.times import COLOURS, Times, make_times
 
 if TYPE_CHECKING:
     from colocate_report.record import RunRecord
@@ -65,32 +65,35 @@ class Page:
     environment: Mapping[str, str]
 
 
-def render(record: RunRecord, error: str | None) -> str:
+def render_page(record: RunRecord, error: str | None) -> str:
     """Render the page of a run."""
     environment = Environment(
         loader=PackageLoader("colocate_report"),
         autoescape=True,
-        finalize=visible,
+        finalize=make_visible,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html").render(page=page_of(record, error))
+    return environment.get_template("report.html").render(page=make_page(record, error))
 
 
-def visible(value: Any) -> Any:
+def make_visible(value: Any) -> Any:
     """Replace characters in a string that are invisible, or that HTML forbids, by visible signs."""
-    return _INVISIBLE.sub(_sign, value) if type(value) is str else value
+    return _INVISIBLE.sub(_replacement, value) if type(value) is str else value
 
 
-def page_of(record: RunRecord, error: str | None = None) -> Page:
+def make_page(record: RunRecord, error: str | None = None) -> Page:
     """Convert a run's record to the data of the template."""
     holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
     names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
     # Roles are numbered by first calls. The number is the role's colour on the whole page.
-    roles, waiting = {name: index % COLOURS for index, name in enumerate(names)}, waits(record.contention)
-    idle_rows = idling(record.idle)
-    series = series_of(record.metrics)
+    roles, waiting = (
+        {name: index % COLOURS for index, name in enumerate(names)},
+        make_contention_rows(record.contention),
+    )
+    idle_rows = make_idle_rows(record.idle)
+    series = collect_series(record.metrics)
     dropped = len(record.spans) >= KEPT_SPANS
     start = min((span.start for span in record.spans), default=record.started) if dropped else record.started
     return Page(
@@ -98,45 +101,47 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         verdict="failed" if error is not None else f"stopped by {record.stopped}" if record.stopped else "finished",
         began=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.started)),
         error=error or "",
-        restarts=tuple(told_restarts(record)),
-        tiles=tuple(_tiles(record, series)),
-        curves=curves(series),
-        tables=tables(record.tables),
+        restarts=tuple(describe_restarts(record)),
+        tiles=tuple(_make_tiles(record, series)),
+        curves=make_curves(series),
+        tables=make_tables(record.tables),
         log=record.log,
-        times=times(timed_phases(record), record.totals, roles, record.seconds),
-        waits=tables({"waits": waiting})[0] if waiting else None,
-        idle=tables({"idle": idle_rows})[0] if idle_rows else None,
-        saved=saved(record),
-        timeline=timeline(record.spans, roles, start, record.started + record.seconds, record.restarts),
-        devices=lanes(record.devices, start, record.started + record.seconds),
-        device_table=tables({"devices": rows(record.devices)})[0] if record.devices else None,
+        times=make_times(phase_seconds(record), record.totals, roles, record.seconds),
+        waits=make_tables({"waits": waiting})[0] if waiting else None,
+        idle=make_tables({"idle": idle_rows})[0] if idle_rows else None,
+        saved=describe_savings(record),
+        timeline=make_timeline(record.spans, roles, start, record.started + record.seconds, record.restarts),
+        devices=device_lanes(record.devices, start, record.started + record.seconds),
+        device_table=make_tables({"devices": device_rows(record.devices)})[0] if record.devices else None,
         dropped=KEPT_SPANS if dropped else 0,
         roles=roles,
-        memory=memory(record.memory, roles),
-        ownership=ownership(record.graph, roles),
+        memory=memory_of_groups(record.memory, roles),
+        ownership=ownership_tree(record.graph, roles),
         config=record.config,
         environment=record.environment,
     )
 
 
-def _tiles(record: RunRecord, series: Sequence[Series]) -> list[Tile]:
+def _make_tiles(record: RunRecord, series: Sequence[Series]) -> list[Tile]:
     tiles = [
-        Tile(line.label, line.last, number(line.values[0]) if len(line.values) > 1 else "")
-        for line in headline(series)[:2]
+        Tile(line.label, line.last, format_number(line.values[0]) if len(line.values) > 1 else "")
+        for line in headline_series(series)[:2]
     ]
     if record.metrics:
-        tiles.append(Tile("Last step", number(max(row["step"] for row in record.metrics))))
-    tiles.append(Tile("Wall time", duration(record.seconds)))
+        tiles.append(Tile("Last step", format_number(max(row["step"] for row in record.metrics))))
+    tiles.append(Tile("Wall time", format_duration(record.seconds)))
     called = [total for total in record.totals if total.role]  # Leave out functions, sleeps and checkpoints.
     if called:
         slots = len({(span.group, span.slot) for span in record.spans})
         count = len({(total.group, total.role) for total in called})
         calls = sum(total.calls for total in called)
-        tiles.append(Tile(f"Calls to {plural(count, 'role')} on {plural(slots, 'slot')}", number(calls)))
+        tiles.append(
+            Tile(f"Calls to {format_count(count, 'role')} on {format_count(slots, 'slot')}", format_number(calls))
+        )
     seed = re.search(r"^seed: (\S+)$", record.config, re.MULTILINE)
     return [*tiles, Tile("Seed", seed[1])] if seed else tiles
 
 
-def _sign(match: re.Match[str]) -> str:
+def _replacement(match: re.Match[str]) -> str:
     code = ord(match[0])
     return "\u2421" if code == 0x7F else chr(0x2400 + code) if code < 0x20 else "\ufffd"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from colocate.texts import plural, size_text
+from colocate.texts import format_count, format_size
 from colocate_report.calls import Restart, Span, Total
-from colocate_report.contention import HandedOver, RoleUse
+from colocate_report.contention import Handover, RoleUse
 from colocate_report.devices import DeviceUse
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class RunRecord:
     log: str = ""
     memory: Sequence[GroupMemory] = ()
     contention: Sequence[RoleUse] = ()
-    handed_over: Sequence[HandedOver] = ()
+    handed_over: Sequence[Handover] = ()
     restarts: Sequence[Restart] = ()
     idle: Mapping[str, float] = attrs.field(factory=dict)
     devices: Sequence[DeviceUse] = ()
@@ -133,12 +133,12 @@ class RunRecord:
         return f"<record of run {self.name!r} in {self.directory}, {self.seconds:.1f} s>"
 
 
-def scalars_of(row: Row) -> dict[str, Any]:
+def read_scalars(row: Row) -> dict[str, Any]:
     """Return the logged numbers of a metrics row."""
     return {name: value for name, value in row.items() if name not in ("step", "time", "seconds")}
 
 
-def told_restarts(record: RunRecord) -> list[str]:
+def describe_restarts(record: RunRecord) -> list[str]:
     """Return a line for each restart, with the lost time."""
     return [
         f"{restart.what} at {restart.at - record.started:.0f} s: {restart.lost:.0f} s lost"
@@ -146,7 +146,7 @@ def told_restarts(record: RunRecord) -> list[str]:
     ]
 
 
-def timed_phases(record: RunRecord) -> dict[str, float]:
+def phase_seconds(record: RunRecord) -> dict[str, float]:
     """Return the seconds of a run by phase: the start-up, the job's phases, and the untimed rest."""
     phases = {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
     rest = record.seconds - sum(phases.values())
@@ -155,30 +155,31 @@ def timed_phases(record: RunRecord) -> dict[str, float]:
     return phases
 
 
-def saved(record: RunRecord) -> str:
+def describe_savings(record: RunRecord) -> str:
     """Describe the processes and copies that fusing has saved; empty if no slot has several roles."""
-    return " ".join(_sentences(record))
+    return " ".join(_savings_sentences(record))
 
 
-def _sentences(record: RunRecord) -> Iterator[str]:
+def _savings_sentences(record: RunRecord) -> Iterator[str]:
     processes = [slot for group in record.memory for slot in group.slots if slot.empty is not None]
     fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
     if fewer > 0:
         # This is an upper limit, because processes that are forked from one template share memory.
-        empty = f"up to {size_text(max(slot.empty or 0 for slot in processes))}"
-        # Other processes' memory counts as context, too, so the smallest value is nearest to a real context.
+        empty = f"up to {format_size(max(slot.empty or 0 for slot in processes))}"
+        # Other processes' memory counts as context, too, so the smallest value is nearest to a real CUDA context.
         if contexts := [slot.unowned["context"] for slot in processes if slot.gpu is not None]:
-            empty += f", and {size_text(min(contexts))} of its GPU, a context"
+            empty += f", and {format_size(min(contexts))} of its GPU, a context"
         yield (
-            f"Fused, they are {plural(len(processes), 'process')}; with one for each rank of each role there would be "
+            f"Fused, they are {format_count(len(processes), 'process')}; with one for each rank of each role there "
+            "would be "
             f"{fewer:,} more, and an empty one has {empty}."
         )
     if record.handed_over:
-        whole = size_text(sum(item.nbytes for item in record.handed_over))
+        whole = format_size(sum(item.nbytes for item in record.handed_over))
         several = len({item.group for item in record.handed_over}) > 1
         pairs = ", ".join(
             f"{f'{item.group}: ' if several else ''}{item.maker or 'functions'} to {item.user or 'functions'} "
-            f"{size_text(item.nbytes)}"
+            f"{format_size(item.nbytes)}"
             for item in record.handed_over
         )
         used = f"Of kept results, {whole} were used where they lay"

@@ -19,7 +19,7 @@ class Axis:
     ticks: tuple[float, ...]  # The values with labels, in ascending order.
 
     @classmethod
-    def around(cls, low: float, high: float, count: int) -> Axis:
+    def with_round_ends(cls, low: float, high: float, count: int) -> Axis:
         """Return an axis of about `count` round ticks that begins and ends at a tick.
 
         Nearly constant values get a wider axis, so that rounding isn't drawn as a slope, and labels are short.
@@ -34,7 +34,7 @@ class Axis:
         return cls(first * step, last * step, tuple(n * step for n in range(first, last + 1)))
 
     @classmethod
-    def within(cls, low: float, high: float, count: int, *, whole: bool = False) -> Axis:
+    def with_ends(cls, low: float, high: float, count: int, *, whole: bool = False) -> Axis:
         """Return an axis with exactly these ends and about `count` round ticks inside."""
         if high - low < _NOTHING:
             high = low + 1.0
@@ -44,29 +44,31 @@ class Axis:
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         return cls(low, high, tuple(n * step for n in range(first, last + 1)))
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return the place of a value, from 0 to 1; values outside of the range are clipped."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
-    def labels(self) -> tuple[str, ...]:
+    def tick_labels(self) -> tuple[str, ...]:
         """Return the labels of the ticks, all with the same number of decimals."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0] if self.ticks else 1) or 1
         largest = max(map(abs, self.ticks), default=0.0)
         if largest >= 1e6 or 0 < largest < 1e-3:  # Use enough digits to tell neighbouring ticks apart.
             digits = max(3, 1 + math.floor(math.log10(largest)) - math.floor(math.log10(step) + 1e-9))
-            return tuple(_minus(f"{tick:.{digits}g}") for tick in self.ticks)
+            return tuple(_use_minus_sign(f"{tick:.{digits}g}") for tick in self.ticks)
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        return tuple(_minus(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks)  # Adding 0.0 turns -0 into 0.
+        return tuple(
+            _use_minus_sign(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks
+        )  # Adding 0.0 turns -0 into 0.
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with four significant digits."""
     if isinstance(value, int) and abs(value) < 10**15:
-        return _minus(f"{value:,}")
-    return _minus(f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}")
+        return _use_minus_sign(f"{value:,}")
+    return _use_minus_sign(f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in seconds with a suitable unit."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-6 else "0 ms"
@@ -77,7 +79,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def offset(seconds: float, longest: float) -> str:
+def format_offset(seconds: float, longest: float) -> str:
     """Format a time on a time axis, in the unit that suits an axis up to `longest` seconds."""
     for limit, divisor, unit in ((1.0, 1e-3, "ms"), (180.0, 1.0, "s"), (10800.0, 60.0, "min")):
         if longest < limit:
@@ -85,33 +87,33 @@ def offset(seconds: float, longest: float) -> str:
     return f"{seconds / 3600:.4g} h"
 
 
-def time_ticks(longest: float, count: int) -> tuple[tuple[float, str], ...]:
+def make_time_ticks(longest: float, count: int) -> tuple[tuple[float, str], ...]:
     """Return the place in % and the label of each tick on a time axis that starts at 0."""
     if longest <= 0:
         return ()
     unit = 1.0 if longest < 180 else 60.0 if longest < 10800 else 3600.0
-    axis = Axis.within(0.0, longest / unit, count)
-    return tuple((percent(axis.at(tick)), offset(tick * unit, longest)) for tick in axis.ticks)
+    axis = Axis.with_ends(0.0, longest / unit, count)
+    return tuple((format_percent(axis.position(tick)), format_offset(tick * unit, longest)) for tick in axis.ticks)
 
 
-def percent(fraction: float) -> float:
+def format_percent(fraction: float) -> float:
     """Return a fraction as a CSS percentage with two decimals."""
     return round(fraction * 100, 2)
 
 
-def words(name: str) -> str:
+def humanize(name: str) -> str:
     """Convert the name of a metric or phase to readable words."""
     special = {"kl": "KL", "lr": "learning rate", "grad": "gradient", "eval": "held-out"}
     text = " ".join(special.get(part, part) for part in name.replace("/", " ").replace("_", " ").split())
     return (text[:1].upper() + text[1:]) or name
 
 
-def shorten(text: str, limit: int) -> str:
+def shorten_text(text: str, limit: int) -> str:
     """Cut a text after `limit` characters, and append the number of the remaining characters."""
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
 
 
-def _minus(text: str) -> str:
+def _use_minus_sign(text: str) -> str:
     return f"\u2212{text[1:]}" if text.startswith("-") else text
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from colocate.texts import plural
-from colocate_report.scale import number, shorten, words
+from colocate.texts import format_count
+from colocate_report.scale import format_number, humanize, shorten_text
 
 ROWS = 200
 CHARACTERS = 600  # The most characters of a cell.
@@ -33,7 +33,7 @@ class Table:
     hidden: str
 
 
-def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...]:
+def make_tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...]:
     """Convert a job's tables for the page; long tables are cut.
 
     In a row with a `right`, the answers `before` and `after` are marked as right or wrong.
@@ -49,24 +49,24 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], sizes: Collection[str] 
         rows: The rows; keys are columns.
         sizes: Columns of texts to align as numbers.
     """
-    columns = keys_of(rows)
+    columns = column_names(rows)
     hidden = len(rows) - ROWS
     return Table(
         title=title,
-        heads=tuple(words(str(column)) for column in columns),
-        rows=tuple(tuple(_cell(row, column, sizes) for column in columns) for row in rows[:ROWS]),
-        hidden=f"and {plural(hidden, 'more row')}" if hidden > 0 else "",
+        heads=tuple(humanize(str(column)) for column in columns),
+        rows=tuple(tuple(_make_cell(row, column, sizes) for column in columns) for row in rows[:ROWS]),
+        hidden=f"and {format_count(hidden, 'more row')}" if hidden > 0 else "",
     )
 
 
-def _cell(row: Mapping[str, Any], column: str, sizes: Collection[str]) -> Cell:
+def _make_cell(row: Mapping[str, Any], column: str, sizes: Collection[str]) -> Cell:
     value = row.get(column)
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    text = "" if value is None else number(value) if numeric else str(value)
+    text = "" if value is None else format_number(value) if numeric else str(value)
     judged = column in ("before", "after") and row.get("right") is not None
-    return Cell(shorten(text, CHARACTERS), numeric or column in sizes, value == row["right"] if judged else None)
+    return Cell(shorten_text(text, CHARACTERS), numeric or column in sizes, value == row["right"] if judged else None)
 
 
-def keys_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def column_names(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the columns of rows: all keys, in the order of first appearance."""
     return tuple(dict.fromkeys(key for row in rows for key in row))

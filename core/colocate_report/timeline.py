@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from colocate_report.scale import percent, time_ticks
+from colocate_report.scale import format_percent, make_time_ticks
 
 if TYPE_CHECKING:
     from colocate_report.calls import Restart, Span
@@ -49,33 +49,35 @@ class Grid:
         """The seconds of one column."""
         return ((self.end - self.start) or 1.0) / self.columns
 
-    def column(self, moment: float) -> int:
+    def column_of(self, moment: float) -> int:
         """Return the number of the column that contains a time."""
         return max(0, min(self.columns - 1, int((moment - self.start) / self.unit)))
 
-    def spread(self, span: Span) -> Iterator[tuple[int, float]]:
+    def spread_span(self, span: Span) -> Iterator[tuple[int, float]]:
         """Yield the columns that a span touches, with the span's seconds in each column."""
-        for column in range(self.column(span.start), self.column(span.end) + 1):
+        for column in range(self.column_of(span.start), self.column_of(span.end) + 1):
             low = self.start + column * self.unit
             if (seconds := min(span.end, low + self.unit) - max(span.start, low)) > 0:
                 yield column, seconds
 
 
-def lane(label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid, marks: Sequence[Mark] = ()) -> Lane:
+def make_lane(
+    label: str, spans: Sequence[Span], roles: Mapping[str, int], grid: Grid, marks: Sequence[Mark] = ()
+) -> Lane:
     """Draw the lane of a slot as SVG areas."""
     busy: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(grid.columns)]
     for span in spans:
-        for column, seconds in grid.spread(span):
+        for column, seconds in grid.spread_span(span):
             busy[column][roles[span.role]] += seconds
     colours = sorted(set().union(*busy))
-    heights = [_heights(counts, colours, grid.unit) for counts in busy]
-    areas = [(colour, _area([height[place] for height in heights])) for place, colour in enumerate(colours)]
+    heights = [_stack_heights(counts, colours, grid.unit) for counts in busy]
+    areas = [(colour, _area_path([height[place] for height in heights])) for place, colour in enumerate(colours)]
     total = sum(min(1.0, sum(counts.values()) / grid.unit) for counts in busy)
     return Lane(label, tuple(reversed(areas)), f"{total / grid.columns:.0%}", tuple(marks))
 
 
-def _heights(counts: Mapping[int, float], colours: Sequence[int], unit: float) -> list[int]:
-    """Return the height of the stacked colours after each colour. Overlapping calls fill at most the full height."""
+def _stack_heights(counts: Mapping[int, float], colours: Sequence[int], unit: float) -> list[int]:
+    """Return the stack's height after each added colour. Overlapping calls fill at most the full height."""
     full = max(unit, sum(counts.values()))
     height, heights = 0.0, []
     for colour in colours:
@@ -84,7 +86,7 @@ def _heights(counts: Mapping[int, float], colours: Sequence[int], unit: float) -
     return heights
 
 
-def _area(heights: Sequence[int]) -> str:
+def _area_path(heights: Sequence[int]) -> str:
     """Return the SVG path of the area below columns of the given heights."""
     text, level = [f"M0 {LEVELS}"], 0
     for column, height in enumerate(heights):
@@ -108,7 +110,7 @@ class Timeline:
     ticks: tuple[tuple[float, str], ...]  # The place in % and the label of each tick on the time axis.
 
 
-def timeline(
+def make_timeline(
     spans: Sequence[Span], roles: Mapping[str, int], start: float, end: float, restarts: Sequence[Restart] = ()
 ) -> Timeline:
     """Lay out the timeline of a run."""
@@ -129,10 +131,10 @@ def timeline(
         if restart.ready > start:
             left_edge, right = max(0.0, (restart.at - start) / whole), min(1.0, (restart.ready - start) / whole)
             text = f"{restart.what}\n{restart.lost:.0f} s lost"
-            marks[restart.group].append(Mark(percent(left_edge), percent(right - left_edge), text))
+            marks[restart.group].append(Mark(format_percent(left_edge), format_percent(right - left_edge), text))
     return Timeline(
-        lanes=tuple(lane(labels[slot], slots[slot], roles, grid, marks[slot[0]]) for slot in shown),
+        lanes=tuple(make_lane(labels[slot], slots[slot], roles, grid, marks[slot[0]]) for slot in shown),
         hidden=len(ordered) - len(shown),
         columns=grid.columns,
-        ticks=time_ticks(end - start, 10),
+        ticks=make_time_ticks(end - start, 10),
     )

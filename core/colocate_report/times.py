@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
-from colocate_report.scale import duration, number, percent, words
+from colocate_report.scale import format_duration, format_number, format_percent, humanize
 
 if TYPE_CHECKING:
     from colocate_report.calls import Total
@@ -57,7 +57,7 @@ class Times:
     methods: tuple[MethodRow, ...]
 
 
-def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[str, int], seconds: float) -> Times:
+def make_times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[str, int], seconds: float) -> Times:
     """Add up the time of a run by phase, role and method."""
     places = {role: place for place, role in enumerate(roles)}
     totals = sorted(totals, key=lambda total: (places[total.role], -total.seconds))
@@ -65,19 +65,19 @@ def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[s
     for total in totals:
         per_role[total.role] = per_role.get(total.role, 0.0) + total.seconds
     return Times(
-        phases=share_bar(
-            [(index % COLOURS, words(phase), spent) for index, (phase, spent) in enumerate(phases.items())],
+        phases=make_share_bar(
+            [(index % COLOURS, humanize(phase), spent) for index, (phase, spent) in enumerate(phases.items())],
             seconds,
-            duration,
+            format_duration,
         ),
-        roles=share_bar(
-            [(roles[role], role_label(role), spent) for role, spent in per_role.items()], seconds, duration
+        roles=make_share_bar(
+            [(roles[role], label_role(role), spent) for role, spent in per_role.items()], seconds, format_duration
         ),
-        methods=tuple(_methods(totals, roles, seconds)),
+        methods=tuple(_method_rows(totals, roles, seconds)),
     )
 
 
-def role_label(role: str) -> str:
+def label_role(role: str) -> str:
     """Return a role's name, or "functions" for functions that have no role."""
     return role or "functions"
 
@@ -85,11 +85,11 @@ def role_label(role: str) -> str:
 N = TypeVar("N", int, float)
 
 
-def share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], str]) -> Bar:
+def make_share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], str]) -> Bar:
     """Return a bar for parts of the whole `of`. If overlapping parts add up to more, the bar shows their sum."""
     whole = max(of, sum(size for _, _, size in parts)) or 1.0
-    rows = tuple((number, label, text(size), _share(size, of)) for number, label, size in parts)
-    widths = [percent(size / whole) for _, _, size in parts]
+    rows = tuple((number, label, text(size), _format_share(size, of)) for number, label, size in parts)
+    widths = [format_percent(size / whole) for _, _, size in parts]
     ends = accumulate(widths)
     return Bar(
         tuple(
@@ -100,21 +100,21 @@ def share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], st
     )
 
 
-def _methods(totals: Sequence[Total], roles: Mapping[str, int], seconds: float) -> Iterator[MethodRow]:
+def _method_rows(totals: Sequence[Total], roles: Mapping[str, int], seconds: float) -> Iterator[MethodRow]:
     several = len({total.group for total in totals}) > 1
     for total in totals:
         yield MethodRow(
-            role=(f"{total.group}: " if several else "") + role_label(total.role),
+            role=(f"{total.group}: " if several else "") + label_role(total.role),
             number=roles[total.role],
             method=total.method,
-            calls=number(total.calls),
-            seconds=duration(total.seconds),
-            per_call=duration(total.seconds / max(1, total.calls)),
-            share=_share(total.seconds, seconds),
+            calls=format_number(total.calls),
+            seconds=format_duration(total.seconds),
+            per_call=format_duration(total.seconds / max(1, total.calls)),
+            share=_format_share(total.seconds, seconds),
         )
 
 
-def _share(size: float, of: float) -> str:
+def _format_share(size: float, of: float) -> str:
     if of <= 0:
         return ""
     share = size / of

@@ -24,17 +24,17 @@ from colocate.driver import (
     Deadline,
     Driver,
     JobThread,
+    PoolStatus,
     Requests,
-    Seen,
     Thread,
-    read,
+    decode_head,
     report_exception,
     run_deferred,
     user_of,
 )
 from colocate.errors import ClosedError, ClusterError, ColocateError
 from colocate.executor import Watchable, Window
-from colocate_report.jobs import Job, address, short
+from colocate_report.jobs import Job, job_address, shorten_name
 
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
@@ -56,57 +56,57 @@ class ClusterWindow:
         ports: tuple[int, int] | None = None,
     ) -> None:
         self._executor = executor
-        self._seen = seen
+        self._read_scene = seen
         self._process = os.getpid()
         self._closed = False
         reach, key = executor.reach(), wire.new_key()
-        listeners = wire.listen_widely(reach.host, reach.tls, ports=ports, what=f"others to look at job {name!r}")
+        listeners = wire.listen_everywhere(reach.host, reach.tls, ports=ports, what=f"others to look at job {name!r}")
         self._event_loop = wire.EventLoop(f"window-{name}")
         self._thread = JobThread(f"colocate-glances-{name}", lambda error: report_exception())
         try:
             for listener in listeners:
-                self._event_loop.listen(listener, key, lambda sock: self._thread.soon(partial(self._tell, sock)))
+                self._event_loop.listen(listener, key, lambda sock: self._thread.call_soon(partial(self._answer, sock)))
             self._window = Window(name, id, ",".join(listener.address for listener in listeners), key)
             executor.announce(self._window)
         except BaseException:
-            self._end()
+            self._close_sockets()
             raise
 
     def close(self) -> None:
         """Close the window: retract the announcement, and stop the threads."""
         if os.getpid() == self._process:  # A forked child must not close the parent's window.
-            run_deferred(self._close)
+            run_deferred(self._shut_down)
 
-    def _close(self) -> None:
+    def _shut_down(self) -> None:
         self._executor.retract(self._window)
-        self._end()
+        self._close_sockets()
 
-    def _end(self) -> None:
+    def _close_sockets(self) -> None:
         self._closed = True
         self._event_loop.close()
         self._thread.close(PATIENCE_S)
 
-    def _tell(self, sock: socket.socket) -> None:
+    def _answer(self, sock: socket.socket) -> None:
         if self._closed:
             sock.close()
             return
-        reply = Seen(dict(self._seen())).head()
+        reply = PoolStatus(dict(self._read_scene())).head()
         with contextlib.suppress(ClosedError):  # The closing event loop may have closed the socket.
             lane = self._event_loop.attach(sock, lambda head, body: None, lambda reason: None)
             lane.send(reply)
-            self._event_loop.later(PATIENCE_S, lane.close)  # Normally the peer closes the connection earlier.
+            self._event_loop.call_later(PATIENCE_S, lane.close)  # Normally the peer closes the connection earlier.
 
 
-def look_at(window: Window, executor: Watchable) -> Mapping[str, Any]:
+def inspect_cluster_job(window: Window, executor: Watchable) -> Mapping[str, Any]:
     """Ask a job of the cluster for the present state of the job's groups."""
     looks: Requests[None, Mapping[str, Any]] = Requests()
     question = looks.open([None])
 
     def told(head: wire.Head, body: Any) -> None:
-        reply = read(head)
-        assert isinstance(reply, Seen)
+        reply = decode_head(head)
+        assert isinstance(reply, PoolStatus)
         assert reply.facts is not None
-        looks.answered(question.token, None, reply.facts)
+        looks.add_answer(question.token, None, reply.facts)
 
     def closed(reason: str) -> None:
         looks.fail_all(ClusterError(f"it has just ended ({reason})"))
@@ -136,19 +136,21 @@ _numbers = itertools.count(1)
 
 
 @contextlib.contextmanager
-def window(runtime: Runtime, name: str) -> Iterator[None]:
+def open_window(runtime: Runtime, name: str) -> Iterator[None]:
     """A context manager that opens a job's windows. A window that fails to open is skipped."""
     job, scene = Job(name, os.getpid(), next(_numbers)), Scene(runtime, name)
     driver = Driver(runtime)
     executor = driver.executor
     with contextlib.ExitStack() as windows:
         runtime.observe(scene.recent)
-        windows.callback(driver.forget, scene.recent)
+        windows.callback(driver.remove_observer, scene.recent)
         # This fails if no descriptor is free, or if a job in another container of this network has the address.
         with contextlib.suppress(OSError):
-            windows.callback(_Window(job, scene).close)
+            windows.callback(_LocalWindow(job, scene).close)
         if isinstance(executor, Watchable):
-            new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen, driver.ports)
+            new = partial(
+                ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.describe_groups, driver.ports
+            )
             try:
                 windows.callback(run_deferred(new).close)
             except (OSError, ColocateError) as error:
@@ -163,47 +165,47 @@ class Scene:
         self._runtime = runtime
         self._name = name
         self._since = time.time()
-        # Imported here, because this belongs to a feature that a viewer's process may lack.
-        from colocate.driver import Recent
+        # Imported here, because a program that only views jobs may lack this feature.
+        from colocate.driver import RecentCalls
 
-        self.recent = Recent(Driver(runtime).slot_of)
+        self.recent = RecentCalls(Driver(runtime).slot_of)
 
-    def seen(self) -> dict[str, Any]:
+    def describe_groups(self) -> dict[str, Any]:
         """Return the present state of all groups of the job."""
         groups = Driver(self._runtime).glance(self.recent) if self._runtime.alive else []
         seconds = round(time.time() - self._since, 3)
         return {"job": self._name, "node": platform.node(), "pid": os.getpid(), "seconds": seconds, "groups": groups}
 
-    def stacks(self) -> dict[str, Any]:
+    def describe_stacks(self) -> dict[str, Any]:
         """Return the stacks of all workers of the job."""
         return {"job": self._name, "stacks": Driver(self._runtime).stacks() if self._runtime.alive else []}
 
 
-class _Window:
+class _LocalWindow:
     def __init__(self, job: Job, scene: Scene) -> None:
         self._scene = scene
         self._process = os.getpid()
         self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(address(job._replace(name=short(job.name))))
+            self._socket.bind(job_address(job._replace(name=shorten_name(job.name))))
             self._socket.listen(8)
         except OSError:
             self._socket.close()
             raise
-        self._thread = Thread(target=self._serve, name=f"colocate-window-{job.name}")
+        self._thread = Thread(target=self._serve_requests, name=f"colocate-window-{job.name}")
         self._thread.start()
 
     def close(self) -> None:
         self._closing = True
-        mine = os.getpid() == self._process  # A forked child only shares the socket.
+        mine = os.getpid() == self._process  # Not in a forked child, which shares the socket.
         if mine:
             self._socket.shutdown(socket.SHUT_RDWR)  # Wake up the thread in `accept`.
         self._socket.close()
         if mine:
             self._thread.join(_STEP_S)  # The socket stays listed while the thread is in `accept`.
 
-    def _serve(self) -> None:
+    def _serve_requests(self) -> None:
         while not self._closing:
             try:
                 peer, _ = self._socket.accept()
@@ -215,14 +217,18 @@ class _Window:
                 try:
                     peer.settimeout(PATIENCE_S)
                     if user_of(peer) in (os.getuid(), 0):
-                        get_answer = self._scene.stacks if peer.recv(_QUESTION_BYTES) == STACKS else self._scene.seen
+                        get_answer = (
+                            self._scene.describe_stacks
+                            if peer.recv(_QUESTION_BYTES) == STACKS
+                            else self._scene.describe_groups
+                        )
                         peer.sendall(json.dumps(get_answer()).encode() + b"\n")
                 except Exception as error:  # No error of a viewer may harm the job.
                     if not isinstance(error, OSError):
                         report_exception()
 
 
-def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
+def inspect_job(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
     """Ask a job on this machine for the present state of the job's groups.
 
     Args:
@@ -239,11 +245,11 @@ def look(job: Job, what: bytes = LOOK) -> dict[str, Any] | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         try:
             peer.settimeout(PATIENCE_S)
-            peer.connect(address(job))
+            peer.connect(job_address(job))
             peer.sendall(what)
             while chunk := peer.recv(1 << 16):
                 received += chunk
-                peer.settimeout(max(0.01, deadline.left or 0.01))
+                peer.settimeout(max(0.01, deadline.seconds_left or 0.01))
         except TimeoutError:
             raise TimeoutError(
                 f"job {job.name!r} (process {job.pid}) doesn't answer: it is stopped, or hangs"

@@ -10,28 +10,30 @@ import sys
 
 from colocate.gpus import gpu_names
 from colocate.plugins import plugins, versions_of
-from colocate_run.config.secrets import without_secret_values
+from colocate_run.config.secrets import hide_secret_arguments
 
 _GIT_WITHIN_S = 5.0
 
 
-def origin() -> dict[str, str]:
+def describe_origin() -> dict[str, str]:
     """Return this process's host and command, and the commit of the working directory."""
-    facts = {"host": platform.node(), "command": shlex.join(without_secret_values(sys.orig_argv))}
+    facts = {"host": platform.node(), "command": shlex.join(hide_secret_arguments(sys.orig_argv))}
     try:
-        commit = _git("rev-parse", "HEAD")
-        facts["commit"] = commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        commit = _run_git("rev-parse", "HEAD")
+        facts["commit"] = commit + (
+            " with changes" if _run_git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.SubprocessError):  # There is no git or no repository, or git is too slow.
         pass
     return facts
 
 
-def _git(*arguments: str) -> str:
+def _run_git(*arguments: str) -> str:
     command = ["git", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_WITHIN_S, check=True).stdout.strip()
 
 
-def environment() -> dict[str, str]:
+def describe_environment() -> dict[str, str]:
     """Return the versions and the machine, which may explain why two runs differ."""
     facts = {
         "python": platform.python_version(),

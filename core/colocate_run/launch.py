@@ -12,9 +12,9 @@ import attrs
 
 from colocate.plugins import RoleSpec, find_role, role
 from colocate.signatures import arguments_of
-from colocate.texts import made_for, plural
+from colocate.texts import attribute_to, format_count
 from colocate_run.config.schema import Config, RoleConfig
-from colocate_run.recorded import played
+from colocate_run.recorded import apply_recordings
 from colocate_run.screen import Stage
 
 if TYPE_CHECKING:
@@ -52,17 +52,17 @@ class Launched:
             ConfigError: There is no job, or nothing to resume, or another driver writes into that run's folder.
         """
         from colocate_run.log import RunLog
-        from colocate_run.recording import begin, execute
+        from colocate_run.recording import execute_job, start_run
         from colocate_run.screen import Screen
         from colocate_run.stopping import StopSignals
 
         screen, log = Screen(quiet=quiet), RunLog()
         with (
-            StopSignals(screen.stopping) as signals,
-            log.listening(),
-            begin(self.config, log, resume=resume, screen=screen) as begun,
+            StopSignals(screen.show_signal) as signals,
+            log.capture_output(),
+            start_run(self.config, log, resume=resume, screen=screen) as begun,
         ):
-            return execute(begun, self.runtime, self.groups, self.start_up, signals)
+            return execute_job(begun, self.runtime, self.groups, self.start_up, signals)
 
 
 def launch(config: Config) -> AbstractContextManager[Launched]:
@@ -71,11 +71,11 @@ def launch(config: Config) -> AbstractContextManager[Launched]:
     Args:
         config: From `load_config`.
     """
-    return opened(config, lambda stage, what: contextlib.nullcontext(), lambda runtime: None)
+    return open_config(config, lambda stage, what: contextlib.nullcontext(), lambda runtime: None)
 
 
 @contextlib.contextmanager
-def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object]) -> Iterator[Launched]:
+def open_config(config: Config, stage: Stage, connected: Callable[[Runtime], object]) -> Iterator[Launched]:
     """A context manager that opens a config like `launch`, and reports each stage.
 
     `connected` is called with the runtime, before the first worker starts.
@@ -84,34 +84,36 @@ def opened(config: Config, stage: Stage, connected: Callable[[Runtime], object])
 
     began = time.monotonic()
     use, options = config.executor.use, config.executor.with_
-    with stage("connect", f"connecting to {use}"), made_for(config.origins.get("executor")):
+    with stage("connect", f"connecting to {use}"), attribute_to(config.origins.get("executor")):
         runtime = connect(use, seed=config.seed, call_timeout=config.call_timeout, **options)
     with runtime:
         connected(runtime)
         pools, groups = {}, {}
         for name, pool in config.pools.items():
-            with stage(f"pool {name}", f"reserving pool {name}: {plural(pool.slots, 'slot')}"):
+            with stage(f"pool {name}", f"reserving pool {name}: {format_count(pool.slots, 'slot')}"):
                 pools[name] = reserve_pool(runtime, name, config)
         for name, group in config.groups.items():
-            workers, roles = plural(len(pools[group.pool]), "worker"), plural(len(group.roles), "role")
+            workers, roles = format_count(len(pools[group.pool]), "worker"), format_count(len(group.roles), "role")
             with stage(f"group {name}", f"starting group {name}: {workers} with {roles}"):
-                groups[name] = _spawn(pools[group.pool], name, config)
+                groups[name] = _spawn_group(pools[group.pool], name, config)
         yield Launched(config, runtime, groups, time.monotonic() - began)
 
 
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
     """Reserve the pool that an entry of the config describes."""
-    with made_for(config.origins.get(f"pools.{name}")):
+    with attribute_to(config.origins.get(f"pools.{name}")):
         options = attrs.asdict(config.pools[name], recurse=False)
         if (least := options.pop("at_least")) is not None:
             options["slots"] = least, options["slots"]
         return runtime.reserve(name=name, **options)
 
 
-def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
+def _spawn_group(pool: Pool, name: str, config: Config) -> ColocatedGroup:
     entry = config.groups[name]
-    roles: dict[str, RoleSpec[Any]] = {key: played(config, name, key, _role(role)) for key, role in entry.roles.items()}
-    with made_for(config.origins.get(f"groups.{name}")):
+    roles: dict[str, RoleSpec[Any]] = {
+        key: apply_recordings(config, name, key, _make_role(role)) for key, role in entry.roles.items()
+    }
+    with attribute_to(config.origins.get(f"groups.{name}")):
         return pool.spawn(
             roles,
             name=name,
@@ -126,8 +128,8 @@ def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
         )
 
 
-def _role(entry: RoleConfig) -> RoleSpec[Any]:
-    options = arguments_of(find_role(entry.use).load(), entry.use).built(entry.with_)
+def _make_role(entry: RoleConfig) -> RoleSpec[Any]:
+    options = arguments_of(find_role(entry.use).load(), entry.use).convert(entry.with_)
     return role(entry.use, **options).on(
         slots=entry.slots,
         mesh=entry.mesh,

@@ -12,7 +12,7 @@ import attrs
 from colocate.driver import Driver, Thread
 from colocate.errors import ColocateError
 from colocate_report.record import Leaving
-from colocate_run.slurm import ask_end, ends_at, is_asked
+from colocate_run.slurm import ask_end, find_end, has_job
 
 LOOKS_S = 2.0
 """Seconds between two checks for notices."""
@@ -28,22 +28,22 @@ class Notices:
     """The notices of losses that a run has received. In its block, a thread looks for new notices.
 
     Attributes:
-        found: The announced losses, soonest first.
-        last: The number of notices so far. A checkpoint answers all earlier notices.
+        departures: The announced losses, soonest first.
+        last_number: The number of notices so far. A checkpoint answers all earlier notices.
     """
 
     _driver: Driver
-    _told: Callable[[Leaving], object]  # Called with each new notice, on the watching thread.
-    found: tuple[Leaving, ...] = attrs.field(default=(), init=False)
-    last: int = attrs.field(default=0, init=False)
+    _on_notice: Callable[[Leaving], object]  # Called with each new notice, on the watching thread.
+    departures: tuple[Leaving, ...] = attrs.field(default=(), init=False)
+    last_number: int = attrs.field(default=0, init=False)
     # The end of the batch job, as a time of `time.time()`.
-    _ends_at: float | None = attrs.field(factory=ends_at, init=False)
+    _ends_at: float | None = attrs.field(factory=find_end, init=False)
     # Times of signals, or None to stop the thread. A SimpleQueue's `put` is safe in a signal handler.
     _signals: queue.SimpleQueue[float | None] = attrs.field(factory=queue.SimpleQueue, init=False)
 
     def __enter__(self) -> Notices:
-        if self._driver.foresees or self._ends_at is not None or is_asked():
-            Thread(target=self._look, name="colocate-notices").start()
+        if self._driver.foresees or self._ends_at is not None or has_job():
+            Thread(target=self._poll, name="colocate-notices").start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -54,14 +54,14 @@ class Notices:
 
         This is safe in a signal handler, because another thread asks and logs the answer.
         """
-        if is_asked():
+        if has_job():
             self._signals.put(time.time())
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         failed = False
         while True:
             try:
-                self._note(self._driver.leaving())
+                self._update_departures(self._driver.leaving())
                 failed = False
             except ColocateError as error:  # The job's next call reports a failure of the cluster.
                 if not failed:
@@ -77,14 +77,14 @@ class Notices:
             if message is not None:
                 _log.warning("%s", message)
 
-    def _note(self, nodes: Mapping[str, float | None]) -> None:
+    def _update_departures(self, nodes: Mapping[str, float | None]) -> None:
         departures = [Leaving(f"node {name}", until) for name, until in nodes.items()]
         departures += [] if self._ends_at is None else [Leaving("the batch job", self._ends_at)]
         departures = [each for each in departures if each.until is None or each.until - time.time() <= NOTICE_S]
         departures.sort(key=lambda each: (each.until or 0.0, each.who))
-        known = {each.who for each in self.found}
+        known = {each.who for each in self.departures}
         new = [each for each in departures if each.who not in known]
-        self.found, self.last = tuple(departures), self.last + len(new)
+        self.departures, self.last_number = tuple(departures), self.last_number + len(new)
         for each in new:
             _log.warning("%s: the job is to write a checkpoint", each)
-            self._told(each)
+            self._on_notice(each)

@@ -38,12 +38,12 @@ _files: set[int] = set()
 """File descriptors that hold a lock, or soon will. A forked child closes its copies, which would keep the lock."""
 
 
-def _in_child() -> None:
+def _close_in_child() -> None:
     while _files:
         os.close(_files.pop())
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @attrs.define(eq=False)
@@ -54,11 +54,11 @@ class FolderLock:
     _file: int
     _owner: dict[str, Any]
     _process: int = attrs.field(factory=os.getpid, init=False)
-    _over: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _beating: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # Held during a heartbeat and a close.
+    _released: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _beat_lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # Held by heartbeats and by `release`.
 
     @classmethod
-    def take(cls, folder: Path, say: Callable[[str], None] = lambda text: None) -> FolderLock:
+    def acquire(cls, folder: Path, say: Callable[[str], None] = lambda text: None) -> FolderLock:
         """Acquire the lock of a run's folder.
 
         Args:
@@ -70,7 +70,7 @@ class FolderLock:
         """
         path = folder / LOCK
         while True:
-            _watch(folder, path, say)
+            _wait_for_silence(folder, path, say)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _files.add(file)
             try:
@@ -78,15 +78,15 @@ class FolderLock:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 _close(file)
-                raise _refused(folder, _named(path)) from None
+                raise _refusal(folder, _await_owner(path)) from None
             except OSError:  # The file system has no locks, so rely on the heartbeat.
                 pass
-            if _is_there(path, file):
+            if _is_same_file(path, file):
                 break
             _close(file)  # The previous owner has just removed the file.
         owner = {
             "host": platform.node(),
-            "boot": _boot(),
+            "boot": _boot_id(),
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
         }
@@ -94,81 +94,81 @@ class FolderLock:
             owner["job"] = job
         lock = cls(path, file, owner)
         os.ftruncate(file, 0)
-        lock._beat(0)
-        Thread(target=lock._beats, name="colocate-lock").start()
+        lock._write_beat(0)
+        Thread(target=lock._keep_beating, name="colocate-lock").start()
         return lock
 
-    def check(self) -> None:
+    def check_owned(self) -> None:
         """Raise an error if another driver has taken the folder after this driver's heartbeats failed for too long.
 
         Raises:
             ClosedError: Another driver has taken the folder.
         """
         with contextlib.suppress(OSError):
-            stored = _parsed(os.pread(self._file, 4096, 0))
-            if _is_there(self._path, self._file) and {**stored, "beat": 0} == {**self._owner, "beat": 0}:
+            stored = _parse_owner(os.pread(self._file, 4096, 0))
+            if _is_same_file(self._path, self._file) and {**stored, "beat": 0} == {**self._owner, "beat": 0}:
                 return
-        by = _name(_read(self._path))
+        by = _describe_owner(_read_owner(self._path))
         raise ClosedError(f"{self._path.parent} isn't this driver's any more: {by} has taken it", closed_by=by)
 
     def release(self) -> None:
         """Release the lock. Does nothing in a forked child."""
         if self._process != os.getpid():
             return
-        self._over.set()
-        with self._beating:
+        self._released.set()
+        with self._beat_lock:
             with contextlib.suppress(OSError):
-                if _is_there(self._path, self._file):
+                if _is_same_file(self._path, self._file):
                     self._path.unlink()
             _close(self._file)
 
-    def _beats(self) -> None:
+    def _keep_beating(self) -> None:
         beat, failed = 0, False
-        while not self._over.wait(BEAT_S):
+        while not self._released.wait(BEAT_S):
             beat += 1
             try:
-                with self._beating:
-                    if not self._over.is_set():
-                        self.check()
-                        self._beat(beat)
+                with self._beat_lock:
+                    if not self._released.is_set():
+                        self.check_owned()
+                        self._write_beat(beat)
             except (OSError, ClosedError) as error:
                 if not failed:
                     _log.warning("the lock of a run's folder: %s", error)
                 failed = True
 
-    def _beat(self, number: int) -> None:
+    def _write_beat(self, number: int) -> None:
         # All entries have the same length, so that a concurrent reader finds the old or the new entry.
         os.pwrite(self._file, json.dumps({**self._owner, "beat": f"{number:012d}"}).encode(), 0)
 
 
 @contextlib.contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
-    """A context manager that holds the lock of a run's folder; see `FolderLock.take`."""
-    lock = FolderLock.take(folder, say)
+def lock_folder(folder: Path, say: Callable[[str], None]) -> Iterator[FolderLock]:
+    """A context manager that holds the lock of a run's folder; see `FolderLock.acquire`."""
+    lock = FolderLock.acquire(folder, say)
     try:
         yield lock
     finally:
         lock.release()
 
 
-def _watch(folder: Path, path: Path, say: Callable[[str], None]) -> None:
+def _wait_for_silence(folder: Path, path: Path, say: Callable[[str], None]) -> None:
     """Wait until no driver on another machine can be writing, because kernel locks may not work across machines."""
-    owner = _read(path)
+    owner = _read_owner(path)
     if not owner:
         return
-    if owner.get("boot") == _boot():
-        if _lives(owner):  # This matters on a file system without locks.
-            raise _refused(folder, owner)
+    if owner.get("boot") == _boot_id():
+        if _is_alive(owner):  # Without file locks, only this check finds a live owner.
+            raise _refusal(folder, owner)
         return
-    say(f"{_name(owner)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
+    say(f"{_describe_owner(owner)} has had {folder}: looking for {WATCHED_S:g} s whether it goes on")
     until = time.monotonic() + WATCHED_S
     while time.monotonic() < until:
         time.sleep(BEAT_S / 20)
-        now = _read(path)
+        now = _read_owner(path)
         if not now:
             return
         if now != owner:
-            raise _refused(folder, now)
+            raise _refusal(folder, now)
 
 
 def _close(file: int) -> None:
@@ -176,53 +176,53 @@ def _close(file: int) -> None:
     os.close(file)
 
 
-def _named(path: Path) -> dict[str, Any]:
+def _await_owner(path: Path) -> dict[str, Any]:
     """Return the entry of a lock's owner; wait up to `NAMED_WITHIN_S` seconds for a new owner's entry."""
     until = time.monotonic() + NAMED_WITHIN_S
-    while not (owner := _read(path)) and time.monotonic() < until:
+    while not (owner := _read_owner(path)) and time.monotonic() < until:
         time.sleep(NAMED_WITHIN_S / 100)
     return owner
 
 
-def _lives(owner: dict[str, Any]) -> bool:
+def _is_alive(owner: dict[str, Any]) -> bool:
     with contextlib.suppress(psutil.Error, KeyError, TypeError):
         return bool(psutil.Process(owner["pid"]).create_time() == owner["started"])
     return False
 
 
-def _refused(folder: Path, owner: dict[str, Any]) -> ConfigError:
+def _refusal(folder: Path, owner: dict[str, Any]) -> ConfigError:
     return ConfigError(
-        f"{folder} is being written by {_name(owner)}; wait for its end, or give this run a name of its own "
+        f"{folder} is being written by {_describe_owner(owner)}; wait for its end, or give this run a name of its own "
         "(in an array of jobs, name: demo-${SLURM_ARRAY_TASK_ID})"
     )
 
 
-def _name(owner: dict[str, Any]) -> str:
+def _describe_owner(owner: dict[str, Any]) -> str:
     if not owner:
         return "another driver"
     job = f" (job {owner['job']})" if "job" in owner else ""
     return f"the driver with pid {owner.get('pid')} on {owner.get('host')}{job}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_owner(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError):
-        return _parsed(path.read_bytes())
+        return _parse_owner(path.read_bytes())
     return {}
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_owner(text: bytes) -> dict[str, Any]:
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
         return data if isinstance(data, dict) else {}
     return {}
 
 
-def _is_there(path: Path, file: int) -> bool:
+def _is_same_file(path: Path, file: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(file))
     return False
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     """Return the kernel's boot id, because kernel locks are valid only within one boot of one machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

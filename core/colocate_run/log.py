@@ -29,19 +29,19 @@ class RunLog:
 
     fault: str | None = None  # The reason why writing has failed; None without a failure.
     workers: WorkerLogs | None = None  # Gets the output of roles on threads of this process.
-    _early: list[str] = attrs.field(factory=list, init=False)
+    _early_text: list[str] = attrs.field(factory=list, init=False)
     _file: FileIO | None = attrs.field(default=None, init=False)
 
-    def open(self, path: Path) -> None:
+    def open_file(self, path: Path) -> None:
         """Open the log file, which may exist from before a resume, and append the text in memory."""
         self._file = FileIO(path, "a")
-        self.write("".join(self._early))
-        self._early.clear()
+        self.write_text("".join(self._early_text))
+        self._early_text.clear()
 
-    def write(self, text: str) -> None:
-        """Write a text to the log, or to memory before `open`."""
+    def write_text(self, text: str) -> None:
+        """Write a text to the log, or to memory before `open_file`."""
         if self._file is None:
-            self._early.append(text)
+            self._early_text.append(text)
         elif not self._file.closed:
             try:
                 self._file.write(text.encode("utf-8", "backslashreplace"))
@@ -54,7 +54,7 @@ class RunLog:
             self._file.close()
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def capture_output(self) -> Iterator[None]:
         """A context manager that copies standard output and standard error to the log."""
         output, error = Tee(sys.stdout, self), Tee(sys.stderr, self)
         before = sys.stdout, sys.stderr
@@ -78,9 +78,9 @@ class Tee:
     def write(self, text: str) -> int:
         """Write to the stream and the log, and to a worker's log if a role on a thread of this process prints."""
         written: int = self._stream.write(text)
-        self._log.write(text)
+        self._log.write_text(text)
         if self._log.workers is not None and (ctx := running_context()) is not None and ctx.hosted:
-            self._log.workers.printed(ctx, text)
+            self._log.workers.on_print(ctx, text)
         return written
 
     def writelines(self, lines: Any) -> None:
@@ -92,7 +92,7 @@ class Tee:
         return getattr(self._stream, name)
 
 
-def tail_of(path: Path) -> str:
+def read_tail(path: Path) -> str:
     """Return the last part of a log, from the beginning of a line; empty if there is no file."""
     try:
         with path.open("rb") as file:

@@ -42,7 +42,7 @@ class LogFile(NamedTuple):
     path: Path
 
 
-def log_files(folder: Path) -> list[LogFile]:
+def list_logs(folder: Path) -> list[LogFile]:
     """Return the logs of a run's workers, older parts first.
 
     Args:
@@ -95,11 +95,11 @@ class WorkerLogs:
         self._lines: deque[tuple[Path, str]] = deque()
         self._waiting = self._dropped = 0
         self._is_closed = False
-        self._begun: dict[Path, int] = {}  # The generation of the worker that wrote last to each file.
-        self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # The unfinished lines of each file, by label.
+        self._last_generation: dict[Path, int] = {}  # The generation of the worker that wrote last to each file.
+        self._unended: dict[Path, dict[str, str]] = defaultdict(dict)  # Unfinished lines, by file and by role and rank.
         self._equal = EqualLines()
 
-    def heard(self, boot: Boot, label: str | None, text: str) -> bool:
+    def on_line(self, boot: Boot, label: str | None, text: str) -> bool:
         """Queue a line of a worker's process, without blocking.
 
         A line that ends in a carriage return is replaced by the next line.
@@ -107,24 +107,24 @@ class WorkerLogs:
         Returns:
             Whether an equal line of another rank was shown already.
         """
-        path = self._path(boot.group, boot.slot)
-        if self._begun.get(path) != boot.generation:
-            self._begun[path] = boot.generation
+        path = self._path_for(boot.group, boot.slot)
+        if self._last_generation.get(path) != boot.generation:
+            self._last_generation[path] = boot.generation
             again = f", after {boot.generation} restarts" if boot.generation else ""
-            self._take(path, f"-- {boot.worker} on node {boot.node}{again}")
+            self._enqueue(path, f"-- {boot.worker} on node {boot.node}{again}")
         if text.endswith("\r"):
-            self._unended[path][""] = _line(label, text[:-1])
+            self._unended[path][""] = _format_line(label, text[:-1])
         else:
             self._unended[path].pop("", None)
-            self._take(path, _line(label, text))
+            self._enqueue(path, _format_line(label, text))
         return self._equal.is_repeated(boot.group, boot.slot, label, text)
 
-    def printed(self, ctx: Context, text: str) -> None:
+    def on_print(self, ctx: Context, text: str) -> None:
         """Queue the output of a role on a thread of this process, without blocking."""
-        path, label = self._path(ctx.group, ctx.slot), f"{ctx.role or 'run'} {ctx.rank}"
+        path, label = self._path_for(ctx.group, ctx.slot), f"{ctx.role or 'run'} {ctx.rank}"
         *lines, rest = (self._unended[path].pop(label, "") + text).split("\n")
         for line in lines:
-            self._take(path, _line(label, line.rpartition("\r")[2] or line.strip("\r")))
+            self._enqueue(path, _format_line(label, line.rpartition("\r")[2] or line.strip("\r")))
         if rest:
             self._unended[path][label] = rest
 
@@ -132,7 +132,7 @@ class WorkerLogs:
         """Write the remaining lines, waiting at most `_ENDS_WITHIN_S` seconds for the disk."""
         for path, lines in self._unended.items():
             for label, text in lines.items():
-                self._take(path, _line(label, text) if label else text)
+                self._enqueue(path, _format_line(label, text) if label else text)
         self._unended.clear()
         with self._lock:
             self._is_closed = True
@@ -140,10 +140,10 @@ class WorkerLogs:
         if self._lines:
             self.fault = self.fault or f"the disk didn't take the last lines within {_ENDS_WITHIN_S:g} s"
 
-    def _path(self, group: str, slot: int) -> Path:
+    def _path_for(self, group: str, slot: int) -> Path:
         return self._folder / f"{group}-{slot}.txt"
 
-    def _take(self, path: Path, text: str) -> None:
+    def _enqueue(self, path: Path, text: str) -> None:
         now = time.time()
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03} {text}\n"
         with self._lock:
@@ -160,11 +160,11 @@ class WorkerLogs:
             self._waiting += len(line)
         if idle:
             with suppress(RuntimeError):  # If no new thread can start, the next line tries again.
-                self._jobs.soon(self._write)
+                self._jobs.call_soon(self._write_lines)
 
     # -- on the thread
 
-    def _write(self) -> None:
+    def _write_lines(self) -> None:
         while True:
             with self._lock:
                 lines, self._lines = self._lines, deque()
@@ -193,5 +193,5 @@ class WorkerLogs:
                     part.rename(path.with_suffix(f".{number + 1}.txt"))
 
 
-def _line(label: str | None, text: str) -> str:
+def _format_line(label: str | None, text: str) -> str:
     return text if label is None else f"[{label}] {text}"

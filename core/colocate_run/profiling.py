@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate.errors import ColocateError, ConfigError
-from colocate.texts import did_you_mean, error_text
+from colocate.texts import did_you_mean, format_error
 
 if TYPE_CHECKING:
     from colocate.driver import ColocatedGroup, Driver
@@ -21,7 +21,7 @@ _NEVER = sys.maxsize
 
 
 @attrs.frozen
-class Wanted:
+class ProfileRequest:
     """A parsed request of the option `--profile`.
 
     Attributes:
@@ -41,7 +41,7 @@ class Wanted:
     sampler: str = "torch"
 
     @classmethod
-    def read(cls, text: str) -> Wanted:
+    def parse(cls, text: str) -> ProfileRequest:
         """Parse a request such as "steps=3:5,roles=actor,critic,memory".
 
         Raises:
@@ -78,7 +78,7 @@ class StepProfile:
     """A profile of some steps of a run, from the log of the preceding step to the log of the last step."""
 
     def __init__(
-        self, wanted: Wanted, driver: Driver, groups: Mapping[str, ColocatedGroup], say: Callable[[str], object]
+        self, wanted: ProfileRequest, driver: Driver, groups: Mapping[str, ColocatedGroup], say: Callable[[str], object]
     ) -> None:
         """Check the request, and start the profile at once if step 0 is included.
 
@@ -86,64 +86,64 @@ class StepProfile:
             ConfigError: A role or a rank doesn't exist.
             CapabilityError: The workers can't be profiled.
         """
-        self._wanted, self._driver, self._say = wanted, driver, say
+        self._request, self._driver, self._say = wanted, driver, say
         self._groups = [*groups.values()]
-        self._given: dict[str, Any] = {"roles": wanted.roles, "ranks": wanted.ranks, "memory": wanted.memory}
-        self._given["sampler"] = wanted.sampler
-        driver.profile(self._groups, **self._given)
+        self._options: dict[str, Any] = {"roles": wanted.roles, "ranks": wanted.ranks, "memory": wanted.memory}
+        self._options["sampler"] = wanted.sampler
+        driver.profile(self._groups, **self._options)
         self._open: contextlib.ExitStack | None = None
         self._is_over = False
         if wanted.first == 0:
-            self._begin(0)
+            self._start(0)
 
-    def logged(self, step: int) -> None:
+    def on_step(self, step: int) -> None:
         """Start or end the profile after a step was logged."""
         if self._open is not None:
-            if step >= self._wanted.last:
-                self._end()
-        elif not self._is_over and step >= self._wanted.last:
+            if step >= self._request.last:
+                self._finish()
+        elif not self._is_over and step >= self._request.last:
             self._is_over = True
             self._say(
                 f"nothing was profiled: step {step} is the first that was logged, and steps=0 begins with the job"
             )
-        elif not self._is_over and step + 1 >= self._wanted.first:
-            self._begin(step + 1)
+        elif not self._is_over and step + 1 >= self._request.first:
+            self._start(step + 1)
 
     def close(self) -> None:
         """End the profile at the end of the run."""
         if self._open is not None:
-            self._end()
+            self._finish()
         elif not self._is_over:
-            self._say(f"nothing was profiled: the run has ended before its step {self._wanted.first}")
+            self._say(f"nothing was profiled: the run has ended before its step {self._request.first}")
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Drop the profile of a failed run."""
         stack, self._open = self._open, None
         if stack is not None:
-            with contextlib.suppress(_Dropped):
-                stack.__exit__(_Dropped, _Dropped(), None)
+            with contextlib.suppress(_ProfileDiscarded):
+                stack.__exit__(_ProfileDiscarded, _ProfileDiscarded(), None)
 
-    def _begin(self, step: int) -> None:
+    def _start(self, step: int) -> None:
         self._open = contextlib.ExitStack()
-        last = self._wanted.last
+        last = self._request.last
         title = f"Profile of step {step}" if step == last else f"Profile of steps {step} to {last}"
         title = "Profile of the run" if last == _NEVER else title
         try:
-            self._profile = self._open.enter_context(self._driver.profile(self._groups, title, **self._given))
-        except (ColocateError, TimeoutError) as error:  # Only print this error, which the job gets, too.
+            self._profile = self._open.enter_context(self._driver.profile(self._groups, title, **self._options))
+        except (ColocateError, TimeoutError) as error:  # Don't raise: the job's calls raise it, too.
             self._open, self._is_over = None, True
-            self._say(f"nothing is profiled: {error_text(error)}")
+            self._say(f"nothing is profiled: {format_error(error)}")
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         stack, self._open, self._is_over = self._open, None, True
         assert stack is not None
         try:
             stack.close()
         except (ColocateError, TimeoutError, OSError) as error:
-            self._say(f"the profile is lost: {error_text(error)}")
+            self._say(f"the profile is lost: {format_error(error)}")
         else:
             self._say(f"profile of {self._profile.seconds:.2f} s, for ui.perfetto.dev: {self._profile.trace}")
 
 
-class _Dropped(Exception):
+class _ProfileDiscarded(Exception):
     """Raised to end a dropped profile's block."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate.errors import ColocateError
-from colocate.texts import nearest
+from colocate.texts import find_nearest
 from colocate_run.config.schema import Config
-from colocate_run.folder import RunFolder, finite
+from colocate_run.folder import RunFolder, replace_nonfinite
 
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
@@ -26,13 +26,13 @@ _INPUTS = ":inputs"
 _log = logging.getLogger("colocate")
 
 
-def roles_called(config: Config, name: str) -> list[tuple[str, str]]:
+def match_roles(config: Config, name: str) -> list[tuple[str, str]]:
     """Return the group and name of each role that matches a name of the form "role" or "group.role"."""
     roles = [(group, role) for group, entry in config.groups.items() for role in entry.roles]
     return [(group, role) for group, role in roles if name in (role, f"{group}.{role}")]
 
 
-def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str | None]]:
+def find_mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str | None]]:
     """Yield the mistakes in a config's settings for recordings: place, message, and the nearest valid name."""
     named = [
         *((("record", index), name.removesuffix(_INPUTS)) for index, name in enumerate(config.record)),
@@ -40,11 +40,11 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
     ]
     names = [role for entry in config.groups.values() for role in entry.roles]
     for place, name in named:
-        if not roles_called(config, name):
+        if not match_roles(config, name):
             yield (
                 place,
                 f"there is no role {name!r}: there are {', '.join(dict.fromkeys(names))}",
-                nearest(name, names),
+                find_nearest(name, names),
             )
     for key in ("replay", "compare"):
         for name, folder in getattr(config, key).items():
@@ -54,9 +54,9 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
                 load_recording(folder)
             except ColocateError as error:
                 yield (key, name), str(error), None
-    replayed = {role for name in config.replay for role in roles_called(config, name)}
+    replayed = {role for name in config.replay for role in match_roles(config, name)}
     for name in config.compare:
-        if replayed & {*roles_called(config, name)}:
+        if replayed & {*match_roles(config, name)}:
             yield ("compare", name), "is replayed: there is nothing to compare", None
     for key, is_given, roles, are in (
         ("record_limit", config.record_limit is not None, config.record, "recorded"),
@@ -68,15 +68,15 @@ def mistakes(config: Config) -> Iterator[tuple[tuple[str | int, ...], str, str |
             yield (key,), f"is of roles that are {are}, and there are none", None
 
 
-def played(config: Config, group: str, name: str, role: RoleSpec[Any]) -> RoleSpec[Any]:
+def apply_recordings(config: Config, group: str, name: str, role: RoleSpec[Any]) -> RoleSpec[Any]:
     """Return a role's spec with the config's settings to replay or compare the role."""
     from colocate.driver import Compare, Replay
 
     for key, folder in config.replay.items():
-        if (group, name) in roles_called(config, key):
+        if (group, name) in match_roles(config, key):
             role = role.on(replay=Replay(folder, config.replay_from, config.replay_loose))
     for key, folder in config.compare.items():
-        if (group, name) in roles_called(config, key):
+        if (group, name) in match_roles(config, key):
             role = role.on(compare=Compare(folder, config.tolerance, config.replay_from))
     return role
 
@@ -90,27 +90,27 @@ class RecordedRoles:
         limit: Maximum size of the recording, in bytes or as text.
         inputs: Recorded roles with recorded inputs.
         compare: Folders of earlier runs, by compared role.
-        differs: Whether a compared role returned different results, or was never called.
+        has_differences: Whether a compared role returned different results, or was never called.
     """
 
     record: tuple[tuple[str, str], ...] = ()
     limit: int | str | None = None
     inputs: Collection[tuple[str, str]] = ()
     compare: Mapping[tuple[str, str], str] = attrs.field(factory=dict)
-    differs: bool = attrs.field(default=False, init=False)
+    has_differences: bool = attrs.field(default=False, init=False)
 
     @classmethod
-    def of(cls, config: Config) -> RecordedRoles:
+    def from_config(cls, config: Config) -> RecordedRoles:
         """Read the recorded and the compared roles from a config."""
         names = [name.removesuffix(_INPUTS) for name in config.record]
-        record = dict.fromkeys(role for name in names for role in roles_called(config, name))
-        compare = {role: folder for name, folder in config.compare.items() for role in roles_called(config, name)}
+        record = dict.fromkeys(role for name in names for role in match_roles(config, name))
+        compare = {role: folder for name, folder in config.compare.items() for role in match_roles(config, name)}
         with_inputs = [name.removesuffix(_INPUTS) for name in config.record if name.endswith(_INPUTS)]
-        inputs = {role for name in with_inputs for role in roles_called(config, name)}
+        inputs = {role for name in with_inputs for role in match_roles(config, name)}
         return cls(tuple(record), config.record_limit, inputs, compare)
 
     @contextlib.contextmanager
-    def recording(
+    def record_roles(
         self, runtime: Runtime, groups: Mapping[str, ColocatedGroup], folder: RunFolder, run: Run
     ) -> Iterator[None]:
         """A context manager that records the roles, and at the end adds the tables of comparisons to the run."""
@@ -118,12 +118,12 @@ class RecordedRoles:
             if self.record:
                 views = {(group, role): groups[group].role(role) for group, role in self.record}
                 inputs = [views[view_role] for view_role in self.inputs]
-                place = folder.free(_FOLDER, "")
+                place = folder.free_name(_FOLDER, "")
                 stack.enter_context(runtime.record(views.values(), place, limit=self.limit, inputs=inputs))
             yield
-            self._compared(groups, folder, run)
+            self._report_comparison(groups, folder, run)
 
-    def _compared(self, groups: Mapping[str, ColocatedGroup], folder: RunFolder, run: Run) -> None:
+    def _report_comparison(self, groups: Mapping[str, ColocatedGroup], folder: RunFolder, run: Run) -> None:
         from colocate.driver import comparison
 
         whole: dict[str, Any] = {}
@@ -134,16 +134,16 @@ class RecordedRoles:
             rows = [attrs.asdict(each) for each in methods]
             whole[f"{group}.{role}"] = rows
             shown = [{key: value for key, value in row.items() if key not in ("first", "origin")} for row in rows]
-            run._tables[f"{role} compared with {before}"] = [{**row, **_rounded(row)} for row in shown]
+            run._tables[f"{role} compared with {before}"] = [{**row, **_round_numbers(row)} for row in shown]
         if origins:
-            is_one = len({group for group, _ in origins}) == 1  # Only the calls of one group have an order.
+            is_one = len({group for group, _ in origins}) == 1  # Calls of different groups have no common order.
             _, origin = min(origins, key=lambda each: each[1].seq if is_one else each[1].begun)
             _log.warning("begin here: %s", origin.words)
         if whole:
-            folder.write("comparison.json", json.dumps(finite(whole), indent=2, allow_nan=False))
+            folder.write_file("comparison.json", json.dumps(replace_nonfinite(whole), indent=2, allow_nan=False))
             differs = any(row["differ"] or row["missing"] for rows in whole.values() for row in rows)
-            self.differs = differs or not all(any(row["calls"] for row in rows) for rows in whole.values())
+            self.has_differences = differs or not all(any(row["calls"] for row in rows) for rows in whole.values())
 
 
-def _rounded(row: Mapping[str, Any]) -> dict[str, str]:
+def _round_numbers(row: Mapping[str, Any]) -> dict[str, str]:
     return {key: f"{row[key]:.3g}" for key in ("absolute", "relative")}

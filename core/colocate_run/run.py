@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate.driver import CheckpointsOfGroup, Driver, checkpoints_of, fail, found_in, regrow
+from colocate.driver import CheckpointsOfGroup, Driver, checkpoints_of, fail, find_checkpoints, regrow
 from colocate.errors import ClosedError, ColocateError, GroupRestarted
-from colocate.texts import error_text, shown
-from colocate_report.record import Leaving, LogRecord, Row, RunRecord, scalars_of
+from colocate.texts import format_error, format_value
+from colocate_report.record import Leaving, LogRecord, Row, RunRecord, read_scalars
 from colocate_report.trace import Trace
 from colocate_run.folder import RunFolder
 from colocate_run.leaving import Notices
 from colocate_run.observing import LOGGED, RunObservers
 from colocate_run.saving import Checkpoints
-from colocate_run.stopping import Asked, StopSignals
+from colocate_run.stopping import StopRequest, StopSignals
 from colocate_run.store import Store
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class Run:
     _looks_for_slots: bool = attrs.field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
-        bring = None if self._store is None else partial(self._store.put, self._folder, self.name)
-        self._checkpoints = Checkpoints(self._folder, self._of_groups, self._complete, bring)
-        self._goes_on_from(self.resumed)
+        bring = None if self._store is None else partial(self._store.upload_checkpoint, self._folder, self.name)
+        self._checkpoints = Checkpoints(self._folder, self._group_checkpoints, self._on_checkpoint, bring)
+        self._resume_from(self.resumed)
 
     def __repr__(self) -> str:
         return f"<run {self.name!r} in {self.directory}>"
@@ -91,7 +91,7 @@ class Run:
         Clusters announce the removal of a node (Ray drains the node, a Dask worker's `--lifetime` ends), and Slurm a
         job's end by the time limit. After the loss of a node, a group with `on_failure: restart` restarts elsewhere.
         """
-        departures = self._notices.found if self._notices is not None else ()
+        departures = self._notices.departures if self._notices is not None else ()
         return departures[0] if departures else None
 
     def is_due(self, step: int, every: int = 0) -> bool:
@@ -103,11 +103,11 @@ class Run:
             step: The finished step.
             every: Steps between regular checkpoints; 0 for none.
         """
-        return self.stopping or self._noticed > self._checkpoints.answers or (every > 0 and step % every == 0)
+        return self.stopping or self._last_notice > self._checkpoints.answers or (every > 0 and step % every == 0)
 
     @property
-    def _noticed(self) -> int:
-        return self._notices.last if self._notices is not None else 0
+    def _last_notice(self) -> int:
+        return self._notices.last_number if self._notices is not None else 0
 
     def log(self, step: int, **scalars: float) -> None:
         """Append a row to metrics.jsonl, and show the numbers.
@@ -123,38 +123,38 @@ class Run:
             ClosedError: The run is over.
             GroupRestarted: A group that ran with fewer slots (`at_least` of its pool) restarts with more.
         """
-        self._check("log")
+        self._check_open("log")
         for name, meaning in {"seconds": "those of run.timed", "time": "when it was logged"}.items():
             if name in scalars:
                 raise ValueError(f"run.log: {name!r} is where a line has {meaning}; call the number otherwise")
-        step = _whole("run.log", step)
+        step = _check_step("run.log", step)
         now = time.time()
         row: dict[str, Any] = {"step": step, "time": round(now, 3)}
-        row |= {name: _number(name, value) for name, value in scalars.items()}
+        row |= {name: _check_number(name, value) for name, value in scalars.items()}
         row = {**row, **Driver(self.runtime).take_weights_behind(), **row}
         seconds, self._seconds = self._seconds, {}
         if seconds:
             row["seconds"] = {phase: round(spent, 6) for phase, spent in seconds.items()}
-        self._folder.append(row)
+        self._folder.append_metrics(row)
         self._metrics.append(row)
-        self._screen.logged({name: value for name, value in row.items() if value or "weights_behind" not in name})
-        for trace in self._traces():
+        self._screen.show_step({name: value for name, value in row.items() if value or "weights_behind" not in name})
+        for trace in self._open_traces():
             trace.step(step)
         if self._observers:
-            log_record = LogRecord(step, scalars_of(row), row.get("seconds", {}), now)
-            self._observers.soon(Driver(self.runtime), LOGGED, log_record)
+            log_record = LogRecord(step, read_scalars(row), row.get("seconds", {}), now)
+            self._observers.notify_later(Driver(self.runtime), LOGGED, log_record)
         Driver(self.runtime).mark(step)
         if self._profile is not None:
-            self._profile.logged(step)
-        self._regrow()
+            self._profile.on_step(step)
+        self._regrow_groups()
 
     def total(self, steps: int) -> None:
         """Set the total number of steps, for the progress bar."""
-        self._screen.total(steps)
+        self._screen.set_total(steps)
 
     def progress(self, done: int, total: int) -> None:
         """Set the progress bar of a job with more work than the logged steps, such as a warm-up."""
-        self._screen.progress(done, total)
+        self._screen.set_progress(done, total)
 
     def show(self, title: str, rows: Iterable[Row]) -> None:
         """Store a table for the end of the run and the report; replace a table with the same title.
@@ -162,25 +162,25 @@ class Run:
         Raises:
             ClosedError: The run is over.
         """
-        self._check("show")
+        self._check_open("show")
         self._tables[title] = [dict(row) for row in rows]
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """A context manager that adds the block's seconds to a phase. The next `log` includes these seconds."""
         start, began = time.perf_counter(), time.time()
-        self._screen.entered(phase)
+        self._screen.enter_phase(phase)
         try:
             yield
         finally:
-            self._screen.left()
+            self._screen.leave_phase()
             spent = time.perf_counter() - start
             for counts in (self._seconds, self._phases):
                 counts[phase] = counts.get(phase, 0.0) + spent
-            for trace in self._traces():
+            for trace in self._open_traces():
                 trace.phase(phase, began, began + spent)
 
-    def _traces(self) -> list[Trace]:
+    def _open_traces(self) -> list[Trace]:
         return [observer for observer in Driver(self.runtime).observers if isinstance(observer, Trace)]
 
     def rewind(self) -> int | None:
@@ -191,31 +191,31 @@ class Run:
         Returns:
             The checkpoint's step. None if there is no checkpoint yet; then nothing is removed.
         """
-        self._checkpoints.settle_quietly(self._screen.say)
-        complete = self._folder.checkpoints()
+        self._checkpoints.wait_pending_quietly(self._screen.print_text)
+        complete = self._folder.list_checkpoints()
         if not complete:
             return None
         step, resumed = complete[-1]
-        self._goes_on_from(resumed)
-        self._back_to(step)
+        self._resume_from(resumed)
+        self._rewind_to(step)
         return step
 
-    def _check(self, method: str) -> None:
+    def _check_open(self, method: str) -> None:
         if self._is_over:
             raise ClosedError(
                 f"run.{method}: this is after the block of run {self.name!r}, which is over by then; use it inside",
                 closed_by="the end of its block",
             )
 
-    def _back_to(self, step: int) -> None:
-        self._metrics[:] = self._folder.rewind(step)
+    def _rewind_to(self, step: int) -> None:
+        self._metrics[:] = self._folder.rewind_metrics(step)
         self._seconds.clear()
 
-    def _goes_on_from(self, resumed: Path | None) -> None:
+    def _resume_from(self, resumed: Path | None) -> None:
         self.resumed = resumed
-        Driver(self.runtime).resumed = {} if resumed is None else found_in(resumed)
+        Driver(self.runtime).resumed = {} if resumed is None else find_checkpoints(resumed)
 
-    def _restore(self, back: str | None) -> None:
+    def _restore_groups(self, back: str | None) -> None:
         """Restore the config's groups from `resumed`.
 
         Args:
@@ -228,41 +228,41 @@ class Run:
             checkpoints = checkpoints_of(group)
             last = checkpoints.checkpoint
             if name != back or last is None or last.folder != folder or not checkpoints.is_current:
-                self._screen.say(f"restoring group {name} from {folder.relative_to(self.directory)}")
+                self._screen.print_text(f"restoring group {name} from {folder.relative_to(self.directory)}")
                 with self.timed("restore"):
                     group.restore(folder)
 
-    def _restart(self, restarted: GroupRestarted) -> None:
+    def _restart_groups(self, restarted: GroupRestarted) -> None:
         """Return to the last checkpoint after a group's restart; without a checkpoint, construct all groups again."""
-        if self.stopping:  # A resumed run starts all groups anyway.
-            self._screen.say(f"{restarted.message.partition(chr(10))[0]}: not restarted, as the run is to end")
-            raise Asked
+        if self.stopping:  # Don't restart now, because a resumed run starts all groups anyway.
+            self._screen.print_text(f"{restarted.message.partition(chr(10))[0]}: not restarted, as the run is to end")
+            raise StopRequest
         began = time.perf_counter()
-        self._checkpoints.settle_quietly(self._screen.say)
-        complete = self._folder.checkpoints()
-        final = [name for name, group in self.groups.items() if group.alive and not checkpoints_of(group).restarts]
+        self._checkpoints.wait_pending_quietly(self._screen.print_text)
+        complete = self._folder.list_checkpoints()
+        final = [name for name, group in self.groups.items() if group.alive and not checkpoints_of(group).max_restarts]
         if not complete and final:
             restarted.add_note(
                 "there is no checkpoint of the run yet, so the job would begin anew, with all groups as constructed; "
                 f"that needs on_failure: restart in every group, which {', '.join(final)} lacks"
             )
             raise restarted
-        self._screen.say(f"{restarted.message.partition(chr(10))[0]}: restarting group {restarted.group!r}")
+        self._screen.print_text(f"{restarted.message.partition(chr(10))[0]}: restarting group {restarted.group!r}")
         for group in self.groups.values():
             if not group.alive:  # The job has closed this group.
                 continue
             if not complete and group.name != restarted.group:
                 fail(group, restarted)  # Without a checkpoint, all groups must start again.
             group.wait_ready()
-            # Restart a group again that has restored a checkpoint which the run doesn't have.
+            # If the group has restored a checkpoint that isn't part of the run, restart the group once more.
             if not complete and not checkpoints_of(group).is_current:
                 fail(group, restarted)
                 group.wait_ready()
         step = self.rewind()
         if step is None:
-            self._back_to(-1)
+            self._rewind_to(-1)
         self._phases[RESTART] = self._phases.get(RESTART, 0.0) + time.perf_counter() - began
-        self._screen.say("going on " + ("from the start" if step is None else f"after step {step}"))
+        self._screen.print_text("going on " + ("from the start" if step is None else f"after step {step}"))
 
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
@@ -281,22 +281,22 @@ class Run:
             ClosedError: The run is over.
             RoleError: A group's background write of the previous checkpoint failed; this one isn't begun.
         """
-        self._check("checkpoint")
-        step = _whole("run.checkpoint", step)
+        self._check_open("checkpoint")
+        step = _check_step("run.checkpoint", step)
         if step < 0:
             raise ValueError(f"run.checkpoint: step={step} is less than 0")
-        self._checkpoints.settle()
-        complete = self._folder.checkpoints()
+        self._checkpoints.wait_pending()
+        complete = self._folder.list_checkpoints()
         if complete and step < complete[-1][0]:
             raise ValueError(
                 f"run.checkpoint: step={step} is before the run's last checkpoint, of step {complete[-1][0]}, from "
                 "which the run would go on; steps count up"
             )
-        with self._checkpoints.write(step, self._noticed) as directory:
+        with self._checkpoints.open_checkpoint(step, self._last_notice) as directory:
             yield directory
 
-    def _regrow(self) -> None:
-        """Restart groups that run on fewer slots, if more slots are available and there is a new checkpoint.
+    def _regrow_groups(self) -> None:
+        """Restart groups that have fewer slots than configured, if more are available and there is a new checkpoint.
 
         Raises:
             GroupRestarted: A group restarts: the job begins again at the checkpoint, and repeats the steps since.
@@ -308,53 +308,53 @@ class Run:
                 if group.alive and (restarts := regrow(group)) is not None:
                     failures.append(restarts)
             except ColocateError as error:  # If the cluster doesn't answer, for example, the slots don't change.
-                words = error_text(error).partition("\n")[0]
-                self._screen.say(f"whether there are more slots for group {name} isn't known: {words}")
+                words = format_error(error).partition("\n")[0]
+                self._screen.print_text(f"whether there are more slots for group {name} isn't known: {words}")
         if failures:
             raise failures[0]
 
-    def _complete(self, step: int, directory: Path) -> None:
+    def _on_checkpoint(self, step: int, directory: Path) -> None:
         self._looks_for_slots = True
-        self._warn_of_others(directory)
+        self._warn_of_foreign_checkpoints(directory)
         if self._observers:
-            self._observers.soon(Driver(self.runtime), "colocate_run_checkpointed", step, directory)
+            self._observers.notify_later(Driver(self.runtime), "colocate_run_checkpointed", step, directory)
 
-    def _of_groups(self) -> list[CheckpointsOfGroup]:
+    def _group_checkpoints(self) -> list[CheckpointsOfGroup]:
         return [checkpoints_of(group) for group in self.runtime.groups.values()]
 
-    def _warn_of_others(self, directory: Path) -> None:
-        """Warn once about each group that was saved outside of the run's checkpoint, which a resume would ignore."""
+    def _warn_of_foreign_checkpoints(self, directory: Path) -> None:
+        """Warn once about each group whose last checkpoint is outside of the run's, so that a resume ignores it."""
         for name, group in self.groups.items():
             last = checkpoints_of(group).written
             if last is not None and name not in self._warned and not last.folder.is_relative_to(directory):
                 self._warned.add(name)
-                self._screen.say(
+                self._screen.print_text(
                     f"group {name} was checkpointed to {last.folder}, outside of the run's checkpoint: --resume won't "
                     f"restore it from there; call group.checkpoint(directory / {name!r}) inside of run.checkpoint"
                 )
 
 
-def _number(name: str, value: Any) -> int | float:
-    number = _plain(value)
+def _check_number(name: str, value: Any) -> int | float:
+    number = _to_scalar(value)
     if not isinstance(number, bool | int | float):
-        raise TypeError(f"run.log: {name}={shown(value)} is not a number")
+        raise TypeError(f"run.log: {name}={format_value(value)} is not a number")
     try:
         float(number)
     except OverflowError as error:
-        raise ValueError(f"run.log: {name}={shown(value)} is too large for a float") from error
+        raise ValueError(f"run.log: {name}={format_value(value)} is too large for a float") from error
     return number
 
 
-def _whole(what: str, step: Any) -> int:
-    number = _plain(step)
+def _check_step(what: str, step: Any) -> int:
+    number = _to_scalar(step)
     if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{what}: step={shown(step)} is not a whole number")
+        raise TypeError(f"{what}: step={format_value(step)} is not a whole number")
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{what}: step={shown(step)} is too large for 64 bits")
+        raise ValueError(f"{what}: step={format_value(step)} is too large for 64 bits")
     return number
 
 
-def _plain(value: Any) -> Any:
+def _to_scalar(value: Any) -> Any:
     """Return the single element of a tensor, an array or a NumPy scalar; return any other value unchanged."""
     if isinstance(value, bool | int | float):
         return value

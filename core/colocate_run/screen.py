@@ -24,11 +24,11 @@ from rich.text import Text
 
 from colocate.driver import drawing
 from colocate.texts import columns
-from colocate_report.contention import waits
+from colocate_report.contention import make_contention_rows
 from colocate_report.curves import rank_metric
-from colocate_report.record import RunRecord, saved, scalars_of, timed_phases, told_restarts
-from colocate_report.tables import keys_of
-from colocate_run.slurm import is_asked, time_limit
+from colocate_report.record import RunRecord, describe_restarts, describe_savings, phase_seconds, read_scalars
+from colocate_report.tables import column_names
+from colocate_run.slurm import describe_time_limit, has_job
 
 if TYPE_CHECKING:
     from colocate_run.log import RunLog
@@ -41,7 +41,7 @@ PLAIN_WIDTH = 160  # In columns. Files and pipes have no width, and 80 columns w
 STEP_WIDTH = 100  # The most columns of a step's line. metrics.jsonl has the other numbers.
 
 
-class Unread(SystemExit):
+class OutputClosed(SystemExit):
     """Raised if the reader of standard output has closed the pipe, as in `colocate run FILE | head`."""
 
 
@@ -50,19 +50,19 @@ class _Console(Console):
         try:
             super().on_broken_pipe()
         except SystemExit as ended:  # rich raises a plain SystemExit, which a job may raise, too.
-            raise Unread(ended.code) from ended
+            raise OutputClosed(ended.code) from ended
 
 
 def console(*, error: bool = False) -> Console:
     """Return a console for standard output or error: styled on a terminal, plain text elsewhere."""
-    # Use the present stream, because a later replacement of sys.stdout is for other code's prints.
+    # Name the stream, because rich would otherwise follow when other code replaces sys.stdout for its prints.
     file = sys.stderr if error else sys.stdout
     terminal = _Console(file=file, highlight=False)
-    return terminal if terminal.is_terminal and not terminal.is_jupyter else _plain(file)
+    return terminal if terminal.is_terminal and not terminal.is_jupyter else _plain_console(file)
 
 
-def _plain(file: IO[str]) -> Console:
-    # Otherwise rich would treat any file as a notebook, or as a terminal if FORCE_COLOR is set.
+def _plain_console(file: IO[str]) -> Console:
+    # Without the `force_` options, rich may treat a file as a notebook, or as a terminal if FORCE_COLOR is set.
     return _Console(
         file=file, highlight=False, width=PLAIN_WIDTH, no_color=True, force_jupyter=False, force_terminal=False
     )
@@ -70,21 +70,21 @@ def _plain(file: IO[str]) -> Console:
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console, *, spare: Sequence[str] = ()) -> None:
     """Print rows as a table under a title. Keys are columns, and numbers are right-aligned."""
-    names = keys_of(rows)
+    names = column_names(rows)
     if not names:
         return
     to.print(Text(f"\n{title}", "bold"))
     if to.is_terminal:
-        to.print(table_that_fits(rows, to.width, spare=spare))
+        to.print(fit_table(rows, to.width, spare=spare))
         return
     numeric = [_is_numeric(rows, name) for name in names]
-    for text in columns([names, *([text_of(row.get(name)) for name in names] for row in rows)], numeric):
+    for text in columns([names, *([format_cell(row.get(name)) for name in names] for row in rows)], numeric):
         to.print(Text(text), soft_wrap=True)
 
 
-def table_that_fits(rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = ()) -> Group:
+def fit_table(rows: Sequence[Mapping[str, Any]], width: int, *, spare: Sequence[str] = ()) -> Group:
     """Return a table for a terminal. Spare columns that don't fit are left out and named in a note."""
-    cells = {name: [name, *(text_of(row.get(name)) for row in rows)] for name in keys_of(rows)}
+    cells = {name: [name, *(format_cell(row.get(name)) for row in rows)] for name in column_names(rows)}
     left_out: list[str] = []
     for name in spare:
         if sum(2 + max(map(cell_len, column)) for column in cells.values()) - 2 <= width:
@@ -104,7 +104,7 @@ def _is_numeric(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     return all(isinstance(row.get(name, 0), int | float) for row in rows)
 
 
-def text_of(value: Any) -> str:
+def format_cell(value: Any) -> str:
     """Format a cell: floats with four significant digits, None as empty."""
     if value is None:
         return ""
@@ -113,7 +113,7 @@ def text_of(value: Any) -> str:
 
 @attrs.define(eq=False)
 class Screen:
-    """The display of a run. Its methods run on the job's thread; `stopping` also runs in a signal handler."""
+    """The display of a run. Its methods run on the job's thread; `show_signal` also runs in a signal handler."""
 
     console: Console = attrs.field(factory=console)
     quiet: bool = False
@@ -135,7 +135,7 @@ class Screen:
         self._bar.add_task("starting", total=None)
 
     @contextlib.contextmanager
-    def logging(self, log: RunLog) -> Iterator[None]:
+    def log_to(self, log: RunLog) -> Iterator[None]:
         """A context manager that copies all shown text to a log."""
         self._log = log
         try:
@@ -144,23 +144,23 @@ class Screen:
             self._log = None
 
     @contextlib.contextmanager
-    def starting(self, name: str) -> Iterator[Stage]:
+    def show_start(self, name: str) -> Iterator[Stage]:
         """A context manager that shows the stages of a run's start, and prints the seconds of each stage at the end."""
         self._stages = []
         began = time.monotonic()
-        with self._shown_live(self._starting):
-            yield lambda stage, what: self._stage(stage, f"{name}: {what}")
+        with self._show_live(self._render_stages):
+            yield lambda stage, what: self._show_stage(stage, f"{name}: {what}")
         parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self._stages)
-        self.say(f"{name}: started in {time.monotonic() - began:.1f} s ({parts})")
+        self.print_text(f"{name}: started in {time.monotonic() - began:.1f} s ({parts})")
 
     @contextlib.contextmanager
-    def _stage(self, stage: str, what: str) -> Iterator[None]:
+    def _show_stage(self, stage: str, what: str) -> Iterator[None]:
         began = time.monotonic()
         self._running.append((what, began))
         if self._live is None:
-            self.say(what)
+            self.print_text(what)
         elif self._log is not None:
-            self._log.write(f"{what}\n")
+            self._log.write_text(f"{what}\n")
         try:
             yield
         finally:
@@ -168,26 +168,26 @@ class Screen:
             self._stages.append((stage, time.monotonic() - began))
 
     @contextlib.contextmanager
-    def _shown_live(self, renderable: Callable[[], RenderableType], *, transient: bool = True) -> Iterator[None]:
+    def _show_live(self, renderable: Callable[[], RenderableType], *, transient: bool = True) -> Iterator[None]:
         """A context manager that shows a live display on a terminal. Other output appears above the display."""
         if self.quiet or not self.console.is_terminal:
             yield
             return
-        # Copy prints to the log first, because prints pass through rich's streams during a live display.
-        hears = contextlib.nullcontext() if self._log is None else self._log.listening()
+        # Copy printed text to the log on entry, because `Live` then replaces the streams by rich's own streams.
+        hears = contextlib.nullcontext() if self._log is None else self._log.capture_output()
         with Live(get_renderable=renderable, console=self.console, refresh_per_second=5, transient=transient) as live:
             self._live = live
-            drawing.append(self._undrawn)
+            drawing.append(self._pause_drawing)
             try:
                 with hears:
                     yield
             finally:
-                drawing.remove(self._undrawn)
+                drawing.remove(self._pause_drawing)
                 with self._drawing:
                     self._live = None
 
     @contextlib.contextmanager
-    def _undrawn(self) -> Iterator[None]:
+    def _pause_drawing(self) -> Iterator[None]:
         """A context manager that pauses the live display. It may run on any thread."""
         with self._drawing:
             if (live := self._live) is not None:
@@ -199,25 +199,27 @@ class Screen:
                 if live is not None and self._live is live:
                     live.start(refresh=True)
 
-    def _starting(self) -> Text:
+    def _render_stages(self) -> Text:
         now = self._running[-1:]
         return Text("".join(f"{task}  {time.monotonic() - since:.0f}s" for task, since in now))
 
     @contextlib.contextmanager
-    def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
+    def show_progress(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
         """A context manager that shows a run's progress."""
-        self.say(f"{name}: running in {short(directory)}" + ("" if step is None else f", going on after step {step}"))
+        self.print_text(
+            f"{name}: running in {shorten_path(directory)}" + ("" if step is None else f", going on after step {step}")
+        )
         # Don't use `update`, because steps of an earlier run say nothing about the present speed.
         self._bar.reset(self._bar.task_ids[0], completed=step or 0, description=name)
-        with self._shown_live(self._renderable, transient=False):
+        with self._show_live(self._render, transient=False):
             yield
 
-    def total(self, steps: int) -> None:
+    def set_total(self, steps: int) -> None:
         """Set the total number of steps."""
         self._total = steps
         self._bar.update(self._bar.task_ids[0], total=steps)
 
-    def progress(self, done: int, total: int) -> None:
+    def set_progress(self, done: int, total: int) -> None:
         """Set the progress bar directly. Logged steps no longer move the bar."""
         task, self._counts_steps = self._bar.task_ids[0], False
         if self._bar.tasks[0].total != total:  # Earlier progress says nothing about the present speed.
@@ -225,17 +227,17 @@ class Screen:
         else:
             self._bar.update(task, completed=done)
 
-    def entered(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Begin a phase. A nested phase is shown instead of the outer phase."""
         self._running.append((phase, time.monotonic()))
 
-    def left(self) -> None:
+    def leave_phase(self) -> None:
         """End the innermost phase."""
         self._running.pop()
 
-    def logged(self, row: Mapping[str, Any]) -> None:
+    def show_step(self, row: Mapping[str, Any]) -> None:
         """Show the numbers of a logged step."""
-        scalars = scalars_of(row)
+        scalars = read_scalars(row)
         self._last.update(scalars)
         self._seconds = row.get("seconds", {})
         if self._counts_steps:
@@ -243,89 +245,89 @@ class Screen:
         if self.quiet and self._log is None:  # no reader
             return
         step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")
-        line = _step_line(step, scalars, self._seconds)
+        line = _format_step(step, scalars, self._seconds)
         if not self.console.is_terminal:
-            self.say(line)
+            self.print_text(line)
         elif self._log is not None:  # On a terminal, the bar shows the numbers.
-            self._log.write(f"{line}\n")
+            self._log.write_text(f"{line}\n")
 
-    def stopping(self, received: str) -> None:
+    def show_signal(self, received: str) -> None:
         """Report a stop signal. This runs in a signal handler, so it takes no locks and uses no buffered streams."""
         hint = " (a second one ends it at once)" if received == "SIGINT" else ""
         self._bar.tasks[0].description = f"stopping after a checkpoint{hint}"
-        limit = None if is_asked() else time_limit()
+        limit = None if has_job() else describe_time_limit()
         line = f"{received}: stopping after a checkpoint{hint}" + (f"; {limit}" if limit else "") + "\n"
         if self._log is not None:
-            self._log.write(line)
+            self._log.write_text(line)
         if self._live is None and not self.quiet:
             with contextlib.suppress(OSError):  # Standard error may be closed.
                 os.write(2, line.encode())
 
-    def finished(self, record: RunRecord) -> None:
+    def show_record(self, record: RunRecord) -> None:
         """Show a finished run: tables, time per phase and per role, memory, and the ownership tree."""
-        for line in told_restarts(record):
-            self.say(line)
+        for line in describe_restarts(record):
+            self.print_text(line)
         for title, rows in record.tables.items():
-            self._show(title, rows)
+            self._print_table(title, rows)
         whole = record.seconds or 1.0
         phases = [
             {"phase": phase, "seconds": round(seconds, 2), "share": f"{seconds / whole:.0%}"}
-            for phase, seconds in timed_phases(record).items()
+            for phase, seconds in phase_seconds(record).items()
         ]
-        self._show("time per phase", phases)
+        self._print_table("time per phase", phases)
         calls = [
             {"group": total.group, "role": total.role, "method": total.method, "calls": total.calls}
             | {"seconds": round(total.seconds, 3), "per call (ms)": round(1000 * total.seconds / total.calls, 3)}
             for total in record.totals
         ]
-        self._show("time per role", calls)
-        self._show("who waited for whom", waits(record.contention))
-        if text := saved(record):
-            self.say(f"\n{text}", wraps=self.console.is_terminal)
+        self._print_table("time per role", calls)
+        self._print_table("who waited for whom", make_contention_rows(record.contention))
+        if text := describe_savings(record):
+            self.print_text(f"\n{text}", wraps=self.console.is_terminal)
         for memory in record.memory:
-            self.say(f"\n{memory}")
-        self.say("\n" + record.tree.rstrip())
+            self.print_text(f"\n{memory}")
+        self.print_text("\n" + record.tree.rstrip())
 
-    def reported(self, path: Path) -> None:
+    def show_report_path(self, path: Path) -> None:
         """Print the path of the report."""
-        self.say(f"\nreport: {short(path)}")
+        self.print_text(f"\nreport: {shorten_path(path)}")
 
-    def say(self, text: str, wraps: bool = False) -> None:
+    def print_text(self, text: str, wraps: bool = False) -> None:
         """Print one or several lines. If `wraps` is set, long lines break between words."""
         if not self.quiet:
             self.console.print(Text(text), soft_wrap=not wraps)
         if self._log is not None:
-            self._log.write(f"{text}\n")
+            self._log.write_text(f"{text}\n")
 
-    def note(self, text: str) -> None:
+    def log_text(self, text: str) -> None:
         """Write a text to the log only."""
         if self._log is not None:
-            self._log.write(text)
+            self._log.write_text(text)
 
-    def _show(self, title: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    def _print_table(self, title: str, rows: Iterable[Mapping[str, Any]]) -> None:
         listed = list(rows)
         if not self.quiet:
             show_table(title, listed, self.console)
         if self._log is not None:
             text = io.StringIO()
-            show_table(title, listed, _plain(text))
-            self._log.write(text.getvalue())
+            show_table(title, listed, _plain_console(text))
+            self._log.write_text(text.getvalue())
 
-    def _renderable(self) -> Group:
+    def _render(self) -> Group:
         now = self._running[-1:]  # Copy the last item, because the job's thread changes the list.
         doing = "".join(f"  now {phase} {time.monotonic() - since:.0f}s" for phase, since in now)
-        numbers, times = _numbers(self._last), _times(self._seconds) + doing
+        numbers, times = _format_numbers(self._last), _format_seconds(self._seconds) + doing
         lines = [Text(f"  {numbers}"), Text(f"  {times.strip()}", style="dim")]
         return Group(self._bar, *(line for line in lines if line.plain.strip()))
 
 
-def _numbers(scalars: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name} {text_of(value)}" for name, value in scalars.items())
+def _format_numbers(scalars: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {format_cell(value)}" for name, value in scalars.items())
 
 
-def _step_line(step: str, scalars: Mapping[str, Any], seconds: Mapping[str, float]) -> str:
+def _format_step(step: str, scalars: Mapping[str, Any], seconds: Mapping[str, float]) -> str:
     """Format a step's line with as many numbers as fit, the most important metrics first."""
-    parts = [f"{name} {text_of(scalars[name])}" for name in sorted(scalars, key=rank_metric)]
+    parts = [f"{name} {format_cell(scalars[name])}" for name in sorted(scalars, key=rank_metric)]
     parts += [f"{phase} {spent:.2f}s" for phase, spent in seconds.items()]
     line = "  ".join([step, *parts])
     left_out = 0
@@ -336,11 +338,11 @@ def _step_line(step: str, scalars: Mapping[str, Any], seconds: Mapping[str, floa
     return line
 
 
-def _times(seconds: Mapping[str, float]) -> str:
+def _format_seconds(seconds: Mapping[str, float]) -> str:
     return "  ".join(f"{phase} {spent:.2f}s" for phase, spent in seconds.items())
 
 
-def short(directory: Path) -> str:
+def shorten_path(directory: Path) -> str:
     """Return a folder's path, relative to the working directory if the folder is inside."""
     cwd = Path.cwd()
     return str(directory.relative_to(cwd)) if directory.is_relative_to(cwd) else str(directory)

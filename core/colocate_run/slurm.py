@@ -14,7 +14,7 @@ from colocate.errors import ConfigError
 _ANSWERS_WITHIN_S = 10.0
 
 
-def ends_at() -> float | None:
+def find_end() -> float | None:
     """Return this job's end time from the environment, in seconds of `time.time()`; None if there is none."""
     try:
         return float(int(os.environ["SLURM_JOB_END_TIME"]))
@@ -22,15 +22,15 @@ def ends_at() -> float | None:
         return None
 
 
-def time_limit() -> str | None:
-    """Describe the time that the job has after SIGTERM, from the environment; return None without a limit."""
-    if (ends := ends_at()) is not None:
-        return _said("Slurm's time limit is", ends)
+def describe_time_limit() -> str | None:
+    """Describe how long the job may run after SIGTERM, by environment variables; return None without a limit."""
+    if (ends := find_end()) is not None:
+        return _describe_end("Slurm's time limit is", ends)
     grace = os.environ.get("COLOCATE_GRACE_S", "")
     return f"it has {grace} s" if grace.isdecimal() else None
 
 
-def is_asked() -> bool:
+def has_job() -> bool:
     """Return whether this process belongs to a Slurm job."""
     return "SLURM_JOB_ID" in os.environ
 
@@ -46,17 +46,19 @@ def ask_end(signalled: float) -> tuple[float | None, str | None]:
         signalled: When SIGTERM came, in seconds of `time.time()`.
     """
     try:
-        state, end = _ask("squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %e").split()
+        state, end = _ask_slurm(
+            "squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %e"
+        ).split()
         if state == "RUNNING":
             ends = datetime.fromisoformat(end).timestamp()
-            return ends, _said("Slurm's time limit is" if ends == ends_at() else "Slurm ends this job", ends)
-        (wait,) = re.findall(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config"), re.MULTILINE)
+            return ends, _describe_end("Slurm's time limit is" if ends == find_end() else "Slurm ends this job", ends)
+        (wait,) = re.findall(r"^KillWait\s*=\s*(\d+)", _ask_slurm("scontrol", "show", "config"), re.MULTILINE)
     except (OSError, subprocess.SubprocessError, ValueError):  # The command is missing or fails.
-        return ends_at(), time_limit()
-    return signalled + int(wait), _said("Slurm kills this job", signalled + int(wait)) + " (KillWait)"
+        return find_end(), describe_time_limit()
+    return signalled + int(wait), _describe_end("Slurm kills this job", signalled + int(wait)) + " (KillWait)"
 
 
-def _ask(*command: str) -> str:
+def _ask_slurm(*command: str) -> str:
     # Slurm sends SIGTERM to all processes of a job. The command inherits this mask, and so ignores the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -65,7 +67,7 @@ def _ask(*command: str) -> str:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _said(what: str, at: float) -> str:
+def _describe_end(what: str, at: float) -> str:
     return f"{what} at {time.strftime('%H:%M:%S', time.localtime(at))}, in {max(0.0, at - time.time()):.0f} s"
 
 
@@ -86,7 +88,7 @@ def refuse_many_tasks() -> None:
     try:
         if any("symmetric-run" in parent.cmdline() for parent in psutil.Process().parents()):
             return
-    except psutil.Error:  # A parent has just ended, or belongs to another user.
+    except psutil.Error:  # A parent process has just ended, or belongs to another user.
         pass
     raise ConfigError(
         f"colocate run: srun has started it {tasks} times, this one as task {task}: each would be a whole run of its "

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import attrs
 
 
-class Asked(KeyboardInterrupt):
+class StopRequest(KeyboardInterrupt):
     """Raised by a stop signal outside of the job; the argument is the signal's number."""
 
 
@@ -23,18 +23,18 @@ class Asked(KeyboardInterrupt):
 class StopSignals:
     """A context manager that handles SIGTERM and Ctrl-C.
 
-    Before the job begins, or during a restart, the first signal raises `Asked`. During the job the signal is only
+    Before the job begins, or during a restart, the first signal raises `StopRequest`. During the job the signal is only
     recorded. After the job, SIGTERM is too late, and Ctrl-C ends the run at once.
 
     Attributes:
-        then: Called after a signal was recorded during a job.
+        on_stop: Called after a signal was recorded during a job.
         received: The first signal's name; None before.
         count: The number of signals so far.
         during: The present part of the run.
     """
 
-    _noticed: Callable[[str], None]
-    then: Callable[[], object] = attrs.field(default=lambda: None, init=False)
+    _on_notice: Callable[[str], None]
+    on_stop: Callable[[], object] = attrs.field(default=lambda: None, init=False)
     received: str | None = None
     count: int = attrs.field(default=0, init=False)
     during: Literal["no job", "a job", "the end"] = attrs.field(default="no job", init=False)
@@ -42,7 +42,7 @@ class StopSignals:
     _previous: dict[int, Any] = attrs.field(factory=dict, init=False)
 
     def __enter__(self) -> StopSignals:
-        # Python allows signal handlers only on the main thread. The caller stops a job on another thread.
+        # Python allows signal handlers only on the main thread. On another thread, the caller must stop the job.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -59,9 +59,9 @@ class StopSignals:
             self.received, self.count = signal.Signals(number).name, 1
             if self.during == "no job":
                 self.during = "the end"
-                raise Asked(number)
-            self._noticed(self.received)
-            self.then()
+                raise StopRequest(number)
+            self._on_notice(self.received)
+            self.on_stop()
         else:
             self.count += 1
             if number == signal.SIGINT and (again or self.during == "the end"):

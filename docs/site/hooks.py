@@ -26,7 +26,7 @@ from colocate._signatures import describe
 from colocate.plugins import find_executor, find_job, find_observer, find_role
 from colocate.signatures import methods_of
 from colocate_run.config import schema, trust
-from colocate_run.config.schema import key_of, keys
+from colocate_run.config.schema import yaml_fields, yaml_key
 
 MARKER = re.compile(r"^(<!-- generated: (\w+) ([^\n]+) -->)$.*?^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 _EXAMPLE = re.compile(r"^\[([\w./-]+)\]\((examples/[\w./-]+\.(py|yaml|toml))\)$", re.MULTILINE)
@@ -62,7 +62,7 @@ def _config(name: str) -> Iterator[str]:
     cls = vars(schema)[name]
     said = _attributes(inspect.getdoc(cls) or "")
     types = typing.get_type_hints(cls)
-    rows = [(f"`{key_of(f.name)}`", words(types[f.name]), _default(f), said[f.name]) for f in keys(cls)]
+    rows = [(f"`{yaml_key(f.name)}`", words(types[f.name]), _default(f), said[f.name]) for f in yaml_fields(cls)]
     return _table("key", rows)
 
 

@@ -41,17 +41,17 @@ class Connection:
         self._loop = loop
         self._timeout = timeout
         self._security = security
-        self._heard: Callable[[Any], None] | None = None
+        self._on_event: Callable[[Any], None] | None = None
         self._closed = False
         self._renewing = threading.Lock()
         self.version = far.describe()
-        self._client: Any = _connected(loop, address, security, timeout)
+        self._client: Any = _connect_client(loop, address, security, timeout)
         self.address = str(self._client.scheduler.address)
-        self._introduced = undocumented.stream_of(self._client)
+        self._introduced = undocumented.find_stream(self._client)
         track(self)
         try:
             self._check_scheduler()
-            self.ask("register_plugin", reservations.Reservations(), within_s=timeout)
+            self.call_client("register_plugin", reservations.Reservations(), within_s=timeout)
         except BaseException:
             self.close()
             raise
@@ -66,44 +66,46 @@ class Connection:
         """This machine's address on the connection to the scheduler; None if the scheduler is on this machine."""
 
         async def find() -> str | None:
-            sockets = undocumented.sockets_of(self._client)
+            sockets = undocumented.find_sockets(self._client)
             addresses = [sock.getsockname()[0] for sock in sockets if sock.family != socket.AF_UNIX]
             return next((host for host in addresses if not ipaddress.ip_address(host).is_loopback), None)
 
-        return self._loop.run(find())
+        return self._loop.run_coroutine(find())
 
     @property
     def tls(self) -> Tls | None:
         """The client's TLS certificates, if Dask encrypts the connection; else None."""
-        return far.tls_of(self._client.security, "client") if self.address.startswith("tls://") else None
+        return far.make_tls(self._client.security, "client") if self.address.startswith("tls://") else None
 
-    def ask(self, method: str, *args: Any, within_s: float | None = None, **kwargs: Any) -> Any:
+    def call_client(self, method: str, *args: Any, within_s: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the Dask client, and wait for the result at most `within_s` seconds.
 
         Raises:
             ClusterError: The scheduler doesn't answer in time, or is gone.
         """
-        return self._asked(partial(getattr(self._client, method), *args, **kwargs), within_s)
+        return self._await_answer(partial(getattr(self._client, method), *args, **kwargs), within_s)
 
-    def _asked(self, question: Callable[[], Awaitable[Any]], within_s: float | None) -> Any:
+    def _await_answer(self, question: Callable[[], Awaitable[Any]], within_s: float | None) -> Any:
         async def ask() -> Any:
-            await self._introduce()
+            await self._register_plugin()
             try:
                 return await question()
             finally:
                 undocumented.close_surplus(self._client)
 
-        if (lost := self._lost()) is not None:
+        if (lost := self._describe_loss()) is not None:
             raise ClusterError(lost)
         try:
-            return self._loop.run(ask(), within_s)
+            return self._loop.run_coroutine(ask(), within_s)
         # A TimeoutError also follows a lost connection, after Dask has tried to reconnect.
         except TimeoutError as error:
-            raise ClusterError(self._lost() or f"the Dask scheduler at {self.address} didn't answer in time") from error
+            raise ClusterError(
+                self._describe_loss() or f"the Dask scheduler at {self.address} didn't answer in time"
+            ) from error
         except OSError as error:
             raise ClusterError(f"the Dask scheduler at {self.address} is gone: {error}") from error
 
-    def _lost(self) -> str | None:
+    def _describe_loss(self) -> str | None:
         """Return an error text if the connection is lost; None while Dask's client considers the connection alive."""
         status = self._client.status
         if status == "running":
@@ -113,7 +115,7 @@ class Connection:
         again = "" if self._closed else ". The next reservation connects again, if it is there"
         return f"the connection to the Dask scheduler at {self.address} is {status}{again}"
 
-    def renew(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect to the scheduler, if Dask's client has given up after a lost connection.
 
         Raises:
@@ -121,23 +123,23 @@ class Connection:
         """
         with self._renewing:
             if self._client.status == "closed" and not self._closed:
-                if not self._loop.run(undocumented.takes_connections(self.address, _CONNECTS_WITHIN_S)):
+                if not self._loop.run_coroutine(undocumented.accepts_connections(self.address, _CONNECTS_WITHIN_S)):
                     raise ClusterError(f"no Dask scheduler takes connections at {self.address}: is it still there?")
-                self._client = _connected(self._loop, self.address, self._security, self._timeout)
+                self._client = _connect_client(self._loop, self.address, self._security, self._timeout)
 
-    async def _introduce(self) -> None:
+    async def _register_plugin(self) -> None:
         """Register the plugin and subscribe again after a reconnect, because the scheduler may be a new process."""
-        stream = undocumented.stream_of(self._client)
+        stream = undocumented.find_stream(self._client)
         if stream is self._introduced:
             return
         facts = await self._client.run_on_scheduler(far.describe)
         check_versions(self.version, facts, f"the Dask scheduler at {self.address}")
         await self._client.register_plugin(reservations.Reservations())
-        if self._heard is not None:
-            self._listen(self._heard)
+        if self._on_event is not None:
+            self._subscribe(self._on_event)
         self._introduced = stream
 
-    def on_scheduler(
+    def run_on_scheduler(
         self,
         function: Callable[..., Any],
         *args: Any,
@@ -150,16 +152,16 @@ class Connection:
             ClusterError: No answer came in time, or the scheduler is stopped, stuck or gone. If the address refuses
                 connections, the error comes at once.
         """
-        return self._asked(partial(self._while_it_lives, pong_s, function, *args), within_s)
+        return self._await_answer(partial(self._await_pongs, pong_s, function, *args), within_s)
 
-    async def _while_it_lives(self, pong_s: float, function: Callable[..., Any], *args: Any) -> Any:
-        answer = asyncio.ensure_future(undocumented.asked(self._client, function, *args))
+    async def _await_pongs(self, pong_s: float, function: Callable[..., Any], *args: Any) -> Any:
+        answer = asyncio.ensure_future(undocumented.run_on_scheduler(self._client, function, *args))
         try:
             while not (await asyncio.wait([answer], timeout=_SILENCE_S))[0]:
-                pong = asyncio.ensure_future(undocumented.is_there(self._client))
+                pong = asyncio.ensure_future(undocumented.ping_scheduler(self._client))
                 try:
                     quiet = not (await asyncio.wait([pong], timeout=_QUIET_S))[0]
-                    if quiet and not await undocumented.takes_connections(self.address, _CONNECTS_WITHIN_S):
+                    if quiet and not await undocumented.accepts_connections(self.address, _CONNECTS_WITHIN_S):
                         raise TimeoutError
                     await asyncio.wait_for(pong, pong_s)
                 finally:
@@ -168,28 +170,28 @@ class Connection:
         finally:
             answer.cancel()
 
-    def on_workers(self, function: Callable[..., Any], *args: Any, workers: Sequence[str], **kwargs: Any) -> Any:
+    def run_on_workers(self, function: Callable[..., Any], *args: Any, workers: Sequence[str], **kwargs: Any) -> Any:
         """Run a function in Dask workers. Return the answers by address, with an exception for each failure."""
-        return self.ask("run", function, *args, workers=list(workers), on_error="return", **kwargs)
+        return self.call_client("run", function, *args, workers=list(workers), on_error="return", **kwargs)
 
     def subscribe(self, heard: Callable[[Any], None]) -> None:
-        """Call `heard` with each colocate event from the scheduler. Runs on Dask's event loop, so must not block."""
+        """Call `heard`, which must not block, on Dask's event loop with each colocate event from the scheduler."""
 
         async def subscribe() -> None:
-            self._listen(heard)
+            self._subscribe(heard)
 
-        self._heard = heard
-        self._loop.run(subscribe())
+        self._on_event = heard
+        self._loop.run_coroutine(subscribe())
 
-    def _listen(self, heard: Callable[[Any], None]) -> None:
+    def _subscribe(self, heard: Callable[[Any], None]) -> None:
         self._client.subscribe_topic(far.TOPIC, lambda event: heard(event[1]))
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the client's sockets in a forked child.
 
         Open copies in the child would keep this driver's slots held after the driver's end.
         """
-        for sock in undocumented.sockets_of(self._client):
+        for sock in undocumented.find_sockets(self._client):
             descriptor = sock.detach()
             if descriptor >= 0:
                 os.close(descriptor)
@@ -198,11 +200,11 @@ class Connection:
         """Close the Dask client."""
         with self._renewing:
             self._closed = True
-        _close(self._loop, self._client)
+        _close_client(self._loop, self._client)
 
     def _check_scheduler(self) -> None:
         try:
-            facts = self.ask("run_on_scheduler", far.describe, within_s=self._timeout)
+            facts = self.call_client("run_on_scheduler", far.describe, within_s=self._timeout)
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # An import of colocate in the scheduler may raise any error.
@@ -214,7 +216,7 @@ class Connection:
         check_versions(self.version, facts, f"the Dask scheduler at {self.address}")
 
 
-def security_of(value: Any) -> Security | None:
+def make_security(value: Any) -> Security | None:
     """Return a `Security` unchanged, or create one from the options in a config.
 
     Raises:
@@ -236,11 +238,11 @@ def check_versions(here: Facts, there: Facts, who: str) -> None:
     Raises:
         ClusterError: The versions differ.
     """
-    if (words := there.unlike(here)) is not None:
+    if (words := there.version_difference(here)) is not None:
         raise ClusterError(f"{who} {words}")
 
 
-def _connected(loop: LoopThread, address: Any, security: Security | None, timeout: float) -> Any:
+def _connect_client(loop: LoopThread, address: Any, security: Security | None, timeout: float) -> Any:
     clients: list[Any] = []
 
     async def connect() -> Any:
@@ -252,15 +254,15 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
         }
         clients.append(Client(address, asynchronous=True, **options))  # type: ignore[no-untyped-call]
         client = await clients[0]
-        undocumented.ask_for_nothing(client)
+        undocumented.stop_polling(client)
         return client
 
     try:
         try:
-            return loop.run(connect(), timeout + 1)
+            return loop.run_coroutine(connect(), timeout + 1)
         except BaseException:
             if clients:
-                _close(loop, clients[0])
+                _close_client(loop, clients[0])
             raise
     except TypeError as error:
         if "abstract class" in str(error):  # The library for this protocol isn't installed.
@@ -279,13 +281,13 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
     except ValueError as error:
         raise ConfigError(f"connect('dask', address={address!r}): {error}; it should be tcp://host:port") from error
     except FileNotFoundError as error:
-        raise ConfigError(f"connect('dask', security=...): {_missing_files(security)}") from error
+        raise ConfigError(f"connect('dask', security=...): {_find_missing_files(security)}") from error
     except (OSError, ImportError) as error:  # TimeoutError is a subclass of OSError.
         words = str(error) or f"no answer within {timeout:g} s"
-        raise ClusterError(f"{_why_not(error, address)}: {words}") from error
+        raise ClusterError(f"{_describe_failure(error, address)}: {words}") from error
 
 
-def _missing_files(security: Security | None) -> str:
+def _find_missing_files(security: Security | None) -> str:
     """Return an error text that names the missing certificate files, because Python's own error names none."""
     values = {name: getattr(security, name, None) for name in _FILES}
     paths = {name: path for name, path in values.items() if isinstance(path, str) and "\n" not in path}
@@ -293,16 +295,16 @@ def _missing_files(security: Security | None) -> str:
     return f"a certificate or key is missing: {', '.join(missing) or 'a file'}"
 
 
-def _close(loop: LoopThread, client: Any) -> None:
+def _close_client(loop: LoopThread, client: Any) -> None:
     async def close() -> None:
         await client.close(timeout=_CLOSE_S)
 
     # The scheduler may be slow or absent. The end of the event loop ends the client in any case.
     with contextlib.suppress(OSError):
-        loop.run(close(), 2 * _CLOSE_S)
+        loop.run_coroutine(close(), 2 * _CLOSE_S)
 
 
-def _why_not(error: BaseException, address: Any) -> str:
+def _describe_failure(error: BaseException, address: Any) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

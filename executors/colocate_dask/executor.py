@@ -47,31 +47,31 @@ from colocate.keeper import (
     Registration,
     adopt_pool,
 )
-from colocate.placement import Ledger, words
+from colocate.placement import Ledger, describe_request
 from colocate_dask import far, reservations
-from colocate_dask.connection import Connection, security_of
+from colocate_dask.connection import Connection, make_security
 from colocate_dask.loop import LoopThread
-from colocate_dask.offers import Grant, Held, Refusal, Wanted, host_key
+from colocate_dask.offers import Grant, Refusal, ReservationInfo, SlotRequest, host_key
 from colocate_dask.private import PrivateCluster
 
 _START_S = 60.0  # The first keeper in a Dask worker takes long, because the start imports colocate.
 ANSWER_S = 30.0
 _LISTED_S = 2.5
 _RELEASE_PONG_S = 1.0
-# A scheduler that was silent just now gets the release, but the driver hardly waits for the answer.
+# A scheduler that was silent just now gets the release request, but the driver hardly waits for the answer.
 _STILL_SILENT_S = 0.2
 _KILL_S = 5.0
 
 
 @attrs.define(eq=False)
-class Lot:
+class HeldPool:
     """The slots of one reservation by Dask worker, with the resources that belong to the reservation."""
 
     id: str
     label: str = ""
     slots: dict[str, KeptSlot] = attrs.field(factory=dict)
     workers: tuple[str, ...] = ()
-    taken: Reservation | None = None
+    reservation: Reservation | None = None
     keepers: PoolKeepers | None = None
 
 
@@ -122,7 +122,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             memory = psutil.virtual_memory().total
             node = Node(platform.node(), len(os.sched_getaffinity(0)) if cpus is None else cpus, count, memory)
             return cls(None, None, node, share, timeout)
-        return JoinedDaskExecutor(address, security_of(security), None, share, timeout)
+        return JoinedDaskExecutor(address, make_security(security), None, share, timeout)
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
@@ -142,11 +142,11 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     def __init__(self, address: str | None, security: Any, own: Node | None, share: bool, timeout: float) -> None:
         self._share = share
-        self._held: dict[str, Lot] = {}
+        self._held: dict[str, HeldPool] = {}
         self._withdrawn: set[str] = set()
         self._unreleased: set[str] = set()  # Ids of released reservations, until the scheduler confirms the release.
-        self._own = own
-        self._ledger = Ledger([own], _device) if own is not None else None
+        self._own_node = own
+        self._ledger = Ledger([own], _device_name) if own is not None else None
         self._gpus = names(own.gpus) if own is not None else ()  # Names of the GPUs of the private cluster.
         self._private: PrivateCluster | None = None
         with contextlib.ExitStack() as undo:
@@ -159,17 +159,17 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 target = self._private.cluster
             self._connection = Connection(loop, target, security, timeout)
             undo.callback(self._connection.close)
-            self._connection.subscribe(self._heard)
+            self._connection.subscribe(self._on_worker_lost)
             self._keepers = Keepers("dask", self._connection.tls)
             undo.callback(self._keepers.close)
             self._closing = undo.pop_all()
 
     def nodes(self) -> Sequence[Node]:
         """List the machines of the cluster with their resources."""
-        if self._own is not None:
-            return [self._own]
+        if self._own_node is not None:
+            return [self._own_node]
         by_host: dict[str, Node] = {}
-        for offer in self._connection.on_scheduler(reservations.offers, within_s=ANSWER_S):
+        for offer in self._connection.run_on_scheduler(reservations.list_offers, within_s=ANSWER_S):
             old = by_host.get(offer.host, Node(offer.host, 0.0, 0, 0, {"host": offer.host}))
             memory = (old.host_memory_bytes or 0) + offer.memory
             further = {name: old.resources.get(name, 0) + amount for name, amount in offer.resources.items()}
@@ -185,27 +185,27 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     def reserve(self, request: Request) -> Reservation:
         """Hold a Dask worker for each slot, and start a keeper in each of these workers."""
-        held = Lot(secrets.token_hex(8), request.id)
+        held = HeldPool(secrets.token_hex(8), request.id)
         self._held[held.id] = held
         try:
-            # `withdraw` sets this mark before reading `_held`, so one of the two threads notices the other.
+            # `withdraw` adds the id before reading `_held`, so no concurrent withdrawal is missed.
             if request.id in self._withdrawn:
-                raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
+                raise PlacementTimeout(describe_request(request, "was withdrawn before it was asked for"))
             if self._ledger is not None:
-                held.taken = self._ledger.reserve(request)
+                held.reservation = self._ledger.reserve(request)
             else:
-                self._connection.renew()
+                self._connection.reconnect()
                 for earlier in list(self._unreleased):
-                    self._released(earlier)
-            places = self._place(held, request)
+                    self._free_reservation(earlier)
+            places = self._make_place(held, request)
         except BaseException as error:  # After an error no reservation may stay pending.
-            self._free(held, _STILL_SILENT_S if _is_silence(error) else ANSWER_S)
+            self._free_slots(held, _STILL_SILENT_S if _is_timeout(error) else ANSWER_S)
             raise
         return Reservation(places, held)
 
-    def bear(self, cut_s: float) -> None:
+    def set_cut_timeout(self, cut_s: float) -> None:
         """Set the seconds of silence after which the connections to keepers count as cut."""
-        self._keepers.bear(cut_s)
+        self._keepers.set_cut_limit(cut_s)
 
     def withdraw(self, request: Request) -> None:
         """Withdraw a request that is waiting for slots."""
@@ -214,34 +214,34 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             self._ledger.withdraw(request)
         for held in list(self._held.values()):
             if held.label == request.id and not held.slots:
-                self._connection.on_scheduler(reservations.release, held.id, within_s=ANSWER_S)
+                self._connection.run_on_scheduler(reservations.release_slots, held.id, within_s=ANSWER_S)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker in a slot through the slot's keeper."""
         slot: KeptSlot = place.handle
         return slot.launch(boot, events)
 
-    def lost(self, place: Place) -> bool:
+    def is_lost(self, place: Place) -> bool:
         """Return whether the Dask worker of a slot is gone from the cluster."""
         slot: KeptSlot = place.handle
         return slot.is_lost
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
         """Hold other Dask workers in place of lost ones, within the same reservation."""
-        held: Lot = reservation.handle
+        held: HeldPool = reservation.handle
         # Slots of private clusters and of detachable pools can't be replaced.
-        if held.taken is not None or held.keepers is not None:
+        if held.reservation is not None or held.keepers is not None:
             return None
         # For these requests the scheduler would have to place new slots relative to the remaining slots.
         if request.together or request.strategy.startswith("strict"):
             return None
-        self._connection.renew()
+        self._connection.reconnect()
         lost_slots = {id(place.handle) for place in lost}
         workers = [worker for worker, slot in held.slots.items() if id(slot) in lost_slots]
-        self._connection.on_scheduler(reservations.release, held.id, workers, within_s=ANSWER_S)
+        self._connection.run_on_scheduler(reservations.release_slots, held.id, workers, within_s=ANSWER_S)
         for worker in workers:
             held.slots.pop(worker).close()
-        new = iter(self._place(held, request, len(reservation.places)))
+        new = iter(self._make_place(held, request, len(reservation.places)))
         places = tuple(
             next(new) if id(old_place.handle) in lost_slots else old_place for old_place in reservation.places
         )
@@ -249,19 +249,23 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     def release(self, reservation: Reservation) -> None:
         """Release the Dask workers of a reservation, so that other users of the cluster get these workers."""
-        self._free(reservation.handle)
+        self._free_slots(reservation.handle)
 
     def running(self) -> Sequence[Running]:
         """List this driver's reservations in the scheduler, and the workers that the keepers report."""
-        ours = [held for held in self._listed() if held.client == self._connection.id or held.id in self._held]
-        return [*map(_running, ours), *self._keepers.running()]
+        ours = [
+            held for held in self._list_reservations() if held.client == self._connection.id or held.id in self._held
+        ]
+        return [*map(_to_running, ours), *self._keepers.running()]
 
     def strays(self) -> Sequence[Running]:
         """List Dask workers that are still held for drivers that no longer exist."""
-        return [_running(held) for held in self._listed() if not held.present]
+        return [_to_running(held) for held in self._list_reservations() if not held.present]
 
-    def _listed(self) -> list[Held]:
-        reservation_list: list[Held] = self._connection.on_scheduler(reservations.held, within_s=_LISTED_S)
+    def _list_reservations(self) -> list[ReservationInfo]:
+        reservation_list: list[ReservationInfo] = self._connection.run_on_scheduler(
+            reservations.list_reservations, within_s=_LISTED_S
+        )
         return reservation_list
 
     def close(self) -> None:
@@ -270,8 +274,12 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     # -- reserving
 
-    def _place(self, held: Lot, request: Request, lot: int = 0) -> tuple[Place, ...]:
-        grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request, lot)
+    def _make_place(self, held: HeldPool, request: Request, lot: int = 0) -> tuple[Place, ...]:
+        grants = (
+            self._make_own_grants(held, request)
+            if held.reservation is not None
+            else self._request_grants(held, request, lot)
+        )
         # A detachable pool gets a separate key, because other drivers will get the key.
         key = wire.new_key() if request.detachable else None
         try:
@@ -279,26 +287,26 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
         except BaseException:
             if lot:  # Only the new workers are released, because the remaining slots stay held.
                 only = [grant.worker for grant in grants]
-                self._connection.on_scheduler(reservations.release, held.id, only, within_s=ANSWER_S)
+                self._connection.run_on_scheduler(reservations.release_slots, held.id, only, within_s=ANSWER_S)
             raise
         places = []
         for grant in grants:
-            kill = partial(self._kill, held, grant.worker)
-            slot = held.slots[grant.worker] = self._keepers.slot(
+            kill = partial(self._kill_worker, held, grant.worker)
+            slot = held.slots[grant.worker] = self._keepers.open_slot(
                 addresses[grant.worker], on_stuck=kill, key=key, gone=f"Dask worker {grant.worker} is gone"
             )
             devices = indices(grant.gpus, self._gpus)
-            places.append(Place(self._node(grant), devices, _device(devices), _reached(grant), slot))
+            places.append(Place(self._make_node(grant), devices, _device_name(devices), _reachable_host(grant), slot))
         if key is not None:
             slots = list(held.slots.values())
             held.keepers = PoolKeepers(key, slots[0], slots)
         return tuple(places)
 
-    def _node(self, grant: Grant) -> str:
-        return grant.host if self._own is None else self._own.name
+    def _make_node(self, grant: Grant) -> str:
+        return grant.host if self._own_node is None else self._own_node.name
 
-    def _ask(self, held: Lot, request: Request, lot: int = 0) -> Sequence[Grant]:
-        slot_request = Wanted(
+    def _request_grants(self, held: HeldPool, request: Request, lot: int = 0) -> Sequence[Grant]:
+        slot_request = SlotRequest(
             held.id,
             self._connection.id,
             request.owner,
@@ -316,47 +324,49 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
             together=request.together,
             grow=request.grow,
         )
-        return self._granted(slot_request, request)
+        return self._reserve_grants(slot_request, request)
 
-    def _own_grants(self, held: Lot, request: Request) -> Sequence[Grant]:
+    def _make_own_grants(self, held: HeldPool, request: Request) -> Sequence[Grant]:
         """Start new Dask workers in the private cluster, and hold these workers as the slots."""
         assert self._private is not None
-        assert held.taken is not None
+        assert held.reservation is not None
         try:
-            held.workers = tuple(self._private.start(request.slots, request.cpus, request.gpus))
+            held.workers = tuple(self._private.start_workers(request.slots, request.cpus, request.gpus))
         except TimeoutError as error:
             raise ClusterError("the private Dask cluster was closed, or its workers didn't start in time") from error
         ids = held.id, self._connection.id
-        slot_request = Wanted(*ids, request.owner, request.slots, only=held.workers, label=request.id)
-        grants = self._granted(slot_request, request)
-        gpus = [tuple(self._gpus[index] for index in place.devices) for place in held.taken.places]
+        slot_request = SlotRequest(*ids, request.owner, request.slots, only=held.workers, label=request.id)
+        grants = self._reserve_grants(slot_request, request)
+        gpus = [tuple(self._gpus[index] for index in place.devices) for place in held.reservation.places]
         return [attrs.evolve(grant, gpus=devices) for grant, devices in zip(grants, gpus, strict=True)]
 
-    def _granted(self, wanted: Wanted, request: Request) -> Sequence[Grant]:
+    def _reserve_grants(self, wanted: SlotRequest, request: Request) -> Sequence[Grant]:
         # The scheduler enforces the request's timeout. This longer timeout is for a hung scheduler.
         patience = request.timeout + _START_S
         version = self._connection.version
-        answer = self._connection.on_scheduler(reservations.reserve, wanted, version, within_s=patience)
+        answer = self._connection.run_on_scheduler(reservations.reserve_slots, wanted, version, within_s=patience)
         if not isinstance(answer, Refusal):
             return tuple(answer)
         rule = "a slot takes a whole Dask worker"
         how = "can never fit" if answer.never else f"did not become free within {request.timeout:g} s"
-        if not answer.never and answer.asked is not None:
-            rule += f"; the adaptive cluster was asked for {answer.asked} workers, and has a maximum of its own"
-        text = words(request, f"{how} ({rule})")
+        if not answer.never and answer.requested_slots is not None:
+            rule += (
+                f"; the adaptive cluster was asked for {answer.requested_slots} workers, and has a maximum of its own"
+            )
+        text = describe_request(request, f"{how} ({rule})")
         if not answer.rows:
             text = f"{text} the Dask cluster at {self._connection.address} has no workers"
         raise (PlacementError if answer.never else PlacementTimeout)(text, nodes=answer.rows)
 
     def _start_keepers(
-        self, held: Lot, grants: Sequence[Grant], request: Request, key: bytes | None
+        self, held: HeldPool, grants: Sequence[Grant], request: Request, key: bytes | None
     ) -> Mapping[str, str]:
-        plans = {grant.worker: self._plan(held, grant, request, key) for grant in grants}
+        plans = {grant.worker: self._make_plan(held, grant, request, key) for grant in grants}
         try:
-            answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
+            answers = self._connection.run_on_workers(far.start_keeper, plans, workers=list(plans), within_s=_START_S)
         except ClusterError as error:
-            if _is_silence(error):
-                self._blame(plans)
+            if _is_timeout(error):
+                self._describe_silent(plans)
             raise
         for worker in plans:
             answer = answers.get(worker)
@@ -365,12 +375,12 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
                 raise PlacementError(f"no worker can be started at the Dask worker {worker}: {words}")
         return dict(answers)
 
-    def _blame(self, workers: Mapping[str, object]) -> None:
+    def _describe_silent(self, workers: Mapping[str, object]) -> None:
         """Raise an error that names unresponsive Dask workers, if the scheduler itself responds."""
-        if silent := self._connection.on_scheduler(reservations.silent, list(workers), within_s=ANSWER_S):
+        if silent := self._connection.run_on_scheduler(reservations.find_silent, list(workers), within_s=ANSWER_S):
             raise PlacementError(f"these Dask workers don't answer, and start no worker: {', '.join(silent)}")
 
-    def _plan(self, held: Lot, grant: Grant, request: Request, key: bytes | None) -> far.Plan:
+    def _make_plan(self, held: HeldPool, grant: Grant, request: Request, key: bytes | None) -> far.Plan:
         visible = {VARIABLE: ",".join(grant.gpus)} if grant.gpus else {}
         host = None if _is_loopback(grant) else grant.host
         tls = self._connection.tls is not None
@@ -380,49 +390,49 @@ class DaskExecutor(Executor, OwnProcess, MultiNode, SharedSlots):
 
     # -- freeing
 
-    def _free(self, held: Lot, within_s: float = ANSWER_S) -> None:
+    def _free_slots(self, held: HeldPool, within_s: float = ANSWER_S) -> None:
         self._held.pop(held.id, None)
         for slot in held.slots.values():
             slot.close()
         try:
-            self._give_back(held, within_s)
+            self._release_slots(held, within_s)
         finally:
             if self._private is not None and self._ledger is not None:
-                self._private.stop(held.workers)
-                if held.taken is not None:
-                    self._ledger.release(held.taken)
+                self._private.stop_workers(held.workers)
+                if held.reservation is not None:
+                    self._ledger.release(held.reservation)
 
-    def _give_back(self, held: Lot, within_s: float) -> None:
+    def _release_slots(self, held: HeldPool, within_s: float) -> None:
         try:
-            stuck = self._released(held.id, within_s)
+            stuck = self._free_reservation(held.id, within_s)
         except ClusterError as error:
-            if _is_silence(error):
+            if _is_timeout(error):
                 self._unreleased.add(held.id)
-            return  # Without a scheduler nothing is held. A silent scheduler gets the release again later.
+            return  # Without a scheduler nothing is held. A silent scheduler gets the release request again later.
         if stuck:
             raise ClusterError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
 
-    def _released(self, reservation: str, within_s: float = ANSWER_S) -> list[str]:
+    def _free_reservation(self, reservation: str, within_s: float = ANSWER_S) -> list[str]:
         """Release a reservation, and return the workers that failed to end their slots."""
-        scheduler = self._connection.on_scheduler
-        stuck: list[str] = scheduler(reservations.release, reservation, within_s=within_s, pong_s=_RELEASE_PONG_S)
+        scheduler = self._connection.run_on_scheduler
+        stuck: list[str] = scheduler(reservations.release_slots, reservation, within_s=within_s, pong_s=_RELEASE_PONG_S)
         self._unreleased.discard(reservation)
         return stuck
 
-    def _kill(self, held: Lot, worker: str) -> None:
-        """Kill the process of a Dask worker with a stuck keeper. Runs on a dialling thread."""
+    def _kill_worker(self, held: HeldPool, worker: str) -> None:
+        """Kill the process of a Dask worker with a stuck keeper. Runs on a thread of its own."""
         if held.id not in self._held:  # The slot is being released, so the scheduler itself kills a stuck worker.
             return
         # The worker may be gone or have no nanny. The scheduler ends a stuck worker on release.
         with contextlib.suppress(Exception):
-            self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_KILL_S)
+            self._connection.run_on_workers(far.kill_worker, workers=[worker], nanny=True, within_s=_KILL_S)
 
-    def _heard(self, event: Mapping[str, Any]) -> None:
+    def _on_worker_lost(self, event: Mapping[str, Any]) -> None:
         """Mark the slot of a lost Dask worker as lost. Runs on the event loop of the Dask client."""
         held = self._held.get(event.get("reservation", ""))
         slot = held.slots.get(event.get("lost", "")) if held is not None else None
         if slot is not None:
-            slot.lost(event["words"])
+            slot.on_process_gone(event["words"])
 
 
 class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled, Growing):
@@ -433,88 +443,90 @@ class JoinedDaskExecutor(DaskExecutor, DetachableByKeepers, Watchable, Labelled,
 
     def leaving(self) -> Mapping[str, float | None]:
         """List the machines with Dask workers that will retire soon."""
-        nodes: dict[str, float | None] = self._connection.on_scheduler(reservations.leaving, within_s=ANSWER_S)
+        nodes: dict[str, float | None] = self._connection.run_on_scheduler(reservations.find_leaving, within_s=ANSWER_S)
         return nodes
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Register the pool's name, then notify the keepers that the pool outlives the driver."""
-        held: Lot = reservation.handle
+        held: HeldPool = reservation.handle
         assert held.keepers is not None
         rows = [
             (worker, slot.address, attrs.evolve(place, handle=None))
             for (worker, slot), place in zip(held.slots.items(), reservation.places, strict=True)
         ]
-        scheduler, lead = self._connection.on_scheduler, rows[0][0]
+        scheduler, lead = self._connection.run_on_scheduler, rows[0][0]
 
         def register(registration: Registration) -> bool:
-            other = scheduler(reservations.publish, held.id, lead, registration, within_s=ANSWER_S)
+            other = scheduler(reservations.publish_reservation, held.id, lead, registration, within_s=ANSWER_S)
             return other is None
 
         def withdraw() -> None:
-            scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
+            scheduler(reservations.unpublish, held.id, self._connection.id, within_s=ANSWER_S)
 
-        held.keepers.publish(lease, (held.id, rows), register, withdraw, self.published)
+        held.keepers.publish(lease, (held.id, rows), register, withdraw, self.list_pools)
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Adopt the lead keeper of a detached pool, then the other keepers with the lead's permission."""
-        registration = self.registration(name)
+        registration = self.find_registration(name)
         id, rows = registration.facts
-        held = Lot(id)
-        slots = [(address, partial(self._kill, held, worker)) for worker, address, _ in rows]
+        held = HeldPool(id)
+        slots = [(address, partial(self._kill_worker, held, worker)) for worker, address, _ in rows]
         lead, held.keepers = adopt_pool(self._keepers, registration, Adoption(who, own, fenced), slots)
         self._held[id] = held
         held.slots = {worker: slot for (worker, *_), slot in zip(rows, held.keepers.slots, strict=True)}
         places = tuple(attrs.evolve(place, handle=held.slots[worker]) for worker, _, place in rows)
         return Adopted(Reservation(places, held), lead.epoch, lead.record)
 
-    def end(self, name: str) -> None:
+    def end_pool(self, name: str) -> None:
         """Release the slots of a detached pool through the scheduler."""
-        id, _ = self.registration(name).facts
-        self._connection.on_scheduler(reservations.release, id, within_s=ANSWER_S)
+        id, _ = self.find_registration(name).facts
+        self._connection.run_on_scheduler(reservations.release_slots, id, within_s=ANSWER_S)
 
-    def let_go(self, reservation: Reservation) -> None:
+    def detach(self, reservation: Reservation) -> None:
         """Notify a pool's keepers that this driver leaves, and close the connections to the keepers."""
-        held: Lot = reservation.handle
+        held: HeldPool = reservation.handle
         if self._held.get(held.id) is held:
             del self._held[held.id]
         if held.keepers is not None:
-            held.keepers.give_up()
+            held.keepers.leave_pool()
 
     def reach(self) -> Reach:
         """Return this machine's address on the connection to the scheduler, and the certificates of keepers."""
         return Reach(self._connection.host, self._keepers.tls)
 
     def announce(self, window: Window) -> None:
-        """Register a window for `colocate top` in the scheduler's plugin."""
-        self._connection.on_scheduler(reservations.announce, window, self._connection.id, within_s=ANSWER_S)
+        """Register a job's `Window`, the address for `colocate top`, in the scheduler's plugin."""
+        self._connection.run_on_scheduler(reservations.add_window, window, self._connection.id, within_s=ANSWER_S)
 
     def retract(self, window: Window) -> None:
-        """Remove a window for `colocate top` from the scheduler's plugin."""
+        """Remove a job's `Window`, the address for `colocate top`, from the scheduler's plugin."""
         with contextlib.suppress(ClusterError):  # The scheduler may be gone, or this driver may have disconnected.
-            self._connection.on_scheduler(reservations.retract, window, within_s=ANSWER_S)
+            self._connection.run_on_scheduler(reservations.remove_window, window, within_s=ANSWER_S)
 
     def windows(self) -> Sequence[Window]:
-        """List the windows for `colocate top` in the scheduler's plugin."""
-        windows: list[Window] = self._connection.on_scheduler(reservations.windows, within_s=ANSWER_S)
+        """List the windows (addresses for `colocate top`) in the scheduler's plugin."""
+        windows: list[Window] = self._connection.run_on_scheduler(reservations.list_windows, within_s=ANSWER_S)
         return windows
 
-    def registrations(self) -> Sequence[Registration]:
+    def list_registrations(self) -> Sequence[Registration]:
         """List the registrations of detached pools in the scheduler's plugin."""
-        registrations: list[Registration] = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
+        registrations: list[Registration] = self._connection.run_on_scheduler(
+            reservations.list_registrations, within_s=ANSWER_S
+        )
         return registrations
 
-    def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
+    def get_pool(self, reservation: Reservation) -> PoolKeepers | None:
         """Return the keepers of a detachable pool's reservation; None for other reservations."""
-        held: Lot = reservation.handle
+        held: HeldPool = reservation.handle
         return held.keepers
 
-    def slot_of(self, place: Place) -> KeptSlot:
+    def get_slot(self, place: Place) -> KeptSlot:
         """Return the driver's connection to the slot of a place."""
         slot: KeptSlot = place.handle
         return slot
 
 
-def _running(held: Held) -> Running:
+def _to_running(held: ReservationInfo) -> Running:
     detail = f"{len(held.workers)} Dask workers held for client {held.client}: {', '.join(held.workers)}"
     if held.stuck:
         detail += f"; {', '.join(held.stuck)} didn't end their slots"
@@ -523,11 +535,11 @@ def _running(held: Held) -> Running:
     return Running("reservation", held.label, node=", ".join(held.hosts), since=held.since, detail=detail, doubt=doubt)
 
 
-def _is_silence(error: BaseException) -> bool:
+def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, ClusterError) and isinstance(error.__cause__, TimeoutError)
 
 
-def _device(devices: tuple[int, ...]) -> str:
+def _device_name(devices: tuple[int, ...]) -> str:
     return torch_device(0 if devices else None)  # A worker sees only the devices of one slot, numbered from 0.
 
 
@@ -535,5 +547,5 @@ def _is_loopback(grant: Grant) -> bool:
     return grant.host.startswith("127.") or grant.worker.startswith("inproc://")
 
 
-def _reached(grant: Grant) -> str:
+def _reachable_host(grant: Grant) -> str:
     return "127.0.0.1" if _is_loopback(grant) else grant.host

@@ -47,14 +47,14 @@ class Plan:
 
 
 @attrs.define(eq=False)
-class _OnWorker:
+class _WorkerKeepers:
     """The state of one Dask worker: the keepers by grant id, and the ids of recently ended grants."""
 
     keepers: dict[str, Keeper] = attrs.field(factory=dict)
-    over: list[str] = attrs.field(factory=list)
+    ended_grants: list[str] = attrs.field(factory=list)
 
 
-_on_workers: weakref.WeakKeyDictionary[Any, _OnWorker] = weakref.WeakKeyDictionary()
+_on_workers: weakref.WeakKeyDictionary[Any, _WorkerKeepers] = weakref.WeakKeyDictionary()
 
 
 def describe(dask_worker: Any = None) -> Facts:
@@ -63,19 +63,19 @@ def describe(dask_worker: Any = None) -> Facts:
     # `lifetime` counts from the worker's creation, which is shortly after the start of the process.
     lifetime = getattr(dask_worker, "lifetime", None)
     retires = psutil.Process().create_time() + lifetime if lifetime else None
-    return Facts(python, colocate.__version__, gpus.listed(), "dask_cuda" in sys.modules, retires)
+    return Facts(python, colocate.__version__, gpus.list_visible_gpus(), "dask_cuda" in sys.modules, retires)
 
 
-async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
+async def start_keeper(plans: Mapping[str, Plan], dask_worker: Any) -> str:
     """Start the keeper for this Dask worker and return the keeper's address.
 
     `plans` has a plan for each Dask worker, by address.
     """
     plan = plans[dask_worker.address]
-    state = _on_workers.setdefault(dask_worker, _OnWorker())
+    state = _on_workers.setdefault(dask_worker, _WorkerKeepers())
     for grant in list(state.keepers):  # An older keeper is a leftover, because the scheduler has freed the slot since.
-        await end(grant, dask_worker)
-    if plan.grant in state.over:
+        await end_keeper(grant, dask_worker)
+    if plan.grant in state.ended_grants:
         raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
 
     def forget() -> None:
@@ -84,7 +84,7 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         if plan.detachable:
             dask_worker.loop.add_callback(dask_worker.log_event, TOPIC, {"over": plan.reservation})
 
-    tls = tls_of(dask_worker.security, "worker") if plan.encrypted else None
+    tls = make_tls(dask_worker.security, "worker") if plan.encrypted else None
     keeper = Keeper(
         plan.key,
         host=plan.host,
@@ -100,15 +100,15 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
     return keeper.address
 
 
-async def end(grant: str, dask_worker: Any) -> None:
+async def end_keeper(grant: str, dask_worker: Any) -> None:
     """End the keeper of a grant and wait until the keeper's workers have exited. Also prevents a later start."""
-    state = _on_workers.setdefault(dask_worker, _OnWorker())
-    state.over = [*state.over, grant][-_REMEMBERED:]
+    state = _on_workers.setdefault(dask_worker, _WorkerKeepers())
+    state.ended_grants = [*state.ended_grants, grant][-_REMEMBERED:]
     if (keeper := state.keepers.pop(grant, None)) is not None:
-        await _on_a_thread(keeper)
+        await _close_on_thread(keeper)
 
 
-async def _on_a_thread(keeper: Keeper) -> None:
+async def _close_on_thread(keeper: Keeper) -> None:
     """Close a keeper on a new thread, so that Dask's event loop isn't blocked.
 
     At interpreter exit the event loop's own executor starts no threads any more.
@@ -129,13 +129,13 @@ async def _on_a_thread(keeper: Keeper) -> None:
     await closed
 
 
-def kill(dask_worker: Any) -> None:
+def kill_worker(dask_worker: Any) -> None:
     """Kill the process of an unresponsive Dask worker. Runs in the worker's nanny, which Dask passes as argument."""
     if dask_worker.pid:
         os.kill(dask_worker.pid, signal.SIGKILL)
 
 
-def tls_of(security: Any, side: str) -> Tls:
+def make_tls(security: Any, side: str) -> Tls:
     """Return the TLS certificates in a Dask `Security` object for one side, "client" or "worker".
 
     Raises:
@@ -147,9 +147,9 @@ def tls_of(security: Any, side: str) -> Tls:
     missing = [name for name, part in zip(names, parts, strict=True) if part is None]
     if missing:
         raise ConfigError(f"the Dask cluster uses tls://, but the {side}'s security lacks {', '.join(missing)}")
-    return Tls(*map(_text, parts))
+    return Tls(*map(_read_pem, parts))
 
 
-def _text(part: str) -> str:
+def _read_pem(part: str) -> str:
     """Return the PEM text of a certificate, which Dask accepts either as text or as the path of a file."""
     return part if "\n" in part else Path(part).read_text()

@@ -34,15 +34,15 @@ class LoopThread:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
-        self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._futures: set[concurrent.futures.Future[Any]] = set()
         self._ending = False
         wire.track(self)
         started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.SimpleQueue()
-        self._thread = Thread(target=self._main, args=(started,), name=NAME)
+        self._thread = Thread(target=self._run_loop, args=(started,), name=NAME)
         self._thread.start()
-        self._loop, self._over = started.get()
+        self._loop, self._stop_event = started.get()
 
-    def run(self, coming: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
+    def run_coroutine(self, coming: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
         """Run a coroutine on the loop's thread and wait for the result. A timeout or Ctrl-C cancels the coroutine.
 
         Raises:
@@ -53,29 +53,29 @@ class LoopThread:
                 coming.close()
                 raise TimeoutError("the event loop has been closed")
             future = asyncio.run_coroutine_threadsafe(coming, self._loop)
-            self._asked.add(future)
+            self._futures.add(future)
         try:
             return future.result(within_s)
         except concurrent.futures.CancelledError as error:
             raise TimeoutError("it was cancelled") from error
         finally:
             future.cancel()
-            self._asked.discard(future)
+            self._futures.discard(future)
 
     def close(self) -> None:
-        """Cancel all coroutines and end the thread. Pending calls of `run` raise a TimeoutError.
+        """Cancel all coroutines and end the thread. Pending calls of `run_coroutine` raise a TimeoutError.
 
         Raises:
             ClusterError: A part of Dask doesn't end after the cancellation. The thread is abandoned.
         """
-        self._loop.call_soon_threadsafe(self._over.set)
+        self._loop.call_soon_threadsafe(self._stop_event.set)
         self._thread.join(_ENDS_WITHIN_S)
         if self._thread.is_alive():
-            for future in list(self._asked):
+            for future in list(self._futures):
                 future.cancel()
             raise ClusterError("a part of Dask in this process doesn't end when it is cancelled; it is left behind")
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Redirect the loop's descriptors to /dev/null in a forked child, so that the child holds no connection open.
 
         The scheduler would otherwise notice the driver's end only after the child's. The descriptors stay open: Dask's
@@ -86,28 +86,28 @@ class LoopThread:
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in watched - {nowhere}:
             os.dup2(nowhere, descriptor, inheritable=False)
-        # Another `forget` may have closed a watched descriptor, and `os.open` may have returned the same number.
+        # Another `close_after_fork` may have closed a watched descriptor, and `os.open` may have reused the number.
         if nowhere not in watched:
             os.close(nowhere)
 
-    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _report_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Report unhandled errors, except timeouts of Dask's own waits while the loop is ending."""
         if not (self._ending and isinstance(context.get("exception"), TimeoutError)):
             loop.default_exception_handler(context)
 
-    def _main(self, started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    def _run_loop(self, started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
         async def serve() -> None:
             over = asyncio.Event()
             loop = asyncio.get_running_loop()
             # Dask rarely uses helper threads, so one is enough. The thread starts now, so that no later start can fail.
             loop.set_default_executor(ThreadPoolExecutor(1, "colocate-dask-helper"))
             await loop.run_in_executor(None, int)
-            loop.set_exception_handler(self._report)
+            loop.set_exception_handler(self._report_exception)
             started.put((loop, over))
             await over.wait()
             with self._lock:
                 self._ending = True
-            await asyncio.sleep(0)  # Pending `run` calls become tasks during this sleep.
+            await asyncio.sleep(0)  # Pending `run_coroutine` calls become tasks during this sleep.
             await _cancel_all()
 
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector)) as runner:

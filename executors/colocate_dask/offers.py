@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from colocate.keeper import difference
+from colocate.keeper import describe_mismatch
 from colocate.placement import matches
 
 _SHOWN = 8  # Error texts show at most this many values of a label per machine.
 
 
 @attrs.frozen
-class Wanted:
-    """A driver's request to the scheduler for some slots. The scheduler grants all of the slots or none."""
+class SlotRequest:
+    """A driver's request to the scheduler for slots. The scheduler grants all of the slots or none."""
 
     reservation: str  # Id of the future reservation.
     client: str  # Id of the driver's Dask client. The slots are freed when this client disconnects.
@@ -41,7 +41,7 @@ class Wanted:
 
 
 @attrs.frozen
-class Held:
+class ReservationInfo:
     """A reservation in the scheduler's table of reservations."""
 
     label: str  # Name of the reservation (`Request.id`).
@@ -49,8 +49,8 @@ class Held:
     client: str  # Id of the driver's Dask client; empty for a detached pool.
     present: bool  # Whether the client is connected; True for a detached pool.
     slots: int  # Number of slots at the time of the reservation.
-    workers: tuple[str, ...]  # Addresses of the remaining Dask workers.
-    hosts: tuple[str, ...]  # Addresses of the machines of the remaining Dask workers.
+    workers: tuple[str, ...]  # Addresses of the Dask workers that the reservation still holds.
+    hosts: tuple[str, ...]  # Addresses of the machines of these Dask workers.
     since: float  # Time of the reservation, in seconds of `time.time()`.
     stuck: tuple[str, ...] = ()  # Addresses of Dask workers that failed to end their slots.
 
@@ -67,12 +67,12 @@ class Facts:
     # Time of a planned close (`--lifetime`), in seconds of `time.time()`; None if none is planned.
     retires: float | None = None
 
-    def unlike(self, driver: Facts) -> str | None:
+    def version_difference(self, driver: Facts) -> str | None:
         """Describe how versions differ from the driver's versions, with a remedy. None if the versions match."""
         local_versions, remote_versions = (
             {"colocate": facts.colocate, "python": facts.python} for facts in (driver, self)
         )
-        return difference(local_versions, remote_versions)
+        return describe_mismatch(local_versions, remote_versions)
 
 
 @attrs.frozen
@@ -87,7 +87,7 @@ class Offer:
     visible: tuple[str, ...] | None = None
     memory: int = 0  # Memory limit in bytes; 0 for no limit.
     unfit: str = ""  # The reason why the worker can never hold a slot; empty for a usable worker.
-    taken: str = ""  # The reason why the worker can't hold a slot now; empty for a free worker.
+    obstacle: str = ""  # The reason why the worker can't hold a slot now; empty for a free worker.
     name: str = ""  # Dask's name of the worker.
     resources: Mapping[str, float] = attrs.field(factory=dict)  # Amounts of Dask's resources, by name.
 
@@ -96,7 +96,7 @@ class Offer:
         """The Dask worker's labels, by which requests can select workers."""
         return {"name": self.name, "host": self.host}
 
-    def suits(self, wanted: Wanted) -> bool:
+    def fits(self, wanted: SlotRequest) -> bool:
         """Return whether a requested slot would fit on the Dask worker if the worker were free."""
         memory = not (wanted.memory and self.memory) or self.memory >= wanted.memory
         further = all(self.resources.get(name, 0) >= amount for name, amount in wanted.resources.items())
@@ -124,13 +124,13 @@ class Grant:
 class Refusal:
     """A refusal of a whole request: the slots can never fit, or didn't fit in time.
 
-    `rows` is the table of nodes for the error. `asked` is the number of workers last requested from an adaptive
-    cluster; None for other clusters.
+    `rows` is the table of nodes for the error. `requested_slots` is the number of workers last requested from an
+    adaptive cluster; None for other clusters.
     """
 
     never: bool
     rows: tuple[dict[str, str], ...]
-    asked: int | None = None
+    requested_slots: int | None = None
 
 
 def host_key(address: str) -> tuple[object, ...]:
@@ -140,20 +140,20 @@ def host_key(address: str) -> tuple[object, ...]:
     try:
         number = int(ipaddress.ip_address(host.strip("[]") or rest))
     except ValueError:
-        return 1, 0, host or rest, _number(port)
-    return 0, number, "", _number(port)
+        return 1, 0, host or rest, _sort_number(port)
+    return 0, number, "", _sort_number(port)
 
 
 def device_key(name: str) -> tuple[bool, int, str]:
     """Return a sort key for names of GPUs: indices by value, then UUIDs."""
-    return not name.isdigit(), _number(name), name
+    return not name.isdigit(), _sort_number(name), name
 
 
-def _number(text: str) -> int:
+def _sort_number(text: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
+def choose_workers(offers: Sequence[Offer], wanted: SlotRequest) -> list[Offer] | None:
     """Choose Dask workers for a request and return their offers in the order of ranks; None if there are too few."""
     alike: dict[str, list[Offer]] = {}
     for offer in offers:
@@ -163,11 +163,11 @@ def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
     return next((offer_set for offer_set in choices if offer_set is not None), None)
 
 
-def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
+def _choose_among(offers: Sequence[Offer], wanted: SlotRequest) -> list[Offer] | None:
     by_host: dict[str, list[Offer]] = {}
     # A slot takes the smallest suitable worker, so that larger workers stay free for larger requests.
     for offer in sorted(offers, key=lambda offer: (offer.gpus, offer.cpus, offer.rank_key)):
-        if offer.suits(wanted):
+        if offer.fits(wanted):
             by_host.setdefault(offer.host, []).append(offer)
     if wanted.strategy.endswith("pack"):
         hosts = sorted(by_host.values(), key=lambda own: (-len(own), own[0].rank_key))
@@ -181,62 +181,62 @@ def _choose_among(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None
     return sorted(chosen[: wanted.slots], key=lambda offer: offer.rank_key)
 
 
-def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]:
+def offer_table(offers: Sequence[Offer], wanted: SlotRequest) -> tuple[dict[str, str], ...]:
     """Return a table row for each machine: request, total, free part, and the reasons why workers aren't free."""
     by_host: dict[str, list[Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.rank_key):
         by_host.setdefault(offer.host, []).append(offer)
-    request_text = f"{_workers(wanted.slots)} with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
+    request_text = f"{_count_workers(wanted.slots)} with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
     if wanted.memory:
         request_text += f", {wanted.memory / 2**30:.1f} GiB"
     request_text += "".join(f", {amount * wanted.slots:g} {name}" for name, amount in wanted.resources.items())
     looked_at = dict.fromkeys([*wanted.labels, *filter(None, [wanted.together])])
     rows = []
     for host, host_offers in by_host.items():
-        free = [offer for offer in host_offers if not offer.unfit and not offer.taken]
+        free = [offer for offer in host_offers if not offer.unfit and not offer.obstacle]
         row = {
             "node": host,
             "wanted": request_text,
-            "total": _amounts(host_offers, wanted),
-            "free": _amounts(free, wanted),
+            "total": _format_amounts(host_offers, wanted),
+            "free": _format_amounts(free, wanted),
         }
-        labels = {"labels": ", ".join(_values(host_offers, name) for name in looked_at)} if looked_at else {}
-        rows.append({**row, **labels, "why": _reasons(host_offers)})
+        labels = {"labels": ", ".join(_label_values(host_offers, name) for name in looked_at)} if looked_at else {}
+        rows.append({**row, **labels, "why": _count_reasons(host_offers)})
     return tuple(rows)
 
 
-def _workers(count: int) -> str:
+def _count_workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def _values(offers: Sequence[Offer], label: str) -> str:
+def _label_values(offers: Sequence[Offer], label: str) -> str:
     values = sorted({offer.labels[label] for offer in offers if label in offer.labels})
     shown = "|".join([*values[:_SHOWN], *(["..."] if values[_SHOWN:] else [])])
     return f"{label}={shown}" if values else f"no {label}"
 
 
-def _amounts(offers: Sequence[Offer], wanted: Wanted) -> str:
+def _format_amounts(offers: Sequence[Offer], wanted: SlotRequest) -> str:
     cpus, gpus = sum(offer.cpus for offer in offers), sum(offer.gpus for offer in offers)
-    limit = _limit if wanted.memory else lambda offer: ""
+    limit = _format_limit if wanted.memory else lambda offer: ""
     sizes = sorted({f"{offer.cpus:g}/{offer.gpus}{limit(offer)}" for offer in offers})
     detail = f" ({', '.join(sizes)} each)" if sizes else ""
     further = "".join(f", {sum(o.resources.get(name, 0) for o in offers):g} {name}" for name in wanted.resources)
-    return f"{_workers(len(offers))}: {cpus:g} CPU, {gpus} GPU{detail}{further}"
+    return f"{_count_workers(len(offers))}: {cpus:g} CPU, {gpus} GPU{detail}{further}"
 
 
-def _limit(offer: Offer) -> str:
+def _format_limit(offer: Offer) -> str:
     return f"/{offer.memory / 2**30:.1f} GiB" if offer.memory else ""
 
 
-def _reasons(offers: Sequence[Offer]) -> str:
+def _count_reasons(offers: Sequence[Offer]) -> str:
     counts: dict[str, int] = {}
     for offer in offers:
-        if reason := offer.unfit or offer.taken:
+        if reason := offer.unfit or offer.obstacle:
             counts[reason] = counts.get(reason, 0) + 1
     return "; ".join(f"{count} {reason}" for reason, count in counts.items())
 
 
-def grant(offer: Offer, wanted: Wanted, used: Mapping[str, set[str]]) -> Grant:
+def make_grant(offer: Offer, wanted: SlotRequest, used: Mapping[str, set[str]]) -> Grant:
     """Assign GPUs to a slot: the worker's visible GPUs, or else the lowest free indices on the machine."""
     if not wanted.gpus:
         return Grant(offer.worker, offer.host)

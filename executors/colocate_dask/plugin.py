@@ -28,11 +28,11 @@ def colocate_about() -> About:
         distributions=("distributed",),
         joins="address",
         packages=("colocate_dask",),
-        left_here=_left_here,
+        left_here=_find_leftovers,
     )
 
 
-def _left_here() -> Sequence[Running]:
-    from colocate_dask.scratch import left_here
+def _find_leftovers() -> Sequence[Running]:
+    from colocate_dask.scratch import find_leftovers
 
-    return left_here()
+    return find_leftovers()

@@ -23,7 +23,7 @@ _STARTS_WITHIN_S = 30.0  # A worker starts within milliseconds, because worker a
 
 
 @attrs.frozen(eq=False)
-class _Made:
+class _PrivateWorker:
     worker: Worker
     scratch: str
 
@@ -39,28 +39,28 @@ class PrivateCluster:
 
     def __init__(self, loop: LoopThread) -> None:
         self._loop = loop
-        self._workers: dict[str, _Made] = {}
+        self._workers: dict[str, _PrivateWorker] = {}
         self._changing = asyncio.Lock()  # This lock makes a start or stop of workers finish before the cluster closes.
         self._closed = False
-        self._quiet = _quieten()
+        self._quiet = _silence_logs()
         try:
-            self.cluster, self._scratch = loop.run(_start())
+            self.cluster, self._scratch = loop.run_coroutine(_start_scheduler())
         except BaseException:
             self._quiet()
             raise
 
-    def start(self, slots: int, cpus: float, gpus: int) -> list[str]:
+    def start_workers(self, slots: int, cpus: float, gpus: int) -> list[str]:
         """Start Dask workers and return their addresses.
 
         Raises:
             TimeoutError: The cluster is being closed, or the workers didn't start in time.
         """
-        return self._loop.run(self._start(slots, cpus, gpus))
+        return self._loop.run_coroutine(self._start_workers(slots, cpus, gpus))
 
-    def stop(self, workers: Sequence[str]) -> None:
+    def stop_workers(self, workers: Sequence[str]) -> None:
         """Stop Dask workers. A cluster that is closing stops all of its workers without this call."""
         try:
-            self._loop.run(self._stop(workers))
+            self._loop.run_coroutine(self._stop_workers(workers))
         except TimeoutError:
             if not self._closed:
                 raise
@@ -68,19 +68,19 @@ class PrivateCluster:
     def close(self) -> None:
         """Close the Dask workers and the scheduler."""
         try:
-            self._loop.run(self._close())
+            self._loop.run_coroutine(self._close_cluster())
         finally:
             self._quiet()
 
-    async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
+    async def _start_workers(self, slots: int, cpus: float, gpus: int) -> list[str]:
         async with self._changing:
             if self._closed:  # A new worker would search for the closed scheduler for ever.
                 raise TimeoutError("the cluster has been closed")
-            made_workers = await self._make(slots, cpus, gpus)
+            made_workers = await self._make_workers(slots, cpus, gpus)
             self._workers.update({entry.worker.address: entry for entry in made_workers})
         return [entry.worker.address for entry in made_workers]
 
-    async def _make(self, slots: int, cpus: float, gpus: int) -> list[_Made]:
+    async def _make_workers(self, slots: int, cpus: float, gpus: int) -> list[_PrivateWorker]:
         scratch = tempfile.mkdtemp(prefix=PREFIX)
         started = [
             Worker(
@@ -94,37 +94,39 @@ class PrivateCluster:
             )
             for _ in range(slots)
         ]
-        entries = [_Made(worker, scratch) for worker in started]
+        entries = [_PrivateWorker(worker, scratch) for worker in started]
         try:
             # This timeout also bounds `close`, which waits until the start has ended.
             async with asyncio.timeout(_STARTS_WITHIN_S):
                 await asyncio.gather(*started)
             for worker in started:
-                _stop_listening(worker)
+                _close_status_server(worker)
         except BaseException:
-            await _end(entries)
+            await _end_workers(entries)
             raise
         finally:
-            _forget(scratch)
+            _remove_folder(scratch)
         return entries
 
-    async def _stop(self, workers: Sequence[str]) -> None:
+    async def _stop_workers(self, workers: Sequence[str]) -> None:
         async with self._changing:
-            await _end([entry for address in workers if (entry := self._workers.pop(address, None)) is not None])
+            await _end_workers(
+                [entry for address in workers if (entry := self._workers.pop(address, None)) is not None]
+            )
 
-    async def _close(self) -> None:
+    async def _close_cluster(self) -> None:
         self._closed = True
         async with self._changing:
             try:
-                await _end(list(self._workers.values()))
+                await _end_workers(list(self._workers.values()))
                 self._workers.clear()
-                _give_folder(self.cluster.scheduler)
+                _restore_folder(self.cluster.scheduler)
                 await self.cluster.close()
             finally:
-                _forget(self._scratch)
+                _remove_folder(self._scratch)
 
 
-def _quieten() -> Callable[[], None]:
+def _silence_logs() -> Callable[[], None]:
     """Mute Dask's non-critical output and false log lines, and return a function that ends the muting.
 
     The filter is added to the first handler only, which Dask's import adds. `silence_logs` would set the level of all
@@ -140,7 +142,7 @@ def _quieten() -> Callable[[], None]:
         return record.levelno >= logging.CRITICAL
 
     def true(record: logging.LogRecord) -> bool:
-        # Dask logs the address of a status page that `_stop_listening` has closed.
+        # Dask logs the address of a status page that `_close_status_server` has closed.
         return record.threadName != NAME or "dashboard at:" not in record.getMessage()
 
     loggers = [logging.getLogger(f"distributed.{name}") for name in ("scheduler", "worker")]
@@ -158,17 +160,17 @@ def _quieten() -> Callable[[], None]:
     return undo
 
 
-async def _end(doomed: Sequence[_Made]) -> None:
+async def _end_workers(doomed: Sequence[_PrivateWorker]) -> None:
     for entry in doomed:
-        _give_folder(entry.worker)
+        _restore_folder(entry.worker)
     try:
         await asyncio.gather(*(entry.worker.close(nanny=False) for entry in doomed))
     finally:
         for scratch in {entry.scratch for entry in doomed}:
-            _forget(scratch)
+            _remove_folder(scratch)
 
 
-async def _start() -> tuple[Any, str]:
+async def _start_scheduler() -> tuple[Any, str]:
     """Start the cluster, and return the cluster with the path of the scheduler's scratch folder."""
     scratch = tempfile.mkdtemp(prefix=PREFIX)
     options: dict[str, Any] = {
@@ -183,15 +185,15 @@ async def _start() -> tuple[Any, str]:
     try:
         cluster = await LocalCluster(asynchronous=True, **options)  # type: ignore[no-untyped-call]
     finally:
-        _forget(scratch)
+        _remove_folder(scratch)
     # At interpreter exit, core first closes the users of the cluster, then the cluster.
     cluster.shutdown_on_close = False
-    _stop_listening(cluster.scheduler)
+    _close_status_server(cluster.scheduler)
     return cluster, scratch
 
 
-def _forget(scratch: str) -> None:
-    """Remove a scratch folder, and the entries below the folder in `sys.path`, which Dask has added.
+def _remove_folder(scratch: str) -> None:
+    """Remove a scratch folder, and the entries that Dask has added to `sys.path` below the folder.
 
     Called right after the start, so that a killed driver leaves no folder behind. Dask writes to the folder only when
     tasks need it, and there are none.
@@ -200,11 +202,11 @@ def _forget(scratch: str) -> None:
     sys.path[:] = [entry for entry in sys.path if not entry.startswith(scratch)]
 
 
-def _give_folder(node: Any) -> None:
+def _restore_folder(node: Any) -> None:
     """Recreate the scratch folder of a closing worker or scheduler, because Dask complains about a missing folder."""
     os.makedirs(node.local_directory, exist_ok=True)
 
 
-def _stop_listening(node: Any) -> None:
+def _close_status_server(node: Any) -> None:
     """Close the HTTP server of status pages, which Dask opens even without a dashboard."""
     node.http_server.stop()

@@ -12,8 +12,8 @@ PREFIX = "colocate-dask-"
 _MADE_WITHIN_S = 60.0
 
 
-def left_here() -> list[Running]:
-    """List scratch folders of private clusters that were never removed, because the driver died before."""
+def find_leftovers() -> list[Running]:
+    """List scratch folders of private clusters whose driver died before removing the folder."""
     folders = []
     for entry in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         try:

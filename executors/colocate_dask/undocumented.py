@@ -23,19 +23,19 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize, t
 _OP = "colocate"
 
 
-def ask_for_nothing(client: Any) -> None:
-    """Stop a client's request for the list of workers every two seconds, because no code here reads the list."""
+def stop_polling(client: Any) -> None:
+    """Stop a client from requesting the list of workers every two seconds, because no code here reads the list."""
     client._periodic_callbacks["scheduler-info"].stop()
 
 
-def stream_of(client: Any) -> Any:
+def find_stream(client: Any) -> Any:
     """Return a client's stream to the scheduler, which is a new object after each reconnect."""
     return client.scheduler_comm
 
 
-def sockets_of(client: Any) -> list[socket.socket]:
+def find_sockets(client: Any) -> list[socket.socket]:
     """Return all sockets that connect a client with the scheduler: the stream's and the connection pool's."""
-    stream = stream_of(client).comm if stream_of(client) is not None else None
+    stream = find_stream(client).comm if find_stream(client) is not None else None
     pools = [*client.rpc.available.values(), *client.rpc.occupied.values()]
     comms = [comm for comm in (stream, *(comm for pool in pools for comm in pool)) if comm is not None]
     # In-process and closed connections have no stream.
@@ -43,17 +43,17 @@ def sockets_of(client: Any) -> list[socket.socket]:
     return [stream.socket for stream in streams if stream is not None and stream.socket is not None]
 
 
-async def asked(client: Any, function: Callable[..., Any], *args: Any) -> Any:
+async def run_on_scheduler(client: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Run a function in the scheduler, as `Client.run_on_scheduler` but without a log line.
 
-    The scheduler must have called `answers`.
+    `add_handler` must have run in the scheduler.
     """
     pack: Callable[[Any], bytes] = dumps
     return (await getattr(client.scheduler, _OP)(function=pack(function), args=pack(args)))["result"]
 
 
-def answers(scheduler: Any) -> None:
-    """Register the handler for requests of `asked` in the scheduler."""
+def add_handler(scheduler: Any) -> None:
+    """Register the handler for requests of `run_on_scheduler` in the scheduler."""
     unpack: Callable[[bytes], Any] = loads
     wrapped: Callable[[Any], Any] = to_serialize
 
@@ -64,7 +64,7 @@ def answers(scheduler: Any) -> None:
     scheduler.handlers[_OP] = answer
 
 
-async def is_there(client: Any) -> None:
+async def ping_scheduler(client: Any) -> None:
     """Ping a client's scheduler. The scheduler doesn't log the ping."""
     await client.scheduler.echo()
 
@@ -78,12 +78,12 @@ def close_surplus(client: Any) -> None:
             comm.abort()
 
 
-def plugin_of(scheduler: Any, name: str) -> Any:
+def find_plugin(scheduler: Any, name: str) -> Any:
     """Return a scheduler plugin by name; None if no plugin has this name."""
     return scheduler.plugins.get(name)
 
 
-async def takes_connections(address: str, within_s: float) -> bool:
+async def accepts_connections(address: str, within_s: float) -> bool:
     """Return whether a process accepts connections at an address, even if busy. True for in-process addresses."""
     if not address.startswith(("tcp://", "tls://")):
         return True
@@ -109,12 +109,12 @@ def resume(scheduler: Any, worker: str, reason: str) -> None:
         scheduler.handle_worker_status_change("running", worker, reason)
 
 
-def runs_again(msg: Any) -> bool:
+def is_resume_event(msg: Any) -> bool:
     """Return whether a logged event says that a worker accepts tasks again. The topic is the worker's address."""
     return isinstance(msg, Mapping) and (msg.get("action"), msg.get("status")) == ("worker-status-change", "running")
 
 
-def keep_busy(scheduler: Any, count: int) -> None:
+def count_work(scheduler: Any, count: int) -> None:
     """Add `count` to the scheduler's work in progress, because a scheduler without work may end by idle-timeout."""
     scheduler._active_graph_updates += count
 
@@ -147,7 +147,7 @@ def is_running(state: Any) -> bool:
     return bool(state.status.name == "running")
 
 
-async def call(
+async def call_worker(
     scheduler: Any, worker: str, function: Callable[..., Any], *args: Any, within_s: float, nanny: bool = False
 ) -> Any:
     """Run a function in a Dask worker or the worker's nanny, from the scheduler, and return the result.
@@ -161,10 +161,10 @@ async def call(
     answer = (await asyncio.wait_for(coming, within_s))[worker]
     if answer["status"] != "OK":
         raise RuntimeError(answer["exception_text"])
-    return _value(answer["result"])
+    return _unpack_result(answer["result"])
 
 
-def _value(result: Any) -> Any:
+def _unpack_result(result: Any) -> Any:
     if isinstance(result, Serialized):
         return deserialize(result.header, result.frames)  # type: ignore[no-untyped-call]
     return result.data if isinstance(result, Serialize) else result

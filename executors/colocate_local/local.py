@@ -46,7 +46,7 @@ class Local(Machine):
     def foresee(cls, options: Mapping[str, Any]) -> None:
         """Start the workers' template process before the executor is needed."""
         if options.get("processes") is True:
-            forks.foresee(os.environ)
+            forks.prepare_template(os.environ)
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:

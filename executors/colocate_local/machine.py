@@ -17,12 +17,12 @@ class Machine(Executor, SharedSlots):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._ledger = Ledger([node], self._device)
+        self._ledger = Ledger([node], self._device_name)
         self._gpus = names(node.gpus)
         self._runtimes: set[str] = set()  # Ids of the runtimes that have sent requests; in practice only one.
 
     @staticmethod
-    def _device(devices: tuple[int, ...]) -> str:
+    def _device_name(devices: tuple[int, ...]) -> str:
         return torch_device(devices[0] if devices else None)
 
     def nodes(self) -> Sequence[Node]:
@@ -44,10 +44,10 @@ class Machine(Executor, SharedSlots):
 
     def running(self) -> Sequence[Running]:
         """List the reservations, and the workers that the operating system or the interpreter shows."""
-        return [*self._ledger.running(), *self._workers()]
+        return [*self._ledger.running(), *self._list_workers()]
 
     @abc.abstractmethod
-    def _workers(self) -> list[Running]:
+    def _list_workers(self) -> list[Running]:
         """List the workers that are still running."""
 
     def _is_ours(self, worker: str) -> bool:

@@ -15,7 +15,7 @@ from colocate.errors import ColocateError
 from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Running
 from colocate.worker.residents.peers import LocalPeers
 from colocate.worker.serving.host import LANE, WorkerHost
-from colocate.worker.serving.service import hello
+from colocate.worker.serving.service import create_hello
 from colocate_local.machine import Machine
 
 _GIVEN_UP = "a thread, which can't be killed: it was given up, and still runs"
@@ -39,7 +39,7 @@ class LocalThreads(Machine):
         host = ThreadHost(self, boot, events)
         self._hosts[boot.group, boot.slot] = host
         try:
-            host.start()
+            host.start_thread()
         except BaseException:  # A signal handler may have raised the error.
             host.kill()
             raise
@@ -54,9 +54,9 @@ class LocalThreads(Machine):
         return (message, body), [partial(setattr, call, "seq") for call in message.numbered]
 
     def discard(self, frame: Any) -> None:
-        """Do nothing, because a frame of this executor holds no resources."""
+        """Do nothing, because a message of this executor holds no resources to free."""
 
-    def find(self, group: str, slot: int) -> WorkerHost:
+    def find_host(self, group: str, slot: int) -> WorkerHost:
         """Return the worker on a slot of a group.
 
         Raises:
@@ -67,11 +67,11 @@ class LocalThreads(Machine):
             raise ColocateError(f"worker {slot} of group {group!r} is gone")
         return host.worker
 
-    def forget(self, boot: Boot) -> None:
+    def remove_host(self, boot: Boot) -> None:
         """Remove an ended worker from the table of workers."""
         self._hosts.pop((boot.group, boot.slot), None)
 
-    def _workers(self) -> list[Running]:
+    def _list_workers(self) -> list[Running]:
         """List the lane threads of this process, including hung threads of abandoned workers."""
         living = {host.boot.worker for host in list(self._hosts.values())}
         names = [thread.name.removeprefix(LANE) for thread in threading.enumerate() if thread.name.startswith(LANE)]
@@ -93,40 +93,40 @@ class ThreadHost(Host):
         self._executor = executor
         self._events = events
         self._lock = threading.Lock()
-        self._over = False
+        self._has_ended = False
         self.worker = WorkerHost(
             boot,
             executor.codec,
-            self._say,
-            lambda host: LocalPeers(host, executor.find),
+            self._send_to_driver,
+            lambda host: LocalPeers(host, executor.find_host),
             in_process=True,
-            on_end=lambda: self._exit(None),
+            on_end=lambda: self._on_exit(None),
         )
 
-    def start(self) -> None:
+    def start_thread(self) -> None:
         """Report the worker's hello message to the driver."""
-        self._say(hello(), None)
+        self._send_to_driver(create_hello(), None)
 
-    def _say(self, head: tuple[Any, ...], body: Any) -> None:
-        if not self._over:
+    def _send_to_driver(self, head: tuple[Any, ...], body: Any) -> None:
+        if not self._has_ended:
             self._events.received(head, body)
 
     def send(self, frame: Any) -> None:
         """Pass a message to the worker, unless the worker has ended."""
-        if not self._over:
+        if not self._has_ended:
             self.worker.receive(*frame)
 
     def kill(self) -> None:
         """Free the slot and ignore later messages from the worker. The thread itself can't be killed."""
-        self._exit("ended with its group; a thread can't be killed and may still run")
+        self._on_exit("ended with its group; a thread can't be killed and may still run")
         for part in list(self.worker.parts.values()):
             part.kill()
         self.worker.close("the worker was ended")
 
-    def _exit(self, detail: str | None) -> None:
+    def _on_exit(self, detail: str | None) -> None:
         with self._lock:
-            if self._over:
+            if self._has_ended:
                 return
-            self._over = True
-        self._executor.forget(self.boot)
+            self._has_ended = True
+        self._executor.remove_host(self.boot)
         self._events.exited(Exit(detail=detail))

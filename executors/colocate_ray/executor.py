@@ -39,7 +39,7 @@ from colocate.executor import (
     Watchable,
     Window,
 )
-from colocate.gpus import count_gpus, listed, names, torch_device
+from colocate.gpus import count_gpus, list_visible_gpus, names, torch_device
 from colocate.keeper import (
     Adoption,
     DetachableByKeepers,
@@ -49,15 +49,15 @@ from colocate.keeper import (
     Registration,
     adopt_pool,
 )
-from colocate.placement import words
+from colocate.placement import describe_request
 from colocate_ray.envoy import Envoy
-from colocate_ray.proxy import Asked
+from colocate_ray.proxy import Question
 from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-RELEASED_WITHIN_S = 11.0  # This is a little longer than the envoy waits for Ray.
+RELEASED_WITHIN_S = 11.0  # This is a little longer than the envoy waits for Ray to free slots.
 LISTED_WITHIN_S = 10.0
 
 _Key = tuple[int, int]  # The key of a slot: the number of the reservation, and the index of the bundle.
@@ -93,8 +93,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             _check_joining(address, cpus, gpus)
         elif token_file is not None:
             raise ConfigError("connect('ray', token_file=...) is for joining a cluster: a private Ray makes its own")
-        devices = _own_gpus(gpus) if address is None else None
-        cluster = Cluster(_of_this_process(address), cpus, devices, token_file, runtime_env)
+        devices = _choose_gpus(gpus) if address is None else None
+        cluster = Cluster(_resolve_address(address), cpus, devices, token_file, runtime_env)
         if cluster.private:
             return cls(cluster)
         return JoinedRayExecutor(cluster)
@@ -124,15 +124,15 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._slots: dict[_Key, KeptSlot] = {}
-        self._asked: dict[str, int] = {}  # Numbers of requests in progress, by request id.
+        self._pending_requests: dict[str, int] = {}  # Numbers of requests in progress, by request id.
         self._withdrawn: set[str] = set()
         self._lost: dict[_Key, str] = {}
-        self._ends: dict[_Key, Asked] = {}  # Pending kills of unresponsive keepers, by slot.
+        self._pending_ends: dict[_Key, Question] = {}  # Pending kills of unresponsive keepers, by slot.
         # The certificates are read before the envoy starts, so that an error leaves no process behind.
         tls = None if cluster.private else tls_of_environment()
         self._keepers = Keepers("ray", tls)
         try:
-            self._envoy = Envoy(cluster, self._actor_ended)
+            self._envoy = Envoy(cluster, self._on_actor_ended)
         except BaseException:
             self._keepers.close()
             raise
@@ -144,57 +144,59 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
     def reserve(self, request: Request) -> Reservation:
         """Hold slots in a new placement group, and start a keeper in each slot."""
-        number = self._asked[request.id] = next(self._numbers)
+        number = self._pending_requests[request.id] = next(self._numbers)
         try:
-            # `withdraw` sets this mark before reading `_asked`, so one of the two threads notices the other.
+            # `withdraw` adds the id before reading `_pending_requests`, so no concurrent withdrawal is missed.
             if request.id in self._withdrawn:
-                raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
+                raise PlacementTimeout(describe_request(request, "was withdrawn before it was asked for"))
             reserve = partial(self._envoy.call, "reserve")
             slots: list[Slot] = reserve(number, request, self._keepers.key)
-            return Reservation(tuple(self._place(number, slot) for slot in slots), number)
-        except ClusterError:  # Once the head answers again, Ray would finish the reservation.
-            self._envoy.post("release", number)
+            return Reservation(tuple(self._make_place(number, slot) for slot in slots), number)
+        except ClusterError:  # Without the release, Ray would finish the reservation once the head answers again.
+            self._envoy.call_soon("release", number)
             raise
         finally:
-            self._asked.pop(request.id, None)
+            self._pending_requests.pop(request.id, None)
 
-    def bear(self, cut_s: float) -> None:
+    def set_cut_timeout(self, cut_s: float) -> None:
         """Set the seconds of silence after which the connections to keepers count as cut."""
-        self._keepers.bear(cut_s)
+        self._keepers.set_cut_limit(cut_s)
 
     def withdraw(self, request: Request) -> None:
         """Withdraw a request that is waiting for slots."""
         self._withdrawn.add(request.id)
-        number = self._asked.get(request.id)
+        number = self._pending_requests.get(request.id)
         if number is not None:
-            self._envoy.post("release", number)
+            self._envoy.call_soon("release", number)
 
-    def _place(self, number: int, slot: Slot) -> Place:
+    def _make_place(self, number: int, slot: Slot) -> Place:
         key = number, slot.index
-        kept_slot = self._keepers.slot(slot.address, on_stuck=partial(self._end_slot, key), gone=is_gone(slot))
+        kept_slot = self._keepers.open_slot(
+            slot.address, on_stuck=partial(self._end_slot, key), gone=gone_message(slot)
+        )
         with self._lock:
             self._slots[key] = kept_slot
             words = self._lost.pop(key, None)
         if words is not None:  # The actor ended before the slot was registered here.
-            kept_slot.lost(words)
-        return place_of(slot, key)
+            kept_slot.on_process_gone(words)
+        return make_place(slot, key)
 
     def _end_slot(self, key: _Key) -> None:
-        self._ends.setdefault(key, self._envoy.post("end_slot", *key))
+        self._pending_ends.setdefault(key, self._envoy.call_soon("end_slot", *key))
 
-    def _actor_ended(self, number: int, index: int, words: str) -> None:
+    def _on_actor_ended(self, number: int, index: int, words: str) -> None:
         with self._lock:
             slot = self._slots.get((number, index))
             if slot is None:
                 self._lost[number, index] = words
         if slot is not None:
-            slot.lost(words)
+            slot.on_process_gone(words)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker in a slot through the slot's keeper."""
         return self._slots[place.handle].launch(boot, events)
 
-    def lost(self, place: Place) -> bool:
+    def is_lost(self, place: Place) -> bool:
         """Return whether the Ray actor of a slot is gone."""
         slot = self._slots.get(place.handle)
         return slot is None or slot.is_lost
@@ -209,8 +211,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
             return None
         for key in lost_keys:
             self._slots[key].close()
-            self._ends.pop(key, None)
-        new = {place.handle: place for place in (self._place(number, slot) for slot in slots)}
+            self._pending_ends.pop(key, None)
+        new = {place.handle: place for place in (self._make_place(number, slot) for slot in slots)}
         return attrs.evolve(
             reservation, places=tuple(new.get(old_place.handle, old_place) for old_place in reservation.places)
         )
@@ -220,19 +222,19 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
         for place in reservation.places:
             self._slots[place.handle].close()
         try:
-            ends = [end for key, end in list(self._ends.items()) if key[0] == reservation.handle]
-            self._envoy.wait(ends, RELEASED_WITHIN_S)
+            ends = [end for key, end in list(self._pending_ends.items()) if key[0] == reservation.handle]
+            self._envoy.wait_for(ends, RELEASED_WITHIN_S)
             self._envoy.call("release", reservation.handle, within_s=RELEASED_WITHIN_S)
         except ClusterError:  # Ray itself frees the slots of a driver that is gone.
             pass
         finally:
-            self._forget(reservation)
+            self._drop_slots(reservation)
 
-    def _forget(self, reservation: Reservation) -> None:
+    def _drop_slots(self, reservation: Reservation) -> None:
         with self._lock:
             for place in reservation.places:
                 self._slots.pop(place.handle, None)
-                self._ends.pop(place.handle, None)
+                self._pending_ends.pop(place.handle, None)
 
     def running(self) -> Sequence[Running]:
         """List this driver's entries in Ray's tables, and the workers that the keepers report."""
@@ -250,7 +252,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode, SharedSlots, Labelled):
 
 
 @attrs.define(eq=False)
-class _Owned:
+class _OwnedReservation:
     """A reservation that belongs to an owner, which is a Ray actor with the slots of one pool."""
 
     name: str
@@ -267,31 +269,31 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._owned: dict[int, _Owned] = {}
+        self._owned: dict[int, _OwnedReservation] = {}
 
     def reserve(self, request: Request) -> Reservation:
-        """Hold slots: through an owner if the pool is detachable, else directly."""
+        """Hold slots: through an owner (a Ray actor) if the pool is detachable, else directly."""
         if not request.detachable:
             return super().reserve(request)
         number, key = next(self._numbers), wire.new_key()
         name, address = self._envoy.call("open_owner", request, key)
-        lead = self._keepers.slot(address, key=key)
+        lead = self._keepers.open_slot(address, key=key)
         try:
             if (lost := lead.wait_connected()) is not None:
                 raise ClusterError(f"the Ray actor that owns pool {request.owner!r} can't be reached: {lost}")
             slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request)
             for slot in slots:
                 ends = partial(self._end_by_owner, name, slot.index)
-                self._slots[number, slot.index] = self._keepers.slot(
-                    slot.address, on_stuck=ends, key=key, gone=is_gone(slot)
+                self._slots[number, slot.index] = self._keepers.open_slot(
+                    slot.address, on_stuck=ends, key=key, gone=gone_message(slot)
                 )
         except BaseException:  # This clause also handles Ctrl-C.
-            self._envoy.post("release_by_owner", name)
+            self._envoy.call_soon("release_by_owner", name)
             lead.close()
             raise
-        places = tuple(place_of(slot, (number, slot.index)) for slot in slots)
+        places = tuple(make_place(slot, (number, slot.index)) for slot in slots)
         kept_slots = [self._slots[place.handle] for place in places]
-        self._owned[number] = _Owned(name, request.id, PoolKeepers(key, lead, kept_slots))
+        self._owned[number] = _OwnedReservation(name, request.id, PoolKeepers(key, lead, kept_slots))
         return Reservation(places, number)
 
     def replace(self, reservation: Reservation, lost: Sequence[Place], request: Request) -> Reservation | None:
@@ -311,7 +313,7 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
         finally:
             for slot in (*owned.keepers.slots, owned.keepers.lead):
                 slot.close()
-            self._forget(reservation)
+            self._drop_slots(reservation)
 
     def running(self) -> Sequence[Running]:
         """List this driver's entries in Ray's tables, including owners' reservations, and the keepers' workers."""
@@ -334,64 +336,64 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
             lease,
             (owned.name, owned.request, rows),
             partial(self._envoy.call, "publish"),
-            partial(self._envoy.call, "forget", owned.name),
-            self.published,
+            partial(self._envoy.call, "unpublish", owned.name),
+            self.list_pools,
         )
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Adopt the lead keeper of a detached pool, then the other keepers with the lead's permission."""
-        registration = self.registration(name)
+        registration = self.find_registration(name)
         owner, request, rows = registration.facts
         number = next(self._numbers)
         slots = [(address, partial(self._end_by_owner, owner, index)) for address, index, _ in rows]
         lead, pool = adopt_pool(self._keepers, registration, Adoption(who, own, fenced), slots)
-        self._owned[number] = _Owned(owner, request, pool)
+        self._owned[number] = _OwnedReservation(owner, request, pool)
         self._slots.update({(number, index): slot for (_, index, _), slot in zip(rows, pool.slots, strict=True)})
         places = tuple(attrs.evolve(place, handle=(number, index)) for _, index, place in rows)
         return Adopted(Reservation(places, number), lead.epoch, lead.record)
 
-    def end(self, name: str) -> None:
+    def end_pool(self, name: str) -> None:
         """End the owner of a detached pool, so that Ray frees the slots."""
-        owner, *_ = self.registration(name).facts
+        owner, *_ = self.find_registration(name).facts
         # The time covers two steps: the end of the owner, and the return of the slots.
         self._envoy.call("end_owner", owner, within_s=2 * RELEASED_WITHIN_S)
 
-    def let_go(self, reservation: Reservation) -> None:
+    def detach(self, reservation: Reservation) -> None:
         """Notify a pool's keepers that this driver leaves, and close the connections to the keepers."""
         owned = self._owned.pop(reservation.handle, None)
         if owned is not None:
-            owned.keepers.give_up()
-            self._forget(reservation)
+            owned.keepers.leave_pool()
+            self._drop_slots(reservation)
 
     def reach(self) -> Reach:
         """Return this machine's address in the Ray cluster, and the certificates of the keepers."""
         return Reach(self._envoy.call("address_here"), self._keepers.tls)
 
     def announce(self, window: Window) -> None:
-        """Register a window for `colocate top` in Ray's store."""
+        """Register a job's `Window`, the address for `colocate top`, in Ray's store."""
         self._envoy.call("announce", window, within_s=LISTED_WITHIN_S)
 
     def retract(self, window: Window) -> None:
-        """Remove a window for `colocate top` from Ray's store."""
+        """Remove a job's `Window`, the address for `colocate top`, from Ray's store."""
         with contextlib.suppress(ColocateError):  # The cluster may be gone, or this driver may have left.
             self._envoy.call("retract", window, within_s=LISTED_WITHIN_S)
 
     def windows(self) -> Sequence[Window]:
-        """List the windows for `colocate top` of all live drivers, from Ray's store."""
+        """List the windows (addresses for `colocate top`) of all live drivers, from Ray's store."""
         windows: list[Window] = self._envoy.call("windows", within_s=LISTED_WITHIN_S)
         return windows
 
-    def registrations(self) -> Sequence[Registration]:
+    def list_registrations(self) -> Sequence[Registration]:
         """List the registrations of detached pools with live owners, from Ray's store."""
         registrations: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
         return registrations
 
-    def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
+    def get_pool(self, reservation: Reservation) -> PoolKeepers | None:
         """Return the keepers of a reservation that an owner holds; None for other reservations."""
         owned = self._owned.get(reservation.handle)
         return None if owned is None else owned.keepers
 
-    def slot_of(self, place: Place) -> KeptSlot:
+    def get_slot(self, place: Place) -> KeptSlot:
         """Return the driver's connection to the slot of a place."""
         return self._slots[place.handle]
 
@@ -400,15 +402,15 @@ class JoinedRayExecutor(RayExecutor, DetachableByKeepers, Watchable, Growing):
             self._envoy.call("end_slot_by_owner", owner, index, within_s=RELEASED_WITHIN_S)
 
 
-def place_of(slot: Slot, key: _Key) -> Place:
-    """Return the place of a slot in the form that core needs. `key` identifies the slot in this driver."""
+def make_place(slot: Slot, key: _Key) -> Place:
+    """Return a slot as a `Place`, the form that colocate's core uses. `key` identifies the slot in this driver."""
     # Ray shows an actor only the devices of one slot, numbered from 0.
     device = torch_device(0 if slot.devices else None)
     return Place(slot.node, slot.devices, device, slot.host, key)
 
 
-def is_gone(slot: Slot) -> str:
-    """Return the default error text for a slot with an unreachable keeper, until Ray reports the cause."""
+def gone_message(slot: Slot) -> str:
+    """Return the error text for a slot with an unreachable keeper, used until Ray reports the cause."""
     return f"Ray node {slot.node} ({slot.host}) is gone, or this driver's Ray actor there"
 
 
@@ -429,13 +431,13 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
         )
 
 
-def _own_gpus(gpus: int | None) -> tuple[str, ...] | None:
+def _choose_gpus(gpus: int | None) -> tuple[str, ...] | None:
     """Return the GPUs for a private Ray to offer. None lets Ray detect GPUs, including GPUs of other makers."""
     devices = names(count_gpus() if gpus is None else gpus)
-    return devices if devices or gpus is not None or listed() is not None else None
+    return devices if devices or gpus is not None or list_visible_gpus() is not None else None
 
 
-def _of_this_process(address: str | None) -> str | None:
+def _resolve_address(address: str | None) -> str | None:
     """Return the cluster's address. "auto" becomes the address of the driver's own `ray.init()`, if it was called."""
     ray = sys.modules.get("ray")
     if address == "auto" and ray is not None and ray.is_initialized():

@@ -1,4 +1,4 @@
-"""The detection of a Ray cluster's autoscaler, and the autoscaler's report. Runs in the envoy and in owners.
+"""The detection of a Ray cluster's autoscaler, and the autoscaler's report. Runs in the envoy and `Owner` actors.
 
 Pending placement groups trigger an autoscaler without further requests. Ray has no public sign of an autoscaler, so the
 reports of both generations of autoscalers are read. Without an autoscaler, each node type in the report is named after
@@ -31,17 +31,17 @@ class Autoscaler:
     failures: tuple[str, ...] = ()
 
     @property
-    def words(self) -> str:
+    def describe(self) -> str:
         """The report as text for an error."""
-        text = f"Ray's autoscaler has {_counted(self.nodes)}"
+        text = f"Ray's autoscaler has {_format_counts(self.nodes)}"
         if self.coming:
-            text += f", and waits for {_counted(self.coming)}"
+            text += f", and waits for {_format_counts(self.coming)}"
         elif not self.failures:
             text += ", and makes no more: of its types of nodes none would do, or there are as many as may be"
         return text + "".join(f"; {failure}" for failure in self.failures)
 
 
-def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
+def read_autoscaler(within_s: float = 0.0) -> Autoscaler | None:
     """Return the report of the cluster's autoscaler; None for a cluster without an autoscaler.
 
     Args:
@@ -51,7 +51,7 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
     deadline = time.monotonic() + min(within_s, _NEXT_WITHIN_S)
     while True:
         try:
-            status = _first_generation() or _second_generation()
+            status = _read_first_generation() or _read_second_generation()
         except Exception:  # The report may have any format, since Ray promises none.
             return None
         types = [*(status.nodes if status else ()), *(status.coming if status else ())]
@@ -60,8 +60,8 @@ def autoscaler(within_s: float = 0.0) -> Autoscaler | None:
         time.sleep(_LOOKS_AGAIN_S)
 
 
-def _first_generation() -> Autoscaler | None:
-    from ray._private import worker  # An actor has no other access to the store.
+def _read_first_generation() -> Autoscaler | None:
+    from ray._private import worker  # An actor has no other access to Ray's internal key-value store.
 
     this_worker: Any = worker.global_worker
     status = this_worker.gcs_client.internal_kv_get(_STATUS, None)
@@ -79,7 +79,7 @@ def _first_generation() -> Autoscaler | None:
     return Autoscaler(existing, coming, tuple(failures))
 
 
-def _second_generation() -> Autoscaler | None:
+def _read_second_generation() -> Autoscaler | None:
     from ray.autoscaler.v2.sdk import get_cluster_status
 
     ask: Callable[[str], Any] = get_cluster_status
@@ -93,13 +93,13 @@ def _second_generation() -> Autoscaler | None:
         f"{failure.count} {failure.ray_node_type_name} couldn't be launched: {failure.details}"
         for failure in status.failed_launches
     ]
-    existing = _types([*status.active_nodes, *status.idle_nodes])
-    return Autoscaler(existing, launches + _types(status.pending_nodes), tuple(dict.fromkeys(failures)))
+    existing = _count_types([*status.active_nodes, *status.idle_nodes])
+    return Autoscaler(existing, launches + _count_types(status.pending_nodes), tuple(dict.fromkeys(failures)))
 
 
-def _types(nodes: Iterable[Any]) -> Counter[str]:
+def _count_types(nodes: Iterable[Any]) -> Counter[str]:
     return Counter(node.ray_node_type_name for node in nodes)
 
 
-def _counted(types: Counter[str]) -> str:
+def _format_counts(types: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(types.items())) or "no node"

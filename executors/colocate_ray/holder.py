@@ -16,9 +16,9 @@ import ray
 import colocate
 from colocate.executor import Request
 from colocate.gpus import SHOWING
-from colocate.keeper import Keeper, die_with, difference, readable
+from colocate.keeper import Keeper, describe_mismatch, die_with, readable
 from colocate.wire import LOOPBACK
-from colocate_ray.nodes import natural
+from colocate_ray.nodes import natural_key
 from colocate_ray.terms import Cluster, tls_of_environment
 
 _BELOW_ENDS_WITHIN_S = 5.0
@@ -33,11 +33,11 @@ class Gpus:
     env: Mapping[str, str] = attrs.field(factory=dict)  # Variables that make exactly these GPUs visible to workers.
 
 
-def gpus_here(cluster: Cluster) -> Gpus:
+def read_gpus(cluster: Cluster) -> Gpus:
     """Return the GPUs of the bundle in which this Ray task runs."""
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
-    names = _in_order(ids, cluster.gpus or ())
-    return Gpus(tuple(names), _shown(names))
+    names = _sort_gpus(ids, cluster.gpus or ())
+    return Gpus(tuple(names), _visibility_variables(names))
 
 
 class Holder:
@@ -49,14 +49,16 @@ class Holder:
     def __init__(self) -> None:
         """Set fields only, because Ray would report an error of the constructor merely as text."""
         self._keepers: dict[int, list[Keeper]] = {}
-        self._ended: set[int] = set()  # Numbers of ended reservations. A reservation may end before `open` is called.
+        self._ended_numbers: set[int] = (
+            set()
+        )  # Numbers of ended reservations. A reservation may end before `open` is called.
         self._lock = threading.Lock()
 
     def open(
         self, version: str, number: int, key: bytes, request: Request, slots: Mapping[int, Gpus], cluster: Cluster
     ) -> dict[str, Any] | str:
         """Start keepers for a reservation's slots on this machine, and return their addresses or an error text."""
-        if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
+        if (words := describe_mismatch({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return f"it {words}"
         die_with(os.getppid())  # Without this call a killed raylet would leave this process behind.
         # Ray sets this variable for actors without CPUs, but workers need another value.
@@ -65,7 +67,7 @@ class Holder:
         host = None if cluster.private else address_of_node()
         tls = None if cluster.private else tls_of_environment()
         with self._lock:
-            if number in self._ended:
+            if number in self._ended_numbers:
                 return "the reservation was withdrawn"
             keepers = self._keepers.setdefault(number, [])
             made_keepers = []
@@ -96,7 +98,7 @@ class Holder:
     def end(self, number: int) -> None:
         """End the keepers of a reservation, and wait until all of their processes are gone."""
         with self._lock:
-            self._ended.add(number)
+            self._ended_numbers.add(number)
             keepers = self._keepers.pop(number, [])
         for keeper in keepers:
             keeper.close()
@@ -107,19 +109,19 @@ class Holder:
         threading.Event().wait()
 
 
-def _in_order(some: Iterable[object], gpus: Sequence[str]) -> list[str]:
+def _sort_gpus(some: Iterable[object], gpus: Sequence[str]) -> list[str]:
     """Return the GPUs, which Ray lists unordered, sorted by position in `gpus`, then by number."""
-    return sorted(map(str, some), key=lambda name: (gpus.index(name) if name in gpus else len(gpus), natural(name)))
+    return sorted(map(str, some), key=lambda name: (gpus.index(name) if name in gpus else len(gpus), natural_key(name)))
 
 
-def _shown(gpus: list[str]) -> dict[str, str]:
+def _visibility_variables(gpus: list[str]) -> dict[str, str]:
     """Return the variables that make only the slot's GPUs visible to workers. Ray may not have set these variables."""
-    by_ray = {variable for variable in _NOT_SET_BY_RAY.values() if _names_all(os.environ.get(variable, ""), gpus)}
+    by_ray = {variable for variable in _NOT_SET_BY_RAY.values() if _has_all_names(os.environ.get(variable, ""), gpus)}
     variables = {variable for flag, variable in _NOT_SET_BY_RAY.items() if flag in os.environ}
     return dict.fromkeys(by_ray | variables, ",".join(gpus)) if gpus else {}
 
 
-def _names_all(text: str, gpus: list[str]) -> bool:
+def _has_all_names(text: str, gpus: list[str]) -> bool:
     return sorted(text.split(",")) == sorted(gpus)
 
 
@@ -133,7 +135,7 @@ def end_process(pid: int, created: float | None) -> None:
         if not process.cmdline()[0].startswith("ray::") if created is None else process.create_time() != created:
             return
         with contextlib.ExitStack() as ends:
-            below = [_held(child.pid, ends) for child in process.children(recursive=True)]
+            below = [_open_pidfd(child.pid, ends) for child in process.children(recursive=True)]
             process.kill()
             process.wait()
             deadline = time.monotonic() + _BELOW_ENDS_WITHIN_S
@@ -143,7 +145,7 @@ def end_process(pid: int, created: float | None) -> None:
         return
 
 
-def _held(pid: int, ends: contextlib.ExitStack) -> int | None:
+def _open_pidfd(pid: int, ends: contextlib.ExitStack) -> int | None:
     """Return a descriptor that becomes readable when a process ends; None if the process has ended."""
     try:
         descriptor = os.pidfd_open(pid)

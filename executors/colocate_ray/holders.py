@@ -22,26 +22,26 @@ _ENDED_WITHIN_S = 10.0
 
 
 @attrs.define(eq=False)
-class Holding:
+class HolderActor:
     """This process's record of a holder, which is a Ray actor that holds keepers."""
 
     node: str  # Ray's id of the node.
     actor: Any
-    watch: Any  # Reference to a call that ends only with the actor.
+    watch: Any  # Ray's reference to a call that ends only when the actor ends.
     process: tuple[int, float] | None = None  # Process id and creation time; None until the holder has reported both.
     users: set[int] = attrs.field(factory=set)  # Numbers of the reservations that need this holder.
 
     @property
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the actor has ended."""
         return bool(ray.wait([self.watch], timeout=0)[0])
 
-    def kill(self) -> None:
+    def kill_process(self) -> None:
         """Kill the unresponsive process of the holder, and wait until the process has ended."""
-        kill(self.actor, self.node, self.process)
+        kill_actor(self.actor, self.node, self.process)
 
 
-def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> None:
+def kill_actor(actor: Any, node: str, process: tuple[int, float | None] | None) -> None:
     """Kill an unresponsive actor by a task on the actor's machine, and wait until the process has ended."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(end_process)
@@ -58,13 +58,13 @@ def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> Non
 class Holders:
     """All holders that this process has started. Thread-safe."""
 
-    def __init__(self, lost: Callable[[Holding, str], None]) -> None:
+    def __init__(self, lost: Callable[[HolderActor, str], None]) -> None:
         self._lost = lost
-        self._at: dict[str, Holding] = {}
-        self._over = False
+        self._at: dict[str, HolderActor] = {}
+        self._is_stopped = False
         self._lock = threading.Lock()
 
-    def at(self, node: str, owner: str, user: int) -> Holding:
+    def get_or_create(self, node: str, owner: str, user: int) -> HolderActor:
         """Return the holder on a node, for use by a reservation. Start a holder if there is none.
 
         Raises:
@@ -72,18 +72,18 @@ class Holders:
         """
         with self._lock:
             present = self._at.get(node)
-            if present is not None and not present.is_gone:
+            if present is not None and not present.has_ended:
                 present.users.add(user)
                 return present
-            if self._over:
+            if self._is_stopped:
                 raise ColocateError("its driver has let go")
-            self._at[node] = keepers = _made(node, f"{PREFIX}{owner}{KEEPERS}{secrets.token_hex(4)}")
+            self._at[node] = keepers = _create_holder(node, f"{PREFIX}{owner}{KEEPERS}{secrets.token_hex(4)}")
             keepers.users.add(user)
-        keepers.watch.future().add_done_callback(partial(self._ended, keepers))
+        keepers.watch.future().add_done_callback(partial(self._on_ended, keepers))
         return keepers
 
-    def left(self, user: int, end: bool) -> None:
-        """Remove a reservation from the users of all holders.
+    def release_user(self, user: int, end: bool) -> None:
+        """Record that a reservation no longer needs any holder.
 
         Args:
             user: The reservation's number.
@@ -97,33 +97,33 @@ class Holders:
         for holder in ended:
             ray.kill(holder.actor, no_restart=True)
 
-    def stop(self) -> None:
+    def stop_creating(self) -> None:
         """Refuse new holders, and wait until a start in progress has ended."""
         with self._lock:
-            self._over = True
+            self._is_stopped = True
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """End all holders that this process has started."""
-        self.stop()
+        self.stop_creating()
         for holder in self._at.values():
             ray.kill(holder.actor, no_restart=True)
 
-    def _ended(self, holder: Holding, future: Any) -> None:
-        self._lost(holder, _brief(str(future.exception())))
+    def _on_ended(self, holder: HolderActor, future: Any) -> None:
+        self._lost(holder, _shorten_message(str(future.exception())))
 
 
-def _made(node: str, name: str) -> Holding:
+def _create_holder(node: str, name: str) -> HolderActor:
     remote: Any = ray.remote  # The type is Any, because Ray's type stubs lack concurrency groups.
     actor_class = remote(concurrency_groups={"watch": 1, "ends": 8})(Holder)
     actor = actor_class.options(
         name=name,
         max_restarts=0,
         max_task_retries=0,
-        **Nodes.at(node),
+        **Nodes.pin_to_node(node),
     ).remote()
-    return Holding(node, actor, actor.watch.remote())
+    return HolderActor(node, actor, actor.watch.remote())
 
 
-def _brief(text: str) -> str:
+def _shorten_message(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
     return " ".join(lines)

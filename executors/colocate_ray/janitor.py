@@ -30,20 +30,22 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     driver, proxy, session = (int(number) for number in sys.argv[1:4])
     mark, folder = sys.argv[4].encode(), sys.argv[5]
-    if not _wait([driver, proxy], None, proxy):
-        _wait([proxy], _LEAVES_WITHIN_S, proxy)
+    if not _wait_for_any([driver, proxy], None, proxy):
+        _wait_for_any([proxy], _LEAVES_WITHIN_S, proxy)
         try:
             signal.pidfd_send_signal(proxy, signal.SIGKILL)
-        except ProcessLookupError:  # The proxy has exited by itself.
+        except ProcessLookupError:  # The proxy process that the janitor watches has already exited.
             pass
-        _wait([proxy], None, proxy)
+        _wait_for_any([proxy], None, proxy)
     if folder:
-        _sweep(session, mark)
-        _wait([driver, sys.stdin.fileno()], None, proxy)  # The driver may read logs in the folder before the removal.
+        _end_leftovers(session, mark)
+        _wait_for_any(
+            [driver, sys.stdin.fileno()], None, proxy
+        )  # The removal waits, because the driver may still read logs in the folder.
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(pidfds: list[int], patience: float | None, proxy: int) -> bool:
+def _wait_for_any(pidfds: list[int], patience: float | None, proxy: int) -> bool:
     """Wait until one of the processes has ended, and return whether the proxy has ended."""
     poll = select.poll()
     for pidfd in pidfds:
@@ -51,16 +53,16 @@ def _wait(pidfds: list[int], patience: float | None, proxy: int) -> bool:
     return proxy in [pidfd for pidfd, _ in poll.poll(None if patience is None else patience * 1000)]
 
 
-def _sweep(session: int, mark: bytes) -> None:
+def _end_leftovers(session: int, mark: bytes) -> None:
     """Kill all processes that the proxy has started, including those with a dead parent."""
     began = time.monotonic()
     while time.monotonic() - began < _SWEEPS_FOR_S:
         pids = {*map(int, filter(str.isdigit, os.listdir("/proc")))} - {os.getpid()}
-        leftovers = [pid for pid in pids if _is_left(pid, session, mark)]
+        leftovers = [pid for pid in pids if _is_leftover(pid, session, mark)]
         if not leftovers:
             return
         for pid in leftovers:
-            if time.monotonic() - began < _TRACKERS_S and _tracks(pid):
+            if time.monotonic() - began < _TRACKERS_S and _is_tracker(pid):
                 continue
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -69,8 +71,8 @@ def _sweep(session: int, mark: bytes) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _is_left(pid: int, session: int, mark: bytes) -> bool:
-    """Return whether a process is alive and was started by the proxy. The session or the environment shows this."""
+def _is_leftover(pid: int, session: int, mark: bytes) -> bool:
+    """Return whether a process is alive and was started by the proxy, as the process's session or environment shows."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, _parent, _group, its_session, *_ = file.read().rpartition(b") ")[2].split()
@@ -84,7 +86,7 @@ def _is_left(pid: int, session: int, mark: bytes) -> bool:
         return False
 
 
-def _tracks(pid: int) -> bool:
+def _is_tracker(pid: int) -> bool:
     """Return whether a process is, or may become, a Python resource tracker. Trackers end by themselves."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:

@@ -13,7 +13,7 @@ from ray.exceptions import RuntimeEnvSetupError
 from ray.runtime_env import RuntimeEnv
 
 from colocate.errors import ClusterError, ConfigError
-from colocate_ray.private import PrivateFolder, cluster_error
+from colocate_ray.private import PrivateFolder, make_cluster_error
 from colocate_ray.silence import HELLO
 from colocate_ray.terms import Cluster
 
@@ -24,42 +24,42 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "l
 _OF_ENVIRONMENTS = (TypeError, ValueError, RuntimeEnvSetupError)
 
 
-def start(cluster: Cluster, folder: PrivateFolder) -> None:
+def start_private(cluster: Cluster, folder: PrivateFolder) -> None:
     """Start a private Ray with all files in a folder.
 
     Raises:
         ConfigError: Ray rejects the runtime environment.
         ClusterError: Ray doesn't start. The error has the last log lines of Ray's processes.
     """
-    environment = _environment(cluster)
+    environment = _make_runtime_env(cluster)
     try:
-        ray.init(**folder.settings(cluster), **environment, **_QUIET)
+        ray.init(**folder.init_options(cluster), **environment, **_QUIET)
     except _OF_ENVIRONMENTS as error:
-        raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
+        raise ConfigError(f"connect('ray', runtime_env=...): {ray_message(error)}") from None
     except Exception as error:
-        raise cluster_error(folder.path, f"a private Ray could not be started: {last_words(error)}") from None
+        raise make_cluster_error(folder.path, f"a private Ray could not be started: {ray_message(error)}") from None
 
 
-def join(cluster: Cluster) -> None:
+def join_cluster(cluster: Cluster) -> None:
     """Join an existing Ray cluster.
 
     Raises:
         ConfigError: Ray rejects the runtime environment.
         ClusterError: The cluster can't be reached, or refuses this driver.
     """
-    environment = _environment(cluster)
-    address = _found(str(cluster.address))
-    _dial(address)
+    environment = _make_runtime_env(cluster)
+    address = _resolve_address(str(cluster.address))
+    _check_listening(address)
     try:
         # "auto" isn't resolved here, so that Ray finds this user's token by itself.
         ray.init(address="auto" if cluster.address == "auto" else address, **environment, **_QUIET)
     except _OF_ENVIRONMENTS as error:
-        raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
+        raise ConfigError(f"connect('ray', runtime_env=...): {ray_message(error)}") from None
     except Exception as error:
-        raise ClusterError(_refusal(address, error)) from None
+        raise ClusterError(_refusal_error(address, error)) from None
 
 
-def _environment(cluster: Cluster) -> dict[str, Any]:
+def _make_runtime_env(cluster: Cluster) -> dict[str, Any]:
     """Return the runtime environment as an option for `ray.init`.
 
     Ray delivers local folders only with the environment of a whole job.
@@ -77,21 +77,21 @@ def _environment(cluster: Cluster) -> dict[str, Any]:
     return {"runtime_env": dict(cluster.runtime_env)} if cluster.runtime_env else {}
 
 
-def _found(address: str) -> str:
+def _resolve_address(address: str) -> str:
     from ray._private import services
 
     try:
         return str(services.canonicalize_bootstrap_address_or_die(address))
     except ConnectionError as error:
         raise ClusterError(
-            f"connect('ray', address='auto') finds no Ray on this machine: {last_words(error)} Start one "
+            f"connect('ray', address='auto') finds no Ray on this machine: {ray_message(error)} Start one "
             "(`ray start --head`), give its address ('host:port'), or leave address out for a private one"
         ) from None
     except ValueError:
         raise ClusterError(f"{address!r} is no address of a Ray cluster: write 'host:port', or 'auto'") from None
 
 
-def _dial(address: str) -> None:
+def _check_listening(address: str) -> None:
     """Check that some process listens at an address, because Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
@@ -103,10 +103,10 @@ def _dial(address: str) -> None:
             "that is gone may have named it: `ray stop` clears that"
         ) from None
     with sock:
-        _greet(sock, address)
+        _greet_head(sock, address)
 
 
-def _greet(sock: socket.socket, address: str) -> None:
+def _greet_head(sock: socket.socket, address: str) -> None:
     """Check that the cluster's head answers a greeting with the right encryption, because Ray would retry for a minute.
 
     Raises:
@@ -114,7 +114,7 @@ def _greet(sock: socket.socket, address: str) -> None:
     """
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         _greet_by_tls(sock, address)
-    elif not _answers(sock):
+    elif not _is_answering(sock):
         raise ClusterError(
             f"the Ray cluster at {address} doesn't talk to this driver: does it use TLS? Then set {_SETTINGS} for the "
             "driver too"
@@ -123,8 +123,8 @@ def _greet(sock: socket.socket, address: str) -> None:
 
 def _greet_by_tls(sock: socket.socket, address: str) -> None:
     try:
-        with _tls_context().wrap_socket(sock) as encrypted:
-            answered = _answers(encrypted)
+        with _make_tls_context().wrap_socket(sock) as encrypted:
+            answered = _is_answering(encrypted)
     except ssl.SSLCertVerificationError as error:
         raise ClusterError(
             f"the Ray cluster at {address} shows no certificate of the authority in RAY_TLS_CA_CERT "
@@ -144,7 +144,7 @@ def _greet_by_tls(sock: socket.socket, address: str) -> None:
         )
 
 
-def _tls_context() -> ssl.SSLContext:
+def _make_tls_context() -> ssl.SSLContext:
     """Create a TLS context from Ray's environment variables. Ray itself checks host names, by its own rules."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -159,7 +159,7 @@ def _tls_context() -> ssl.SSLContext:
     return context
 
 
-def _answers(sock: socket.socket) -> bool:
+def _is_answering(sock: socket.socket) -> bool:
     """Return whether the other side answers a greeting. A timeout counts as an answer, because the side may be slow."""
     try:
         sock.sendall(HELLO)
@@ -170,8 +170,8 @@ def _answers(sock: socket.socket) -> bool:
         return False
 
 
-def _refusal(address: str, error: Exception) -> str:
-    words = last_words(error)
+def _refusal_error(address: str, error: Exception) -> str:
+    words = ray_message(error)
     if "Authentication" in words or "token" in words.lower():
         return (
             f"the Ray cluster at {address} refuses this driver's token: {words} Give the file with the cluster's token "
@@ -187,7 +187,7 @@ def _refusal(address: str, error: Exception) -> str:
     )
 
 
-def last_words(error: BaseException) -> str:
+def ray_message(error: BaseException) -> str:
     """Return the text of the innermost error, without the tracebacks that Ray adds to error texts."""
     while error.__cause__ is not None:
         error = error.__cause__

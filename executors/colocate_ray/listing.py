@@ -1,4 +1,4 @@
-"""Colocate's entries in the tables of a Ray cluster: placement groups and actors. Runs in the envoy and owners."""
+"""Colocate's entries in a Ray cluster's tables: placement groups and actors. Runs in the envoy and `Owner` actors."""
 
 from __future__ import annotations
 
@@ -19,68 +19,70 @@ _ACTOR = "Ray actor"
 _JOB_DIGITS = 8  # The last digits of a placement group's id are the job's id. Ray's table has no column for the job.
 
 
-def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
-    """List this driver's placement groups and actors, including the owners' reservations in `held`."""
+def list_own(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
+    """List this driver's placement groups and actors, including owners' reservations with ids in `held`."""
     job_id: str = ray.get_runtime_context().get_job_id()
-    everyone = _actors()
-    owned = _by_owner(everyone)
+    everyone = _read_actors()
+    owned = _owned_reservations(everyone)
 
     def is_own(name: str, job: str) -> bool:
         return name in held if name in owned else job == job_id
 
-    groups = [group for group in _groups() if is_own(_id_of(group), group["job"])]
-    actors = [actor for actor in everyone if is_own(_reservation_of(actor), actor["JobID"])]
-    holders = {(_reservation_of(actor), actor["Address"]["NodeID"]) for actor in actors if KEEPERS in actor["Name"]}
-    groups_found = [_doubted(_reservation(group, nodes, None), group, holders) for group in groups]
-    return groups_found + [_actor(actor, nodes) for actor in actors]
+    groups = [group for group in _read_groups() if is_own(_group_id(group), group["job"])]
+    actors = [actor for actor in everyone if is_own(_reservation_id(actor), actor["JobID"])]
+    holders = {(_reservation_id(actor), actor["Address"]["NodeID"]) for actor in actors if KEEPERS in actor["Name"]}
+    groups_found = [_add_doubt(_make_reservation(group, nodes, None), group, holders) for group in groups]
+    return groups_found + [_make_actor(actor, nodes) for actor in actors]
 
 
-def of_ended_jobs(nodes: Nodes) -> list[Running]:
+def list_strays(nodes: Nodes) -> list[Running]:
     """List the placement groups and actors of drivers that are gone."""
-    jobs = {job["JobID"]: job for job in _jobs()}
-    living = living_jobs()
-    everyone = _actors()
-    owned = _by_owner(everyone)
-    groups = [group for group in _groups() if group["job"] not in living]
-    actors = [actor for actor in everyone if actor["JobID"] not in living and _reservation_of(actor) not in owned]
+    jobs = {job["JobID"]: job for job in _read_jobs()}
+    living = list_living_jobs()
+    everyone = _read_actors()
+    owned = _owned_reservations(everyone)
+    groups = [group for group in _read_groups() if group["job"] not in living]
+    actors = [actor for actor in everyone if actor["JobID"] not in living and _reservation_id(actor) not in owned]
     reservations = [
-        _reservation(entry, nodes, jobs.get(entry["job"])) for entry in groups if _id_of(entry) not in owned
+        _make_reservation(entry, nodes, jobs.get(entry["job"])) for entry in groups if _group_id(entry) not in owned
     ]
-    return reservations + [_actor(actor, nodes) for actor in actors]
+    return reservations + [_make_actor(actor, nodes) for actor in actors]
 
 
-def living_jobs() -> set[str]:
+def list_living_jobs() -> set[str]:
     """Return the ids of Ray's jobs with live drivers."""
-    return {job["JobID"] for job in _jobs() if not job["IsDead"]}
+    return {job["JobID"] for job in _read_jobs() if not job["IsDead"]}
 
 
-def owner_of(name: str) -> tuple[str, int] | None:
+def find_owner(name: str) -> tuple[str, int] | None:
     """Return the node id and the process id of a pool's owner; None if Ray doesn't list the owner."""
-    owners = [(actor["Address"]["NodeID"], actor["Pid"]) for actor in _actors() if actor["Name"] == name]
+    owners = [(actor["Address"]["NodeID"], actor["Pid"]) for actor in _read_actors() if actor["Name"] == name]
     return owners[0] if owners else None
 
 
-def groups_of(owner: str) -> list[str]:
+def list_groups(owner: str) -> list[str]:
     """Return the ids of the placement groups that an owner has created."""
-    return [group["placement_group_id"] for group in _groups() if _id_of(group) == _reservation_of({"Name": owner})]
+    return [
+        group["placement_group_id"] for group in _read_groups() if _group_id(group) == _reservation_id({"Name": owner})
+    ]
 
 
-def _by_owner(actors: Iterable[Mapping[str, Any]]) -> set[str]:
-    return {_reservation_of(actor) for actor in actors if OWNER in actor["Name"]}
+def _owned_reservations(actors: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {_reservation_id(actor) for actor in actors if OWNER in actor["Name"]}
 
 
-def _reservation_of(actor: Mapping[str, Any]) -> str:
+def _reservation_id(actor: Mapping[str, Any]) -> str:
     name: str = actor["Name"]
     return name.removeprefix(PREFIX).rpartition("/")[0]
 
 
-def _id_of(group: Mapping[str, Any]) -> str:
+def _group_id(group: Mapping[str, Any]) -> str:
     name: str = group["name"]
     return name.removeprefix(PREFIX)
 
 
-def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] | None) -> Running:
-    names = sorted({nodes.name(node) for node in group["bundles_to_node_id"].values() if node})
+def _make_reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] | None) -> Running:
+    names = sorted({nodes.name_of(node) for node in group["bundles_to_node_id"].values() if node})
     detail = f"placement group {group['placement_group_id']} of {len(group['bundles'])} slots"
     if job is not None:
         detail += f", made by the job {job['JobID']} of pid {job['DriverPid']} on {job['DriverIPAddress']}"
@@ -89,9 +91,9 @@ def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] 
     return Running("reservation", group["name"].removeprefix(PREFIX), node=", ".join(names), detail=detail)
 
 
-def _doubted(found: Running, group: Mapping[str, Any], holders: set[tuple[str, str]]) -> Running:
-    """Add a doubt to a reservation if the placement group isn't complete, or an actor with keepers is lost."""
-    # An owner's holders are named by reservation, and a driver's holders by runtime.
+def _add_doubt(found: Running, group: Mapping[str, Any], holders: set[tuple[str, str]]) -> Running:
+    """Set a reservation's `doubt` text if the placement group isn't complete, or an actor with keepers is lost."""
+    # An owner's holders are named after the reservation, and a driver's holders after the runtime.
     owners = {found.id, found.id.rpartition("/")[0]}
     held = {node for owner, node in holders if owner in owners}
     lost = [str(index) for index, node in group["bundles_to_node_id"].items() if node not in held]
@@ -103,34 +105,34 @@ def _doubted(found: Running, group: Mapping[str, Any], holders: set[tuple[str, s
     return attrs.evolve(found, doubt=doubt)
 
 
-def _actor(actor: Mapping[str, Any], nodes: Nodes) -> Running:
+def _make_actor(actor: Mapping[str, Any], nodes: Nodes) -> Running:
     name = actor["Name"].removeprefix(PREFIX)
     return Running(
         _ACTOR,
         name,
         owner=name.rpartition("/")[0],
-        node=nodes.name(actor["Address"]["NodeID"]),
+        node=nodes.name_of(actor["Address"]["NodeID"]),
         pid=actor["Pid"],
         since=actor["StartTime"] / 1000 or None,
         detail=f"actor {actor['ActorID']}",
     )
 
 
-def _groups() -> Iterator[dict[str, Any]]:
+def _read_groups() -> Iterator[dict[str, Any]]:
     table: Mapping[str, dict[str, Any]] = placement_group_table()
     for key, group in table.items():
         if group["name"].startswith(PREFIX) and group["state"] != "REMOVED":
             yield {**group, "job": key[-_JOB_DIGITS:]}
 
 
-def _actors() -> list[dict[str, Any]]:
+def _read_actors() -> list[dict[str, Any]]:
     from ray._private import state
 
     ask: Callable[..., dict[str, dict[str, Any]]] = state.actors
     return [actor for actor in ask(actor_state_name="ALIVE").values() if actor["Name"].startswith(PREFIX)]
 
 
-def _jobs() -> list[dict[str, Any]]:
+def _read_jobs() -> list[dict[str, Any]]:
     from ray._private import state
 
     ask: Callable[[], list[dict[str, Any]]] = state.jobs

@@ -15,16 +15,16 @@ from ray.experimental import internal_kv
 
 from colocate.executor import Window
 from colocate.keeper import Registration
-from colocate_ray.listing import living_jobs
+from colocate_ray.listing import list_living_jobs
 
 NAMESPACE = "colocate"
 _PREFIX = b"colocate/detached/"
 _WINDOWS = b"colocate/windows/"
 
-_put: Callable[..., bool] = internal_kv._internal_kv_put  # Returns whether the key existed before.
-_get: Callable[..., bytes | None] = internal_kv._internal_kv_get
-_list: Callable[..., list[bytes]] = internal_kv._internal_kv_list
-_delete: Callable[..., int] = internal_kv._internal_kv_del
+_put_value: Callable[..., bool] = internal_kv._internal_kv_put  # This function returns whether the key existed before.
+_get_value: Callable[..., bytes | None] = internal_kv._internal_kv_get
+_list_keys: Callable[..., list[bytes]] = internal_kv._internal_kv_list
+_delete_key: Callable[..., int] = internal_kv._internal_kv_del
 
 
 def publish(registration: Registration) -> bool:
@@ -35,61 +35,61 @@ def publish(registration: Registration) -> bool:
     key, value = _PREFIX + registration.name.encode(), pickle.dumps(registration)
     owner = registration.facts[0]
     while True:
-        if not _put(key, value, overwrite=False):
+        if not _put_value(key, value, overwrite=False):
             break
-        registered = _read(key)
+        registered = _read_registration(key)
         if registered is not None and registered.facts[0] == owner:
-            _put(key, value, overwrite=True)
+            _put_value(key, value, overwrite=True)
             break
-        if registered is not None and owner_of(registered.facts[0]) is not None:
+        if registered is not None and find_owner(registered.facts[0]) is not None:
             return False
-        _delete(key)
-    for other in _registrations():
+        _delete_key(key)
+    for other in _read_registrations():
         if other.facts[0] == owner and other.name != registration.name:
-            _delete(_PREFIX + other.name.encode())
+            _delete_key(_PREFIX + other.name.encode())
     return True
 
 
 def registrations() -> list[Registration]:
     """List the registrations of all pools with live owners."""
-    return [registration for registration in _registrations() if owner_of(registration.facts[0]) is not None]
+    return [registration for registration in _read_registrations() if find_owner(registration.facts[0]) is not None]
 
 
-def forget(owner: str) -> None:
+def unpublish(owner: str) -> None:
     """Remove an owner's registrations, because the pool has ended or isn't detached after all."""
-    for registration in _registrations():
+    for registration in _read_registrations():
         if registration.facts[0] == owner:
-            _delete(_PREFIX + registration.name.encode())
+            _delete_key(_PREFIX + registration.name.encode())
 
 
 def announce(window: Window) -> None:
-    """Store a window of this driver's job, and remove the windows of drivers that are gone."""
+    """Store a `Window` (address for `colocate top`) of this driver's job, and remove those of drivers that are gone."""
     job: str = ray.get_runtime_context().get_job_id()
-    living = {*living_jobs(), job}
-    for key, (other, _) in _windows():
+    living = {*list_living_jobs(), job}
+    for key, (other, _) in _read_windows():
         if other not in living:
-            _delete(key)
-    _put(_WINDOWS + window.id.encode(), pickle.dumps((job, window)), overwrite=True)
+            _delete_key(key)
+    _put_value(_WINDOWS + window.id.encode(), pickle.dumps((job, window)), overwrite=True)
 
 
 def retract(window: Window) -> None:
-    """Remove a window from the store."""
-    _delete(_WINDOWS + window.id.encode())
+    """Remove a job's `Window` from the store."""
+    _delete_key(_WINDOWS + window.id.encode())
 
 
 def windows() -> list[Window]:
-    """List the windows of all live drivers."""
-    living = living_jobs()
-    return [window for _, (job, window) in _windows() if job in living]
+    """List the windows (addresses for `colocate top`) of all live drivers."""
+    living = list_living_jobs()
+    return [window for _, (job, window) in _read_windows() if job in living]
 
 
-def _windows() -> Iterator[tuple[bytes, tuple[str, Window]]]:
-    for key in _list(_WINDOWS):
-        if (value := _get(key)) is not None:
+def _read_windows() -> Iterator[tuple[bytes, tuple[str, Window]]]:
+    for key in _list_keys(_WINDOWS):
+        if (value := _get_value(key)) is not None:
             yield key, pickle.loads(value)
 
 
-def owner_of(name: str) -> Any:
+def find_owner(name: str) -> Any:
     """Return Ray's handle of the owner with this name; None if the actor is gone."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
@@ -97,12 +97,12 @@ def owner_of(name: str) -> Any:
         return None
 
 
-def _registrations() -> Iterator[Registration]:
-    for key in _list(_PREFIX):
-        if (registration := _read(key)) is not None:
+def _read_registrations() -> Iterator[Registration]:
+    for key in _list_keys(_PREFIX):
+        if (registration := _read_registration(key)) is not None:
             yield registration
 
 
-def _read(key: bytes) -> Registration | None:
-    value = _get(key)
+def _read_registration(key: bytes) -> Registration | None:
+    value = _get_value(key)
     return None if value is None else pickle.loads(value)

@@ -16,13 +16,13 @@ import ray
 import colocate
 from colocate.errors import ColocateError
 from colocate.executor import Request
-from colocate.keeper import Keeper, die_with, difference
+from colocate.keeper import Keeper, describe_mismatch, die_with
 from colocate_ray import names
 from colocate_ray.placing import Placing
 from colocate_ray.proxy import Failure
 from colocate_ray.terms import Cluster, Slot, tls_of_environment
 
-# A driver connects right after the start. If the driver dies before, only this timeout ends the owner.
+# A driver connects right after the start. If the driver dies before connecting, only this timeout ends the owner.
 _DIALLED_WITHIN_S = 10.0
 _NUMBER = 1  # An owner has only one reservation, with this number.
 
@@ -42,7 +42,7 @@ class Owner:
 
         A Failure means that the colocate versions differ, or that no port or descriptor is free.
         """
-        if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
+        if (words := describe_mismatch({"colocate": version}, {"colocate": colocate.__version__})) is not None:
             return Failure(ColocateError, f"the Python that Ray runs in the cluster {words}", {})
         die_with(os.getppid())  # Without this call a killed raylet would leave this process behind.
         self._name = name
@@ -57,7 +57,7 @@ class Owner:
                 tls=tls_of_environment(),
                 detachable=True,
                 dialled_within_s=_DIALLED_WITHIN_S,
-                on_end=self._leave,
+                on_end=self._on_keeper_ended,
             )
         except OSError as error:  # There is no free port or no free descriptor.
             return Failure(ColocateError, f"the Ray actor that is to own the pool has no keeper: {error}", {})
@@ -76,12 +76,12 @@ class Owner:
     def release(self) -> None:
         """Free all slots, and wait until the slots can be reserved again."""
         with self._ending:
-            names.forget(self._name)
+            names.unpublish(self._name)
             if self._placing is not None:
                 self._placing.release(_NUMBER)
-                self._placing.end()
+                self._placing.end_all()
 
-    def _leave(self) -> None:
+    def _on_keeper_ended(self) -> None:
         """Free the slots and exit, because the lead keeper has ended. Runs on a thread of the keeper."""
         try:
             self.release()

@@ -13,9 +13,9 @@ import colocate
 from colocate.errors import ClusterError, ColocateError
 from colocate.executor import Request, Running
 from colocate_ray import listing, names
-from colocate_ray.holders import kill
+from colocate_ray.holders import kill_actor
 from colocate_ray.owner import Owner
-from colocate_ray.placing import Placing, start_words
+from colocate_ray.placing import Placing, describe_start_failure
 from colocate_ray.proxy import Failure
 from colocate_ray.terms import Cluster, Slot
 
@@ -31,7 +31,7 @@ class OwnedPlacing(Placing):
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         super().__init__(cluster, lost)
-        self._undialled: dict[str, Any] = {}  # Owners by name, to which the driver hasn't connected yet.
+        self._undialled: dict[str, Any] = {}  # Owners to which the driver hasn't connected yet, by name.
 
     def open_owner(self, request: Request, key: bytes) -> tuple[str, str]:
         """Start an owner, and return the owner's name with the address of the lead keeper."""
@@ -44,7 +44,7 @@ class OwnedPlacing(Placing):
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=8,
-            **self.nodes.at(self.nodes.one_that_answers(stays=self._autoscaler() is not None)),
+            **self.nodes.pin_to_node(self.nodes.choose_answering(stays=self._read_autoscaler() is not None)),
         ).remote()
         self._undialled[name] = actor
         address: Any
@@ -54,18 +54,18 @@ class OwnedPlacing(Placing):
         except RayError as error:
             ray.kill(actor, no_restart=True)
             raise ColocateError(
-                f"the Ray actor that is to own the pool could not be started: {start_words(error)}"
+                f"the Ray actor that is to own the pool could not be started: {describe_start_failure(error)}"
             ) from None
         if isinstance(address, Failure):
             ray.kill(actor, no_restart=True)
-            raise address.error()
+            raise address.to_error()
         return name, address
 
     def reserve_by_owner(self, owner: str, key: bytes, request: Request) -> list[Slot]:
-        """Hold slots through an owner, as `Placing.reserve` does without one."""
-        # The driver's connection now ties the owner to the driver, so both end together.
+        """Hold slots through an owner, as `Placing.reserve` does without an owner."""
+        # The driver has connected to the owner before this call, so the owner ends with the driver.
         self._undialled.pop(owner, None)
-        slots: list[Slot] = self._ask(owner, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
+        slots: list[Slot] = self._call_owner(owner, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
         return slots
 
     def abandon(self) -> None:
@@ -76,11 +76,11 @@ class OwnedPlacing(Placing):
 
     def end_slot_by_owner(self, owner: str, index: int) -> None:
         """Kill the process of the keeper on an owner's slot, as `Placing.end_slot` does for other slots."""
-        self._ask(owner, "end_slot", index, within_s=_RELEASES_WITHIN_S)
+        self._call_owner(owner, "end_slot", index, within_s=_RELEASES_WITHIN_S)
 
     def release_by_owner(self, owner: str) -> None:
         """Free all slots of an owner, and end the owner."""
-        actor = names.owner_of(owner)
+        actor = names.find_owner(owner)
         if actor is None:
             return
         try:
@@ -94,29 +94,29 @@ class OwnedPlacing(Placing):
 
     def end_owner(self, owner: str) -> None:
         """Kill an owner that doesn't answer, and wait until the owner's slots can be reserved again."""
-        groups, owner_process, actor = listing.groups_of(owner), listing.owner_of(owner), names.owner_of(owner)
+        groups, owner_process, actor = listing.list_groups(owner), listing.find_owner(owner), names.find_owner(owner)
         if actor is not None and owner_process is not None:
             node, pid = owner_process
-            kill(actor, node, (pid, None))
-        names.forget(owner)
+            kill_actor(actor, node, (pid, None))
+        names.unpublish(owner)
         for group in groups:
-            self._confirm(group, "a detached pool")
+            self._await_returned(group, "a detached pool")
 
     def address_here(self) -> str:
         """Return the address of this machine for other machines of the cluster."""
         address: Callable[[], str] = ray.util.get_node_ip_address
         return address()
 
-    def _owner(self, request: Request) -> str:
-        """Return the runtime's id as the owner of new holders, because holders outlive a single reservation."""
+    def _holder_owner(self, request: Request) -> str:
+        """Return the runtime's id for the names of new holders, because holders outlive a single reservation."""
         return request.id.rpartition("/")[0]
 
     def list_running(self, held: Sequence[str] = ()) -> list[Running]:
-        """List this driver's entries in Ray, including the owners' reservations in `held`."""
-        return listing.of_this_job(self.nodes, held)
+        """List this driver's entries in Ray, including owners' reservations with ids in `held`."""
+        return listing.list_own(self.nodes, held)
 
-    def _ask(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:
-        actor = names.owner_of(owner)
+    def _call_owner(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:
+        actor = names.find_owner(owner)
         if actor is None:
             raise ClusterError("the Ray actor that owns the pool is gone")
         try:

@@ -28,11 +28,11 @@ def colocate_about() -> About:
         distributions=("ray",),
         joins="address",
         packages=("colocate_ray",),
-        left_here=_left_here,
+        left_here=_find_leftovers,
     )
 
 
-def _left_here() -> Sequence[Running]:
-    from colocate_ray.leftovers import left_here
+def _find_leftovers() -> Sequence[Running]:
+    from colocate_ray.leftovers import find_leftovers
 
-    return left_here()
+    return find_leftovers()

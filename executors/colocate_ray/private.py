@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from colocate.errors import ClusterError, ColocateError
-from colocate.worker.birth.supervisor import TRACKERS_S, tracks
+from colocate.worker.birth.supervisor import TRACKERS_S, is_tracker
 from colocate_ray.terms import Cluster
 
 PREFIX = "colocate-ray-"  # Names of folders for private Rays start with this prefix.
@@ -46,7 +46,7 @@ class PrivateFolder:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
 
-    def settings(self, cluster: Cluster) -> dict[str, Any]:
+    def init_options(self, cluster: Cluster) -> dict[str, Any]:
         """Return the keyword arguments for `ray.init` that start a private Ray."""
         cpus = cluster.cpus
         return {
@@ -58,12 +58,12 @@ class PrivateFolder:
             "_temp_dir": str(self.path / "r"),  # A subfolder is used, because Ray opens this folder to all users.
         }
 
-    def remove(self) -> None:
+    def remove_folder(self) -> None:
         """Remove the folder with all files."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def cluster_error(folder: str | Path, why: str) -> ClusterError:
+def make_cluster_error(folder: str | Path, why: str) -> ClusterError:
     """Return the error of a private Ray, with the last log lines of the raylet and the control store."""
     texts = {}
     for name in _LOGS:
@@ -71,10 +71,10 @@ def cluster_error(folder: str | Path, why: str) -> ClusterError:
             file.seek(-min(file.seek(0, os.SEEK_END), _LOG_BYTES), os.SEEK_CUR)
             texts[name] = file.read().decode(errors="replace")
     logs = {name: text for name, text in texts.items() if text.strip()}
-    return ClusterError(f"{why}{_last_lines(logs)}", logs=logs)
+    return ClusterError(f"{why}{_read_last_lines(logs)}", logs=logs)
 
 
-def _last_lines(logs: Mapping[str, str]) -> str:
+def _read_last_lines(logs: Mapping[str, str]) -> str:
     """Return the last relevant log lines, without C++ stacks and tables of statistics."""
     lines_shown = []
     for name, text in logs.items():
@@ -84,16 +84,16 @@ def _last_lines(logs: Mapping[str, str]) -> str:
     return "".join(lines_shown)
 
 
-def new_folder() -> str:
+def choose_folder() -> str:
     """Return an unused path for the folder of a private Ray.
 
     Raises:
         ColocateError: Every possible path is too long for Ray's sockets.
     """
-    return f"{_parent()}/{PREFIX}{secrets.token_hex(4)}"
+    return f"{_choose_parent()}/{PREFIX}{secrets.token_hex(4)}"
 
 
-def _parent() -> str:
+def _choose_parent() -> str:
     """Return the folder for temporary files, or /tmp if the paths of Ray's sockets would be too long there."""
     for parent in (tempfile.gettempdir(), "/tmp"):
         if len(parent) + _BELOW <= _LONGEST_SOCKET and os.access(parent, os.W_OK | os.X_OK):
@@ -127,7 +127,7 @@ def end_children() -> None:
     began = time.monotonic()
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() - began < _ENDS_WITHIN_S:
         for process in children:
-            if time.monotonic() - began < TRACKERS_S and tracks(process.pid):
+            if time.monotonic() - began < TRACKERS_S and is_tracker(process.pid):
                 continue
             try:
                 process.send_signal(signal.SIGKILL)

@@ -24,8 +24,8 @@ import psutil
 
 from colocate import wire
 from colocate.errors import ClusterError, ColocateError
-from colocate.keeper import Message, Request, Requests, Thread, hear_of_ends, message, read
-from colocate.worker.birth.signals import FOR_DRIVERS, LEFT, pass_over
+from colocate.keeper import Message, Request, Requests, Thread, decode_head, keep_exit_codes, message
+from colocate.worker.birth.signals import FOR_DRIVERS, IGNORED, ignore_signals
 from colocate_ray import janitor
 
 _ENDS_WITHIN_S = 10.0
@@ -35,7 +35,7 @@ _PONG_WITHIN_S = 3.0
 _PARTY = "the proxy"  # `Requests` needs a name for the party that answers.
 _LAST_WORDS_BYTES = 2000
 
-Asked: TypeAlias = Request[str, Any]
+Question: TypeAlias = Request[str, Any]
 
 PING = "ping"
 """The name of a ping request, which the proxy answers at once. All other requests call a method of the module."""
@@ -44,22 +44,22 @@ OPEN = "open"
 
 
 @message
-class ProxyDo(Message):
-    """A request to call a method of the proxy. The body has the arguments. Answered by `ProxyDid`."""
+class ProxyCall(Message):
+    """A request to call a method of the proxy. The body has the arguments. Answered by `ProxyResult`."""
 
     token: int  # Id of the request.
     name: str
 
 
 @message
-class ProxyDid(Message):
-    """The answer to a `ProxyDo`. The body has the method's result, or a `Failure`."""
+class ProxyResult(Message):
+    """The answer to a `ProxyCall`. The body has the method's result, or a `Failure`."""
 
     token: int  # Id of the request.
 
 
 @message
-class ProxySaid(Message):
+class ProxyNotice(Message):
     """A notification from the proxy to the driver. The body has the payload."""
 
 
@@ -72,13 +72,13 @@ class Failure:
     facts: Mapping[str, Any]
 
     @classmethod
-    def of(cls, error: BaseException, engine: str) -> Failure:
+    def from_values(cls, error: BaseException, engine: str) -> Failure:
         """Describe an error. Errors of the cluster's library become text, because the driver may lack the library."""
         if not isinstance(error, ColocateError):
             error = ColocateError(f"{engine} failed: {type(error).__name__}: {error}")
         return cls(type(error), error.message, dict(error.__dict__))
 
-    def error(self) -> ColocateError:
+    def to_error(self) -> ColocateError:
         """Rebuild the error."""
         return self.kind(self.message, **self.facts)
 
@@ -87,19 +87,21 @@ class DriverProxy:
     """The driver's end of a process that joins a cluster on the driver's behalf.
 
     A cluster connection would change the driver's process for good: it adds threads, signal handlers and settings, and
-    allows one connection per process. So a module with a subclass of `Proxied` runs in a separate process, and the
+    allows one connection per process. So a module with a subclass of `ProxyProcess` runs in a separate process, and the
     driver calls the methods of that subclass. The process ends when it is closed, or when the driver ends for any
     reason. A small process, the janitor, then kills a process that is stopped or stuck.
 
     Args:
         module: The module to run as a program. The output is stored for error texts.
         engine: The cluster's name in errors ("Ray", "the cluster at …").
-        heard: Called in order with the arguments of each `Proxied.say`, on the proxy's own thread. Must not block.
+        heard: Called in order with the arguments of each `ProxyProcess.notify_driver`, on the proxy's own thread. Must
+            not block.
         env: The environment of the process; None for the driver's own. Import paths for colocate and the module are
             added.
         mark: Name of a variable that is set in the environment of the process and of all descendants.
         folder: A folder for files of the descendants. After the end of the process, the janitor kills all processes
-            with the mark. After `lost` the janitor removes the folder. None if no descendants must be killed.
+            with the mark. After `make_lost_error` the janitor removes the folder. None if no descendants must be
+            killed.
     """
 
     def __init__(
@@ -118,14 +120,14 @@ class DriverProxy:
             OSError: The process can't be started. No process or descriptor is left behind.
         """
         self._engine = engine
-        self._said = heard
+        self._on_notice = heard
         self._requests = Requests[str, Any]()
         self._closing = False
         self._log = tempfile.TemporaryFile(prefix="colocate-")  # noqa: SIM115  # open until `close`
         value = secrets.token_hex(8)
         whole = {**(os.environ if env is None else env), mark: value}
-        whole["PYTHONPATH"] = os.pathsep.join(_import_path(whole.get("PYTHONPATH"), module))
-        hear_of_ends()
+        whole["PYTHONPATH"] = os.pathsep.join(_make_import_path(whole.get("PYTHONPATH"), module))
+        keep_exit_codes()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -139,13 +141,13 @@ class DriverProxy:
                     # A new session keeps Ctrl-C in the driver's terminal away from this process.
                     start_new_session=True,
                 )
-            self._janitor = _watched(self._process, f"{mark}={value}", folder)
+            self._janitor = _start_janitor(self._process, f"{mark}={value}", folder)
         except BaseException:
             ours.close()
             self._log.close()
             raise
         self._event_loop = wire.EventLoop("proxy")
-        self._lane = self._event_loop.attach(ours, self._heard, self._gone)
+        self._lane = self._event_loop.attach(ours, self._on_message, self._on_lane_closed)
 
     @property
     def pid(self) -> int:
@@ -153,7 +155,7 @@ class DriverProxy:
         return self._process.pid
 
     def open(self, *arguments: Any, within_s: float) -> bool:
-        """Call `Proxied.open` and wait for the end of the call; return False on a timeout.
+        """Call `ProxyProcess.open` and wait for the end of the call; return False on a timeout.
 
         An error closes the proxy; a timeout doesn't.
 
@@ -161,8 +163,8 @@ class DriverProxy:
             ColocateError: The call failed, or the process is gone.
         """
         try:
-            opened = self.post(OPEN, *arguments)
-            if opened.wait(within_s):
+            opened = self.call_soon(OPEN, *arguments)
+            if opened.wait_over(within_s):
                 opened.result()
                 return True
         except BaseException:
@@ -171,7 +173,7 @@ class DriverProxy:
         return False
 
     def call(self, name: str, *arguments: Any, within_s: float) -> Any:
-        """Call a method of the `Proxied` object, and wait for the result while the proxy is alive.
+        """Call a method of the `ProxyProcess` object, and wait for the result while the proxy is alive.
 
         Args:
             name: The method's name.
@@ -181,54 +183,54 @@ class DriverProxy:
         Raises:
             ColocateError: The method failed or took longer, or the proxy is gone.
         """
-        question = self.post(name, *arguments)
-        if not self.wait([question], within_s):
+        question = self.call_soon(name, *arguments)
+        if not self.wait_for([question], within_s):
             raise ColocateError(f"{self._engine} hasn't done within {within_s:g} s what it was asked for ({name})")
         [answer] = question.result()
         return answer
 
-    def wait(self, posted: Sequence[Asked], within_s: float | None = None) -> bool:
-        """Wait for posted requests, and return whether all have ended. Kills a proxy that answers no ping."""
+    def wait_for(self, posted: Sequence[Question], within_s: float | None = None) -> bool:
+        """Wait for the given requests, and return whether all have ended. Kills a proxy that answers no ping."""
         deadline = math.inf if within_s is None else time.monotonic() + within_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             silent = time.monotonic() + min(SILENCE_S, left_s)
-            if all(question.wait(max(0.0, silent - time.monotonic())) for question in posted):
+            if all(question.wait_over(max(0.0, silent - time.monotonic())) for question in posted):
                 return True
             if left_s <= SILENCE_S:
                 return False
-            if not self.post(PING).wait(_PONG_WITHIN_S):
+            if not self.call_soon(PING).wait_over(_PONG_WITHIN_S):
                 # The proxy is stopped or stuck. Only the end of the process frees the cluster's resources.
-                # The reader's thread then reports the end.
+                # After this kill, the thread that reads from the proxy reports the end.
                 self._process.kill()
 
-    def post(self, name: str, *arguments: Any) -> Asked:
+    def call_soon(self, name: str, *arguments: Any) -> Question:
         """Send a request to the proxy, without waiting for the answer."""
         body = wire.pack(arguments)
         question = self._requests.open([_PARTY])
-        if not question.over:  # With a dead proxy the request has failed already.
-            self._lane.send(ProxyDo(question.token, name).head(), body)
+        if not question.is_over:  # With a dead proxy the request has failed already.
+            self._lane.send(ProxyCall(question.token, name).head(), body)
         return question
 
     def close(self) -> None:
-        """Close the connection, so that the process calls `Proxied.leave` and exits. Further calls do nothing."""
+        """Close the connection, so that the process calls `ProxyProcess.leave` and exits. Further calls do nothing."""
         self._closing = True
         self._event_loop.close()
-        self._end()
+        self._end_proxy()
         self._log.close()
 
-    def last_words(self) -> str:
+    def read_last_output(self) -> str:
         """Return the last lines of the process's output for an error text; empty without output."""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         text = tail.decode(errors="replace").strip()
         return f"Its last words:\n{text}" if text else ""
 
-    def lost(self, why: str) -> ClusterError:
-        """Return the error for all pending requests of a process that ended by itself. `folder` still exists."""
+    def make_lost_error(self, why: str) -> ClusterError:
+        """Return the error for all pending requests of a process that ended by itself, before the folder is removed."""
         return ClusterError(why, logs={})
 
-    def _end(self) -> None:
+    def _end_proxy(self) -> None:
         self._end_process()
         assert self._janitor.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # The janitor may have ended, or may have been notified before.
@@ -247,32 +249,32 @@ class DriverProxy:
                 if stopped or time.monotonic() > deadline:
                     self._process.kill()
 
-    def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
-        message = read(head)
+    def _on_message(self, head: wire.Head, body: wire.Packed | None) -> None:
+        message = decode_head(head)
         assert body is not None
         value = wire.unpack(body)
-        if isinstance(message, ProxySaid):
-            self._said(*value)
+        if isinstance(message, ProxyNotice):
+            self._on_notice(*value)
             return
-        assert isinstance(message, ProxyDid)
+        assert isinstance(message, ProxyResult)
         if isinstance(value, Failure):
-            self._requests.refused(message.token, value.error())
+            self._requests.add_refusal(message.token, value.to_error())
         else:
-            self._requests.answered(message.token, _PARTY, value)
+            self._requests.add_answer(message.token, _PARTY, value)
 
-    def _gone(self, _reason: str) -> None:
+    def _on_lane_closed(self, _reason: str) -> None:
         ended = f"the connection to {self._engine} has ended"
         if self._closing:
             self._requests.fail_all(ClusterError(f"{ended}: it was closed"))
             return
         self._end_process()
         why = f"{ended}: the process that was in it ended with code {self._process.returncode}"
-        error = self.lost(f"{why}. Close the runtime, and connect again. {self.last_words()}".strip())
-        self._end()
+        error = self.make_lost_error(f"{why}. Close the runtime, and connect again. {self.read_last_output()}".strip())
+        self._end_proxy()
         self._requests.fail_all(error)
 
 
-def _watched(proxy: subprocess.Popen[bytes], mark: str, folder: str | None) -> subprocess.Popen[bytes]:
+def _start_janitor(proxy: subprocess.Popen[bytes], mark: str, folder: str | None) -> subprocess.Popen[bytes]:
     try:
         pidfds = [os.pidfd_open(pid) for pid in (os.getpid(), proxy.pid)]
         try:
@@ -305,7 +307,7 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return True
 
 
-def _import_path(given: str | None, module: str) -> Iterable[str]:
+def _make_import_path(given: str | None, module: str) -> Iterable[str]:
     """Return the import paths by which the new process finds colocate and the module."""
     folders = [given] if given else []
     for name in ("colocate", module.partition(".")[0]):
@@ -317,7 +319,7 @@ def _import_path(given: str | None, module: str) -> Iterable[str]:
     return dict.fromkeys(folders)
 
 
-class Proxied:
+class ProxyProcess:
     """The proxy's side of the connection. The driver calls the methods of a subclass.
 
     The subclass's module ends with `if __name__ == "__main__": MyProxied.serve()`. `open` is called first, on the main
@@ -338,61 +340,61 @@ class Proxied:
     def leave(self) -> None:
         """Release the driver's resources, because the driver has closed or is gone. The process exits afterwards."""
 
-    def method(self, name: str) -> Callable[..., Any]:
+    def find_method(self, name: str) -> Callable[..., Any]:
         """Return the method for a request. Override this if another object has the methods."""
         function: Callable[..., Any] = getattr(self, name)
         return function
 
-    def say(self, *what: Any) -> None:
-        """Send a notification to the driver, which calls `heard` with these arguments.
+    def notify_driver(self, *what: Any) -> None:
+        """Send a notification to the driver, which calls the `heard` callback of `DriverProxy` with these arguments.
 
         Any thread may call this. Notifications arrive in order.
         """
-        self._tell(ProxySaid(), what)
+        self._send(ProxyNotice(), what)
 
     @classmethod
     def serve(cls) -> None:
         """Run the process until the driver closes the connection or is gone. Doesn't return."""
-        pass_over(LEFT)  # The process ignores signals, because the driver decides when the process ends.
-        # Processes of the cluster, started here, must ignore a batch system's signals too.
+        ignore_signals(IGNORED)  # The process ignores signals, because the driver decides when the process ends.
+        # The cluster's processes that this process starts must ignore a batch system's signals too.
         for number in FOR_DRIVERS:
             signal.signal(number, signal.SIG_IGN)
         service = cls()
         service._to_open = queue.SimpleQueue()
         service._lane = wire.EventLoop("driver").attach(
-            socket.socket(fileno=int(sys.argv[1])), service._heard, service._left
+            socket.socket(fileno=int(sys.argv[1])), service._on_message, service._on_driver_gone
         )
         token, arguments = service._to_open.get()
-        service._do(token, OPEN, arguments)
+        service._run_method(token, OPEN, arguments)
         threading.Event().wait()
 
-    def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
-        message = read(head)
-        assert isinstance(message, ProxyDo)
+    def _on_message(self, head: wire.Head, body: wire.Packed | None) -> None:
+        message = decode_head(head)
+        assert isinstance(message, ProxyCall)
         assert body is not None
         arguments = wire.unpack(body)
         if message.name == PING:
-            self._tell(ProxyDid(message.token), None)
+            self._send(ProxyResult(message.token), None)
         elif message.name == OPEN:
             self._to_open.put((message.token, arguments))
         else:
             job = message.token, message.name, arguments
             try:
-                Thread(target=self._do, args=job, name=message.name).start()
+                Thread(target=self._run_method, args=job, name=message.name).start()
             except RuntimeError as error:  # No thread could be started.
-                self._tell(ProxyDid(message.token), Failure.of(error, self.engine))
+                self._send(ProxyResult(message.token), Failure.from_values(error, self.engine))
 
-    def _do(self, token: int, name: str, arguments: tuple[Any, ...]) -> None:
+    def _run_method(self, token: int, name: str, arguments: tuple[Any, ...]) -> None:
         try:
-            answer = self.open(*arguments) if name == OPEN else self.method(name)(*arguments)
+            answer = self.open(*arguments) if name == OPEN else self.find_method(name)(*arguments)
         except BaseException as error:
-            answer = Failure.of(error, self.engine)
-        self._tell(ProxyDid(token), answer)
+            answer = Failure.from_values(error, self.engine)
+        self._send(ProxyResult(token), answer)
 
-    def _tell(self, message: Message, value: Any) -> None:
-        self._lane.send(message.head(), wire.pack(value))  # If the driver is gone, `_left` is about to be called.
+    def _send(self, message: Message, value: Any) -> None:
+        self._lane.send(message.head(), wire.pack(value))  # If the driver is gone, `_on_driver_gone` will be called.
 
-    def _left(self, _reason: str) -> None:
+    def _on_driver_gone(self, _reason: str) -> None:
         try:
             self.leave()
         finally:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from colocate.keeper import Thread
-from colocate.worker.birth.signals import pass_over
+from colocate.worker.birth.signals import ignore_signals
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
-from colocate_ray.proxy import Proxied
+from colocate_ray.proxy import ProxyProcess
 from colocate_ray.terms import Cluster
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _LEAVES_WITHIN_S = 2.5
 _TRIES = "3"  # The number of attempts to join, each of one second. Ray's own default is twenty.
 
 
-class Service(Proxied):
+class Service(ProxyProcess):
     """The envoy's side of the connection: handles requests with an `OwnedPlacing` and the functions of `names`."""
 
     engine = "Ray"
@@ -39,22 +39,24 @@ class Service(Proxied):
         """Start a private Ray in a folder, or join an existing Ray cluster."""
         if folder is not None:
             self._folder = PrivateFolder(folder)
-            _keep_to_ourselves()
+            _disable_metrics()
         _prepare_environment(cluster.token_file if self._folder is None else str(self._folder.token))
         from colocate_ray import joining
         from colocate_ray.owners import OwnedPlacing
 
         if self._folder is not None:
-            joining.start(cluster, self._folder)
+            joining.start_private(cluster, self._folder)
             Thread(target=reap_orphans, name="reaper").start()
         else:
-            joining.join(cluster)
+            joining.join_cluster(cluster)
             self._joined = True
-        pass_over([signal.SIGTERM])  # Ray has set a handler for SIGTERM, but the driver decides when this process ends.
+        ignore_signals(
+            [signal.SIGTERM]
+        )  # Ray has set a handler for SIGTERM, but the driver decides when this process ends.
 
-        self._placing = OwnedPlacing(cluster, self.say)
+        self._placing = OwnedPlacing(cluster, self.notify_driver)
 
-    def method(self, name: str) -> Callable[..., Any]:
+    def find_method(self, name: str) -> Callable[..., Any]:
         """Return the method for a request: a method of the `OwnedPlacing`, or else a function of `names`."""
         from colocate_ray import names
 
@@ -74,7 +76,7 @@ class Service(Proxied):
             ray.shutdown()
         end_children()
         if self._folder is not None:
-            self._folder.remove()
+            self._folder.remove_folder()
 
 
 def _prepare_environment(token_file: str | None) -> None:
@@ -88,7 +90,7 @@ def _prepare_environment(token_file: str | None) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-def _keep_to_ourselves() -> None:
+def _disable_metrics() -> None:
     """Restrict a private Ray to the processes of colocate's actors, and turn off metrics."""
     os.environ.update(
         # Without these settings, Ray may serve metrics to anyone on all addresses. -1 disables the port.

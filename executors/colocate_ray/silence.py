@@ -12,34 +12,34 @@ import socket
 import time
 from collections.abc import Collection, Mapping
 
-# Every gRPC client sends these bytes first, and a server answers with settings.
+# Every gRPC client sends these bytes first, and a server answers with HTTP/2 settings.
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _ANSWERS_WITHIN_S = 1.0
 ID = "ray.io/node-id"  # Ray sets this label on each node.
 _STILL_SILENT_WITHIN_S = 0.2  # A silent server that has recovered answers at once.
 
 
-class Silence:
+class SilentNodes:
     """A record of the servers that didn't answer the last check. The next check waits less for these servers."""
 
     def __init__(self) -> None:
         self._silent: frozenset[str] = frozenset()
 
-    def among(self, servers: Mapping[str, tuple[str, int]]) -> frozenset[str]:
+    def find_silent(self, servers: Mapping[str, tuple[str, int]]) -> frozenset[str]:
         """Return the servers that don't answer a gRPC greeting. All servers are asked at the same time.
 
         Args:
             servers: Host and port of each server, by any name.
         """
         known_silent = self._silent & servers.keys()
-        answered = answering({name: servers[name] for name in servers.keys() - known_silent}, _ANSWERS_WITHIN_S)
-        answered |= answering({name: servers[name] for name in known_silent}, _STILL_SILENT_WITHIN_S)
+        answered = find_answering({name: servers[name] for name in servers.keys() - known_silent}, _ANSWERS_WITHIN_S)
+        answered |= find_answering({name: servers[name] for name in known_silent}, _STILL_SILENT_WITHIN_S)
         silent = servers.keys() - answered
         self._silent = self._silent - servers.keys() | silent
         return frozenset(silent)
 
 
-def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[str]:
+def find_answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[str]:
     """Return the servers that answer a gRPC greeting in any way. All servers are asked at the same time.
 
     An answer proves that the server's process is alive, and not only the kernel of its machine. With TLS, an accepted
@@ -72,6 +72,6 @@ def answering(servers: Mapping[str, tuple[str, int]], within_s: float) -> set[st
     return answering_names
 
 
-def elsewhere(silent: Collection[str]) -> dict[str, str]:
+def exclude_nodes(silent: Collection[str]) -> dict[str, str]:
     """Return a label selector for Ray that excludes the silent nodes."""
     return {ID: f"!in({','.join(sorted(silent))})"} if silent else {}

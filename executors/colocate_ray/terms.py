@@ -26,7 +26,7 @@ class Cluster:
     # Names of the GPUs that a private Ray offers, in the order of ranks.
     # None lets Ray detect GPUs, and is also the value for a cluster to join.
     gpus: tuple[str, ...] | None = None
-    # The file with the token of the cluster to join; None for Ray's own environment.
+    # The file with the token of the cluster to join; None for the token in Ray's environment variables.
     token_file: str | None = None
     runtime_env: Mapping[str, Any] | None = None  # Ray's runtime environment for the actors.
 
@@ -40,7 +40,7 @@ class Cluster:
 class Slot:
     """A slot that the envoy has reserved, as described to the driver."""
 
-    # Index of the bundle in the placement group. The slots of a reservation are sorted by node and device instead.
+    # Index of the bundle in the placement group. Lists of slots are sorted by node and device, not by index.
     index: int
     node: str
     devices: tuple[int, ...]  # Indices of the GPUs.

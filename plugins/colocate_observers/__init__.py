@@ -1,1 +1,1 @@
-"""Observers for common experiment trackers, an extra each: `observe: [tensorboard]` in a config."""
+"""Observers for common experiment trackers, such as `observe: [tensorboard]` in a config. Each needs its pip extra."""

@@ -62,7 +62,7 @@ class MLflow:
         self._check_server()
         file = run.directory / "mlflow-run"
         if run.resumed is not None and file.exists():
-            self._run = self._goes_on(file)
+            self._run = self._resume_run(file)
         else:
             experiment_there = self._client.get_experiment_by_name(self._experiment)
             experiment = (
@@ -73,10 +73,10 @@ class MLflow:
             self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
             file.write_text(f"{self._run}\n", encoding="utf-8")
             parameters = [Param(name, value) for name, value in run.environment.items()]
-            self._client.log_batch(self._run, params=parameters)  # MLflow's parameters can't be changed later.
+            self._client.log_batch(self._run, params=parameters)  # Only in a new run, because MLflow refuses changes.
         self._client.log_dict(self._run, dict(run.config), "config.json")
 
-    def _goes_on(self, kept: Path) -> str:
+    def _resume_run(self, kept: Path) -> str:
         run = kept.read_text(encoding="utf-8").strip()
         try:
             self._client.update_run(run, status="RUNNING")
@@ -92,10 +92,10 @@ class MLflow:
             self._raise_failure()
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
             at, logged = int(record.time * 1000), {**record.scalars, **seconds}
-            self._unsent.extend(Metric(_legal(name), value, at, record.step) for name, value in logged.items())
-            self._sender.submit(self._send, self._run)
+            self._unsent.extend(Metric(_legal_name(name), value, at, record.step) for name, value in logged.items())
+            self._sender.submit(self._send_metrics, self._run)
 
-    def _send(self, run: str) -> None:
+    def _send_metrics(self, run: str) -> None:
         rows = [self._unsent.popleft() for _ in range(len(self._unsent))]
         if rows and self._failure is None:
             try:
@@ -116,7 +116,7 @@ class MLflow:
             report = record.directory / "report.html"
             if report.exists():
                 self._client.log_artifact(self._run, str(report))
-            self._client.set_terminated(self._run, _status(record, error))
+            self._client.set_terminated(self._run, _run_status(record, error))
             self._raise_failure()
 
     def _check_server(self) -> None:
@@ -126,20 +126,20 @@ class MLflow:
             return
         try:
             requests.head(uri.geturl(), timeout=ANSWERS_WITHIN_S)
-        except requests.exceptions.SSLError:  # Ignored, because MLflow's client may trust other certificates.
+        except requests.exceptions.SSLError:  # MLflow's client may trust certificates that `requests` doesn't.
             pass
         except (requests.ConnectionError, requests.Timeout) as error:
             where = uri.netloc.rpartition("@")[2]
             raise colocate.ConfigError(f"MLflow's server at {uri.scheme}://{where} doesn't answer") from error
 
 
-def _status(record: colocate.RunRecord, error: BaseException | None) -> str:
+def _run_status(record: colocate.RunRecord, error: BaseException | None) -> str:
     if record.stopped or isinstance(error, KeyboardInterrupt):
         return "KILLED"  # A run that the user has stopped isn't a failed run.
     return "FINISHED" if error is None else "FAILED"
 
 
-def _legal(name: str) -> str:
+def _legal_name(name: str) -> str:
     """Convert a metric's name to a name that MLflow accepts, also as a relative path."""
     name = _FOREIGN.sub("_", name)[:_LONGEST]
     normal = posixpath.normpath(name)

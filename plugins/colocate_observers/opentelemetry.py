@@ -78,10 +78,10 @@ class OpenTelemetry:
         whole = [(-1, record.submitted, record.finished)] if record.error is not None and not failed else []
         for rank, start, end in [*record.ran, *whole]:
             attributes = {**shared, **({} if rank < 0 else {"colocate.rank": rank})}
-            span = self._tracer.start_span(name, inside, attributes=attributes, start_time=_ns(start))
+            span = self._tracer.start_span(name, inside, attributes=attributes, start_time=_to_nanoseconds(start))
             if record.error is not None and (rank < 0 or rank in failed):
                 span.set_status(StatusCode.ERROR, record.error)
-            span.end(_ns(end))
+            span.end(_to_nanoseconds(end))
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
         """End the run's span, and send all queued data."""
@@ -94,7 +94,7 @@ class OpenTelemetry:
         self._metrics.shutdown()
 
 
-def _ns(seconds: float) -> int:
+def _to_nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 

@@ -20,7 +20,7 @@ _LOOKS_FOR_S = 2.0
 
 
 class RoleBytes(Collector):
-    """A collector that queries the roles' memory from the workers at each scrape, and skips silent groups."""
+    """A collector that asks the workers for the roles' memory at each scrape. Groups that don't answer are left out."""
 
     def __init__(self, observer: Prometheus) -> None:
         self._observer = observer
@@ -30,7 +30,7 @@ class RoleBytes(Collector):
         return ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the memory of all roles in groups that are ready for calls."""
+        """Yield the bytes of memory of all roles in groups that are ready for calls."""
         labels = ["run", "group", "role", "slot", "where"]
         family = GaugeMetricFamily("colocate_role_bytes", "bytes that roles hold", labels=labels)
         for name, group in list(self._observer.groups.items()):
@@ -113,10 +113,10 @@ class Prometheus:
         self.run = run.directory.name
         port, address = self._at
         try:
-            self._served = _serve(port, address, make_wsgi_app(self._registry), self._health)
+            self._served = _start_server(port, address, make_wsgi_app(self._registry), self._describe_health)
         except OSError as error:
             raise colocate.ConfigError(
-                f"can't listen at {address}:{port} ({error.strerror or error}); {_cure(error)}"
+                f"can't listen at {address}:{port} ({error.strerror or error}); {_describe_remedy(error)}"
             ) from error
         if not port:
             print(f"prometheus: http://{address}:{self.port}/metrics")
@@ -132,13 +132,13 @@ class Prometheus:
     def colocate_group_spawned(self, group: colocate.ColocatedGroup) -> None:
         """Register a new group and create the group's counters."""
         self.groups[group.name] = group
-        self._is(group.name, group.state)
+        self._has_state(group.name, group.state)
         for counter in (self._restarts, self._deaths):
-            counter.labels(self.run, group.name)  # `labels` creates the counter at 0, which rates need.
+            counter.labels(self.run, group.name)  # Creates the counter at 0, which Prometheus needs to compute rates.
 
     def colocate_group_changed(self, name: str, state: str, cause: colocate.ColocateError | None) -> None:
         """Set a group's state, and count a restart."""
-        self._is(name, state)
+        self._has_state(name, state)
         if state == "restarting":
             self._restarts.labels(self.run, name).inc()
 
@@ -149,14 +149,14 @@ class Prometheus:
     def colocate_group_closed(self, name: str) -> None:
         """Remove a closed group."""
         self.groups.pop(name, None)
-        self._is(name, "closed")
+        self._has_state(name, "closed")
 
-    def _is(self, group: str, state: str) -> None:
+    def _has_state(self, group: str, state: str) -> None:
         before, self._states[group] = self._states.get(group, state), state
         self._state.labels(self.run, group, before).set(0)
         self._state.labels(self.run, group, state).set(1)
 
-    def _health(self) -> tuple[bool, str]:
+    def _describe_health(self) -> tuple[bool, str]:
         """Return whether no group has failed for good, and a text with the states of all groups."""
         lost = "failed" in self._states.values()
         return not lost, "".join(f"{group} {state}\n" for group, state in sorted(self._states.items()))
@@ -191,7 +191,7 @@ class Prometheus:
             thread.join()
 
 
-def _serve(
+def _start_server(
     port: int, address: str, metrics: Callable[..., Any], health: Callable[[], tuple[bool, str]]
 ) -> tuple[WSGIServer, threading.Thread]:
 
@@ -207,7 +207,7 @@ def _serve(
     return server, thread
 
 
-def _cure(error: OSError) -> str:
+def _describe_remedy(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "where another run has it, give this one a port of its own, `with: {port: ...}`"
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -53,10 +53,10 @@ class WeightsAndBiases:
             raise colocate.ConfigError(
                 f"{words}, or give this observer `with: {{mode: offline}}`, which needs none"
             ) from error
-        self._kept = file.open("ab", buffering=0)
+        self._file = file.open("ab", buffering=0)
         if self._run.id != name:
-            self._kept.truncate(0)
-            self._kept.write(f"{self._run.id}\n".encode())
+            self._file.truncate(0)
+            self._file.write(f"{self._run.id}\n".encode())
         # After a resume, an offline run would number rows from 0, and a later upload would replace earlier rows.
         self._next = len(rows) if rows and self._run.offline else None
         self._run.define_metric("*", step_metric="step")  # Use the step as the x axis of charts.
@@ -66,7 +66,7 @@ class WeightsAndBiases:
         if self._run is not None:
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
             self._run.log({**record.scalars, **seconds, "step": record.step}, step=self._next)
-            self._kept.write(b".")
+            self._file.write(b".")
             self._next = None if self._next is None else self._next + 1
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
@@ -76,7 +76,7 @@ class WeightsAndBiases:
             if report.exists():
                 self._run.save(str(report), base_path=str(record.directory), policy="now")
             self._run.finish(exit_code=0 if error is None else 1)
-            self._kept.close()
+            self._file.close()
 
 
 @colocate.hookimpl

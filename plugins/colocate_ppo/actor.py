@@ -16,13 +16,13 @@ from colocate_ppo import checkpoint, maths
 from colocate_ppo.forward import INFERENCE, response_log_probs, response_logits
 from colocate_ppo.generation import generate
 from colocate_ppo.learner import Learner
-from colocate_ppo.model import Weights, ends_of, pretrained_model, scratch_model, small_llama
-from colocate_ppo.options import BOUND, COUNT, POSITIVE, Limit, beyond_limits, refuse
-from colocate_ppo.parallel import drawing, minibatches, per_rank, total
-from colocate_ppo.rollout import Estimates, Rollout, join, widen
+from colocate_ppo.model import Weights, end_tokens, load_pretrained_model, make_scratch_model, make_small_llama
+from colocate_ppo.options import BOUND, COUNT, POSITIVE, Limit, limit_problems, refuse_options
+from colocate_ppo.parallel import gather_numbers, make_total, split_minibatches, step_generator
+from colocate_ppo.rollout import Estimates, Rollout, make_rollout, widen_prompts
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
 from colocate_ppo.task import Problems, question_text
-from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
+from colocate_ppo.tokenizer import load_tokenizer, make_character_tokenizer
 
 _LIMITS: Mapping[str, Limit] = {
     "layers": COUNT,
@@ -36,15 +36,15 @@ _LIMITS: Mapping[str, Limit] = {
 }
 
 
-def _wrong(options: Mapping[str, Any], *_: object) -> Iterator[tuple[str, str]]:
-    wrong = [*beyond_limits(options, _LIMITS)]
+def _option_problems(options: Mapping[str, Any], *_: object) -> Iterator[tuple[str, str]]:
+    wrong = [*limit_problems(options, _LIMITS)]
     yield from wrong
     hidden, heads = options["hidden"], options["heads"]
     if not wrong and options["model"] is None and hidden % (2 * heads):
         yield "hidden", f"must be an even multiple of `heads` ({heads}), not {hidden}"
 
 
-@checks(_wrong)
+@checks(_option_problems)
 @needs("process_group")
 class Actor(Role):
     """The policy model, with a tokenizer and an optimizer.
@@ -90,16 +90,16 @@ class Actor(Role):
         gradient_checkpointing: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
-        refuse(f"role {self.ctx.role!r}", _wrong({**locals()}))
+        refuse_options(f"role {self.ctx.role!r}", _option_problems({**locals()}))
         if threads is not None:
             torch.set_num_threads(threads)
         if model is None:
-            self.tokenizer = character_tokenizer(phrases, stop)
-            config = small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
-            inner = scratch_model(config, self.ctx.generator, self.ctx.device)
+            self.tokenizer = make_character_tokenizer(phrases, stop)
+            config = make_small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
+            inner = make_scratch_model(config, self.ctx.generator, self.ctx.device)
         else:
-            inner = pretrained_model(model, self.ctx.device)
-            self.tokenizer = pretrained_tokenizer(model, ends_of(inner), stop, template_options)
+            inner = load_pretrained_model(model, self.ctx.device)
+            self.tokenizer = load_tokenizer(model, end_tokens(inner), stop, template_options)
         self.config = inner.config
         # Set the model's own end tokens, too, so that an engine that runs this model stops at the same tokens.
         inner.generation_config.eos_token_id = [*self.tokenizer.ends]
@@ -120,18 +120,18 @@ class Actor(Role):
 
     def renew(self) -> None:
         """Use new process groups after a failed call."""
-        self.learner.renew()
+        self.learner.renew_groups()
 
     @method(collect=First())
     def weights(self) -> Weights:
         """Return the model's config and a copy of the weights, which other ranks and roles can `load`."""
-        return {"config": self.config.to_dict(), "state": self.model.weights()}
+        return {"config": self.config.to_dict(), "state": self.model.copy_weights()}
 
     @method
     def load(self, weights: Weights) -> None:
         """Replace the model's weights and reset the optimizer."""
-        self.model.load(weights["state"])
-        self.learner.forget()
+        self.model.load_weights(weights["state"])
+        self.learner.drop_moments()
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the weights by the names of transformers, for `colocate.sync_weights`."""
@@ -151,20 +151,20 @@ class Actor(Role):
         Returns:
             The mean cross-entropy of a token in nats, as the sum of the ranks' parts.
         """
-        call = self.learner.call("warm_up", number)
+        call = self.learner.start_call("warm_up", number)
         if not call.done:
-            self._imitate(problems, self.warm_up_lr * lr_scale)
+            self._learn_answers(problems, self.warm_up_lr * lr_scale)
         return call.means("policy", self.ctx.world_size)["loss"]
 
-    def _imitate(self, problems: Problems, lr: float) -> None:
-        problems = self._asked(problems)
-        prompts = self.tokenizer.padded(problems.prompts, self.ctx.device, side="left")
-        answers = self.tokenizer.answers(problems.answers, self.ctx.device)
-        shown = join(prompts, answers, problems, problems.answers)
+    def _learn_answers(self, problems: Problems, lr: float) -> None:
+        problems = self._with_prompts(problems)
+        prompts = self.tokenizer.pad_rows(problems.prompts, self.ctx.device, side="left")
+        answers = self.tokenizer.encode_answers(problems.answers, self.ctx.device)
+        shown = make_rollout(prompts, answers, problems, problems.answers)
         logits = response_logits(self.model, shown["tokens"], shown["attention"], answers.tokens.shape[1])
         surprise = -maths.token_log_probs(logits, answers.tokens)
-        loss = maths.token_mean(surprise, answers.mask, total(self.ctx)(answers.mask.sum()))
-        self.learner.step(loss, lr, loss=loss)
+        loss = maths.token_mean(surprise, answers.mask, make_total(self.ctx)(answers.mask.sum()))
+        self.learner.update_weights(loss, lr, loss=loss)
 
     @method(dispatch=Scatter("problems"), collect=Concat(), awake=INFERENCE)
     def generate(
@@ -185,13 +185,13 @@ class Actor(Role):
             number: The step's number, which selects the rank's random numbers, so that a second call draws the same;
                 None draws the next ones.
         """
-        drawn = None if greedy else drawing(self.ctx, number)
-        problems = self._asked(problems)
-        prompts = self.tokenizer.padded(problems.prompts, self.ctx.device, side="left")
+        drawn = None if greedy else step_generator(self.ctx, number)
+        problems = self._with_prompts(problems)
+        prompts = self.tokenizer.pad_rows(problems.prompts, self.ctx.device, side="left")
         # All ranks pad to the widest prompt of any rank, so that the ranks' parts form one batch.
-        prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
+        prompts = widen_prompts(prompts, max(gather_numbers(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         self.model.check_length(prompts.tokens.shape[1] + max_new_tokens)
-        with self.model.whole():
+        with self.model.gather_weights():
             responses = generate(
                 self.model,
                 prompts,
@@ -201,7 +201,7 @@ class Actor(Role):
                 temperature=temperature,
                 generator=drawn,
             )
-        return join(prompts, responses, problems, self.tokenizer.texts(responses))
+        return make_rollout(prompts, responses, problems, self.tokenizer.decode_responses(responses))
 
     @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
@@ -242,18 +242,18 @@ class Actor(Role):
             Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
             `policy_grad_norm`; and `policy_skipped`, the number of skipped updates, if any.
         """
-        call = self.learner.call("update", number)
-        counts = per_rank(self.ctx, len(log_probs))
-        for rows in minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
+        call = self.learner.start_call("update", number)
+        counts = gather_numbers(self.ctx, len(log_probs))
+        for rows in split_minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
             mask, tokens, old = rollout["mask"][rows], rollout["tokens"][rows], log_probs[rows]
             logits = response_logits(self.model, tokens, rollout["attention"][rows], mask.shape[1], temperature)
             # Mask padding before `exp`, because an infinite ratio on padding would make the gradient NaN.
             now = torch.where(mask, maths.token_log_probs(logits, tokens[:, -mask.shape[1] :]), old)
             losses, clipped = maths.policy_loss(now, old, estimates["advantages"][rows], clip)
-            count = total(self.ctx)(mask.sum())
+            count = make_total(self.ctx)(mask.sum())
             policy_loss = maths.token_mean(losses, mask, count)
             entropy = maths.token_mean(maths.entropy(logits), mask, count)
-            self.learner.step(
+            self.learner.update_weights(
                 policy_loss - entropy_coefficient * entropy,
                 self.lr * lr_scale,
                 policy_loss=policy_loss,
@@ -270,30 +270,31 @@ class Actor(Role):
         """Restore model and optimizer from a checkpoint of any number of ranks."""
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
-    def _asked(self, problems: Problems) -> Problems:
+    def _with_prompts(self, problems: Problems) -> Problems:
         """Return the problems with a prompt for each question; build missing prompts.
 
         Raises:
             ConfigError: A question leaves no room for an answer.
         """
         pairs = zip(problems.prompts, problems.questions, strict=True)
-        prompts = [prompt or self.tokenizer.prompt(question) for prompt, question in pairs]
+        prompts = [prompt or self.tokenizer.make_prompt(question) for prompt, question in pairs]
         prepared = attrs.evolve(problems, prompts=prompts)
         room = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
         if (full := next((row for row, prompt in enumerate(prompts) if len(prompt) >= room), None)) is not None:
             raise ConfigError(
-                f"{named_question(prepared, full)} fills all the room of the model, which takes {room}: give shorter "
+                f"{describe_question(prepared, full)} fills all the room of the model, which takes {room}: give "
+                "shorter "
                 "questions (`task`, `task_options`), or a `model` that takes more"
             )
         return prepared
 
 
-def named_question(asked: Problems, row: int) -> str:
+def describe_question(asked: Problems, row: int) -> str:
     """Describe a question for an error text, with the length in tokens."""
     return f"the question {brief(repr(question_text(asked.questions[row])))} of {len(asked.prompts[row])} tokens"
 
 
-def actors_weights(roles: Mapping[str, object]) -> Weights:
+def collect_actor_weights(roles: Mapping[str, object]) -> Weights:
     """Return the weights of the actor among a group's roles.
 
     Raises:

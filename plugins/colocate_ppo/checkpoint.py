@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colocate import ConfigError, Context
 from colocate_ppo.learner import Learner
-from colocate_ppo.parallel import per_rank
+from colocate_ppo.parallel import gather_numbers
 from colocate_ppo.spread import SpreadModel
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
     from colocate.torch import save_state
 
     bad = [name for name, parameter in model.module.named_parameters() if not _is_finite(parameter)]
-    if any(per_rank(ctx, len(bad))):
+    if any(gather_numbers(ctx, len(bad))):
         where = f"{bad[0]} and {len(bad) - 1} more" if bad else "those of another rank"
         raise FloatingPointError(
             f"role {ctx.role!r} writes no checkpoint: weights aren't finite ({where}); the last checkpoint is as it was"
         )
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
-    if learner is not None and (moments := learner.state()):
+    if learner is not None and (moments := learner.optimizer_state()):
         state[_MOMENTS] = moments
     save_state(state, directory, ctx)
     if ctx.rank == 0:
@@ -54,7 +54,7 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
         config.save_pretrained(directory)
 
 
-def config_of(ctx: Context, directory: str) -> Any:
+def read_config(ctx: Context, directory: str) -> Any:
     """Return the transformers config of the model in a checkpoint.
 
     Raises:
@@ -62,7 +62,7 @@ def config_of(ctx: Context, directory: str) -> Any:
     """
     from transformers import AutoConfig
 
-    _written(ctx, directory)
+    _read_metadata(ctx, directory)
     return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
@@ -74,7 +74,7 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
     """
     from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
-    written = _written(ctx, directory)
+    written = _read_metadata(ctx, directory)
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
     for name, tensor in state[_MODEL].items():
         size = getattr(written.state_dict_metadata.get(f"{_MODEL}.{name}"), "size", None)
@@ -88,12 +88,12 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
     for path in written.planner_data.values():
         if path[0] == _MOMENTS:
             moments.setdefault(path[1], []).append(path[2])
-    if learner is not None and (room := learner.room(moments)):
+    if learner is not None and (room := learner.make_room(moments)):
         state[_MOMENTS] = room
-    load_state(state, checkpoint_id=directory, **_ranks(ctx))
+    load_state(state, checkpoint_id=directory, **_count_ranks(ctx))
 
 
-def _written(ctx: Context, directory: str) -> Metadata:
+def _read_metadata(ctx: Context, directory: str) -> Metadata:
     """Return a checkpoint's metadata; raise a ConfigError if the folder has no complete checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -106,7 +106,7 @@ def _written(ctx: Context, directory: str) -> Metadata:
         ) from None
 
 
-def _ranks(ctx: Context) -> dict[str, Any]:
+def _count_ranks(ctx: Context) -> dict[str, Any]:
     return {"no_dist": True} if ctx.world_size == 1 else {"process_group": ctx.process_group()}
 
 

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from colocate import Concat, Reduce, Role, Scatter, checks, method, needs
 from colocate_ppo import checkpoint, maths
-from colocate_ppo.actor import actors_weights
+from colocate_ppo.actor import collect_actor_weights
 from colocate_ppo.forward import INFERENCE, response_values
 from colocate_ppo.learner import Learner
-from colocate_ppo.model import ValueModel, Weights, value_model_from
-from colocate_ppo.options import BOUND, POSITIVE, Limit, beyond_limits, refuse
-from colocate_ppo.parallel import minibatches, per_rank, total
+from colocate_ppo.model import ValueModel, Weights, make_value_model
+from colocate_ppo.options import BOUND, POSITIVE, Limit, limit_problems, refuse_options
+from colocate_ppo.parallel import gather_numbers, make_total, split_minibatches
 from colocate_ppo.rollout import Estimates, Rollout
-from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel, loaded
+from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel, check_loaded
 
 _LIMITS: Mapping[str, Limit] = {"lr": POSITIVE, "max_grad_norm": BOUND}
 
 
-@checks(lambda options, *_: beyond_limits(options, _LIMITS))
+@checks(lambda options, *_: limit_problems(options, _LIMITS))
 @needs("process_group")
 class Critic(Role):
     """The value model: the actor's backbone with one output, set by `load`.
@@ -44,7 +44,7 @@ class Critic(Role):
         gradient_checkpointing: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
-        refuse(f"role {self.ctx.role!r}", beyond_limits({**locals()}, _LIMITS))
+        refuse_options(f"role {self.ctx.role!r}", limit_problems({**locals()}, _LIMITS))
         self.lr = lr
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.layout = Layout(parallel, dtype, gradient_checkpointing)
@@ -53,7 +53,7 @@ class Critic(Role):
     @property
     def learner(self) -> Learner:
         """The learner of the loaded model."""
-        return loaded(self.ctx, self.loaded)
+        return check_loaded(self.ctx, self.loaded)
 
     @property
     def model(self) -> SpreadModel:
@@ -63,16 +63,16 @@ class Critic(Role):
     def renew(self) -> None:
         """Use new process groups after a failed call."""
         if self.loaded is not None:
-            self.loaded.renew()
+            self.loaded.renew_groups()
 
     def plan(self, roles: Mapping[str, object]) -> None:
-        """Load the actor's weights as in `ppo.train`; called when memory is planned."""
-        self.load(actors_weights(roles))
+        """Load the actor's weights as in `ppo.train`; called by `colocate plan`."""
+        self.load(collect_actor_weights(roles))
 
     @method
     def load(self, weights: Weights) -> None:
         """Copy the backbone of a language model; all values are 0 at first."""
-        self._adopt(value_model_from(weights))
+        self._adopt(make_value_model(weights))
 
     @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
@@ -114,7 +114,7 @@ class Critic(Role):
         kl = maths.kl_estimate(log_probs, reference_log_probs, kl_estimator)
         rewards = maths.token_rewards(scores, kl, mask, kl_coefficient)
         advantages, returns = maths.gae(rewards, values, mask, gamma, lam)
-        return {"advantages": maths.whiten(advantages, mask, total(self.ctx)), "returns": returns}
+        return {"advantages": maths.whiten(advantages, mask, make_total(self.ctx)), "returns": returns}
 
     @method(dispatch=Scatter("rollout", "values", "estimates"), collect=Reduce("sum"))
     def update(
@@ -143,14 +143,14 @@ class Critic(Role):
             Means over the minibatches, as sums of the ranks' parts: `value_loss`, `value_grad_norm`; and
             `value_skipped`, the number of skipped updates, if any.
         """
-        call = self.learner.call("update", number)
-        counts = per_rank(self.ctx, len(values))
-        for rows in minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
+        call = self.learner.start_call("update", number)
+        counts = gather_numbers(self.ctx, len(values))
+        for rows in split_minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
             mask = rollout["mask"][rows]
             now = response_values(self.model, rollout["tokens"][rows], rollout["attention"][rows], mask.shape[1])
             losses = maths.value_loss(now, values[rows], estimates["returns"][rows], clip)
-            loss = maths.token_mean(losses, mask, total(self.ctx)(mask.sum()))
-            self.learner.step(loss, self.lr, value_loss=loss)
+            loss = maths.token_mean(losses, mask, make_total(self.ctx)(mask.sum()))
+            self.learner.update_weights(loss, self.lr, value_loss=loss)
         return call.means("value", self.ctx.world_size)
 
     def save(self, directory: str) -> None:
@@ -159,7 +159,7 @@ class Critic(Role):
 
     def restore(self, directory: str) -> None:
         """Restore model and optimizer from a checkpoint of any number of ranks."""
-        self._adopt(ValueModel(checkpoint.config_of(self.ctx, directory)))
+        self._adopt(ValueModel(checkpoint.read_config(self.ctx, directory)))
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
     def _adopt(self, model: ValueModel) -> None:

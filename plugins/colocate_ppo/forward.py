@@ -31,7 +31,7 @@ def response_logits(
     Returns:
         `[B, R, V]`, float32. The model's output at the last prompt token predicts the first response token.
     """
-    logits: Tensor = model(**_inputs(tokens, attention), use_cache=False, logits_to_keep=responses + 1).logits
+    logits: Tensor = model(**_make_inputs(tokens, attention), use_cache=False, logits_to_keep=responses + 1).logits
     return logits[: len(tokens), :-1].float() / temperature
 
 
@@ -47,17 +47,17 @@ def response_values(model: Model, tokens: Tensor, attention: Tensor, responses: 
 
     The arguments are the same as for `response_logits`.
     """
-    values: Tensor = model(**_inputs(tokens, attention))
+    values: Tensor = model(**_make_inputs(tokens, attention))
     return values[: len(tokens), -responses - 1 : -1, 0].float()
 
 
-def positions(attention: Tensor) -> Tensor:
+def token_positions(attention: Tensor) -> Tensor:
     """Return each token's position in the row, counted without padding, so that left padding changes nothing."""
     return (attention.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def _inputs(tokens: Tensor, attention: Tensor) -> dict[str, Tensor]:
+def _make_inputs(tokens: Tensor, attention: Tensor) -> dict[str, Tensor]:
     if not len(tokens):
         # A rank may have no row of a minibatch, but transformers needs a row. The dummy row's output is cut off later.
         tokens, attention = (tensor.new_ones(1, tensor.shape[1]) for tensor in (tokens, attention))
-    return {"input_ids": tokens, "attention_mask": attention, "position_ids": positions(attention)}
+    return {"input_ids": tokens, "attention_mask": attention, "position_ids": token_positions(attention)}

@@ -7,21 +7,21 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from colocate_ppo.forward import Model, positions
-from colocate_ppo.tokenizer import Padded
+from colocate_ppo.forward import Model, token_positions
+from colocate_ppo.tokenizer import PaddedRows
 
 
 @torch.no_grad()
 def generate(
     model: Model,
-    prompts: Padded,
+    prompts: PaddedRows,
     *,
     max_new_tokens: int,
     ends: Collection[int],
     pad: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
-) -> Padded:
+) -> PaddedRows:
     """Generate tokens after each prompt, up to an end token or `max_new_tokens`.
 
     Args:
@@ -44,7 +44,7 @@ def generate(
     mask = torch.zeros_like(responses, dtype=torch.bool)
     alive = torch.ones_like(attention[:, 0])
     last = inputs.new_tensor([*ends])
-    places, cache = positions(attention), None
+    places, cache = token_positions(attention), None
     for step in range(max_new_tokens):
         output = model(
             input_ids=inputs,
@@ -54,7 +54,7 @@ def generate(
             use_cache=True,
             logits_to_keep=1,
         )
-        token = _choose(output.logits[:, -1].float(), temperature, generator)
+        token = _choose_tokens(output.logits[:, -1].float(), temperature, generator)
         responses[:, step] = torch.where(alive, token, pad)
         mask[:, step] = alive
         alive = alive & ~torch.isin(token, last)
@@ -63,10 +63,10 @@ def generate(
         cache, inputs, places = output.past_key_values, responses[:, step, None], places[:, -1:] + 1
         # A finished row stays in the batch with unread padding, which is cheaper than a smaller batch.
         attention = torch.cat([attention, torch.ones_like(attention[:, :1])], dim=1)
-    return Padded(responses, mask)
+    return PaddedRows(responses, mask)
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _choose_tokens(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     if generator is not None:
         logits = logits / temperature
     # Check before drawing a token, because drawing from non-finite logits on a GPU would kill the process.

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from colocate import Concat, ConfigError, OnRank, Reduce, Scatter, method
 from colocate_ppo import maths
-from colocate_ppo.actor import Actor, named_question
+from colocate_ppo.actor import Actor, describe_question
 from colocate_ppo.forward import INFERENCE, response_logits
-from colocate_ppo.parallel import even_minibatches, how_many, per_rank, total
-from colocate_ppo.rollout import Rollout, join, widen
+from colocate_ppo.parallel import count_minibatches, gather_numbers, make_total, split_evenly
+from colocate_ppo.rollout import Rollout, make_rollout, widen_prompts
 from colocate_ppo.task import Problems
-from colocate_ppo.tokenizer import Padded
+from colocate_ppo.tokenizer import PaddedRows
 
 
 class Response(Protocol):
@@ -48,12 +48,12 @@ class GroupActor(Actor):
 
         The rollout has a row for each answer; a problem's answers are adjacent.
         """
-        return self.generate(self._asked(problems).repeated(samples), max_new_tokens, temperature, number=number)
+        return self.generate(self._with_prompts(problems).repeat(samples), max_new_tokens, temperature, number=number)
 
     @method(dispatch=Scatter("problems"), collect=Concat(), awake=())
     def prompts(self, problems: Problems) -> list[list[int]]:
         """Return the token ids of each question's prompt, for an engine."""
-        return [[*prompt] for prompt in self._asked(problems).prompts]
+        return [[*prompt] for prompt in self._with_prompts(problems).prompts]
 
     @method(dispatch=Scatter("problems", "responses"), collect=Concat(), awake=())
     def read(self, problems: Problems, responses: Sequence[Sequence[Response]], max_new_tokens: int) -> Rollout:
@@ -70,16 +70,16 @@ class GroupActor(Actor):
         Raises:
             ConfigError: The engine had no room for an answer.
         """
-        prepared = self._asked(problems).repeated(len(responses[0]))
+        prepared = self._with_prompts(problems).repeat(len(responses[0]))
         flat = [response for group in responses for response in group]
         if (full := next((row for row, response in enumerate(flat) if not response.token_ids), None)) is not None:
             raise ConfigError(
-                f"{named_question(prepared, full)} fills all the room that the engine has: raise max_length "
+                f"{describe_question(prepared, full)} fills all the room that the engine has: raise max_length "
                 f"of its role "
                 "(max_model_len of vLLM), up to what the model takes, or give shorter questions"
             )
-        prompts = self.tokenizer.padded(prepared.prompts, self.ctx.device, side="left")
-        prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
+        prompts = self.tokenizer.pad_rows(prepared.prompts, self.ctx.device, side="left")
+        prompts = widen_prompts(prompts, max(gather_numbers(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         tokens = torch.full((len(flat), max_new_tokens), self.tokenizer.pad)
         sampled = torch.zeros(tokens.shape)
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -91,8 +91,8 @@ class GroupActor(Actor):
             )
             mask[row, columns] = True
         device = self.ctx.device
-        read = Padded(tokens.to(device), mask.to(device))
-        rollout = join(prompts, read, prepared, self.tokenizer.texts(read))
+        read = PaddedRows(tokens.to(device), mask.to(device))
+        rollout = make_rollout(prompts, read, prepared, self.tokenizer.decode_responses(read))
         rollout["sampled"] = sampled.to(device)
         return rollout
 
@@ -104,7 +104,7 @@ class GroupActor(Actor):
 
     @method(dispatch=OnRank(0), awake=())
     def advantages(self, scores: Tensor, samples: int, baseline: maths.Baseline = "leave_one_out") -> Tensor:
-        """Compute the advantage of each response over other responses to the same question, `[B]`.
+        """Compute the advantage of each response over the other responses to the same question, `[B]`.
 
         Args:
             scores: `[B]`, the scores of the whole batch.
@@ -160,10 +160,10 @@ class GroupActor(Actor):
             log-probabilities between engine and trainer), `engine_weight` (the mean weight) and `engine_truncated` (the
             fraction of tokens with a truncated weight).
         """
-        call = self.learner.call("learn", number)
+        call = self.learner.start_call("learn", number)
         lengths = rollout["mask"].sum(dim=1).cpu()
-        k = how_many(per_rank(self.ctx, len(lengths)), minibatch)
-        for rows in even_minibatches(lengths, k, epochs)[call.done :]:
+        k = count_minibatches(gather_numbers(self.ctx, len(lengths)), minibatch)
+        for rows in split_evenly(lengths, k, epochs)[call.done :]:
             mask, old = rollout["mask"][rows], log_probs[rows]
             ids = rollout["tokens"][rows]
             logits = response_logits(self.model, ids, rollout["attention"][rows], mask.shape[1], temperature)
@@ -187,8 +187,8 @@ class GroupActor(Actor):
                 }
             if reference_log_probs is not None and kl_coefficient:
                 losses = losses + kl_coefficient * maths.kl_estimate(now, reference_log_probs[rows], kl_estimator)
-            count = total(self.ctx)(mask.sum())
+            count = make_total(self.ctx)(mask.sum())
             loss = maths.token_mean(losses, mask, count)
             parts = {name: maths.token_mean(values, mask, count) for name, values in sums.items()}
-            self.learner.step(loss, self.lr * lr_scale, policy_loss=loss, **parts)
+            self.learner.update_weights(loss, self.lr * lr_scale, policy_loss=loss, **parts)
         return call.means("policy", self.ctx.world_size)

@@ -13,13 +13,13 @@ from colocate.texts import did_you_mean
 from colocate_ppo.critic import Critic
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.maths import Baseline, KlEstimator
-from colocate_ppo.options import AMOUNT, BOUND, Limit, refuse
+from colocate_ppo.options import AMOUNT, BOUND, Limit, refuse_options
 from colocate_ppo.recovery import OnStepFailure
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems, Task
 from colocate_ppo.team import Players
-from colocate_ppo.training import Training, actor_scale, classes_of, group_of, wrong_options
+from colocate_ppo.training import Training, find_classes, find_group, option_problems, scale_actor_lr
 
 _ACTOR = "actor"
 _LIMITS: Mapping[str, Limit] = {"importance_cap": BOUND, "check_weights": AMOUNT}
@@ -46,7 +46,7 @@ class GroupTeam(Players[GroupActor]):
     pipeline: Callable[[], AbstractContextManager[Any]]
 
     @classmethod
-    def of(cls, group: ColocatedGroup, rollout: str, refers: bool) -> GroupTeam:
+    def from_group(cls, group: ColocatedGroup, rollout: str, refers: bool) -> GroupTeam:
         """Return the team of a group: actor, reward, optional reference, and the role that generates."""
         return cls(
             group.role(_ACTOR, GroupActor),
@@ -63,14 +63,14 @@ class GroupTeam(Players[GroupActor]):
         return () if self.reference is None else (self.reference,)
 
 
-def _checked(
+def _check_options(
     options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
 ) -> Iterable[tuple[str, str]]:
     group_name = options["group"]
     if len(named := [name for name in groups if group_name in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
     roles, rollout = groups[named[0]], options["rollout"]
-    problems = [*_wrong(named[0], classes_of(roles), lambda role: roles[role].background, **options)]
+    problems = [*_option_problems(named[0], find_classes(roles), lambda role: roles[role].background, **options)]
     sampling = roles[rollout].kwargs.get("sampling") if rollout in roles else None
     instead = {
         "max_tokens": "`max_new_tokens` of the job",
@@ -84,7 +84,7 @@ def _checked(
     return problems
 
 
-@checks(_checked)
+@checks(_check_options)
 def train(
     run: Run,
     *,
@@ -175,9 +175,9 @@ def train(
             with different rows, at the same position.
     """
     options = {**locals()}
-    workers = group_of(run, group, "grpo.train")
-    _refuse(workers, **options)
-    team = GroupTeam.of(workers, rollout, kl_coefficient > 0)
+    workers = find_group(run, group, "grpo.train")
+    _refuse_options(workers, **options)
+    team = GroupTeam.from_group(workers, rollout, kl_coefficient > 0)
     actor, reward, reference, engine = team.actor, team.reward, team.reference, team.rollout
     training = Training(
         run,
@@ -200,21 +200,21 @@ def train(
         same_rows=same_rows,
         job="grpo.train",
     )
-    part, longest = training.part, training.longest
-    several = inspect(actor).ranks > 1  # Rows are balanced between ranks.
+    part, longest = training.run_part, training.longest
+    several = inspect(actor).ranks > 1  # Several ranks get about equal numbers of tokens.
     # The engine gets the actor's end tokens, because an engine with another model may have different end tokens.
     ends = [] if engine is None else actor.ends()
-    ahead: _Asked | None = None
+    ahead: _Batch | None = None
     syncs = 0
 
-    def draw(number: int) -> _Asked:
-        question = _Asked.of(number, training.problems, batch)
+    def draw(number: int) -> _Batch:
+        question = _Batch.draw(number, training.problems, batch)
         if engine is not None:
             prompts = part("rollout", lambda: actor.prompts(question.problems))
             question.problems = attrs.evolve(question.problems, prompts=prompts)
         return question
 
-    def generate(asked: _Asked) -> Any:
+    def generate(asked: _Batch) -> Any:
         assert engine is not None
         # The seed depends on the step's number, so that a repeated step generates the same responses.
         seed = (run.runtime.seed * 1_000_003 + asked.number) % (1 << 62)
@@ -246,7 +246,7 @@ def train(
         with team.scope():
             return learn(now)
 
-    def learn(now: _Asked) -> dict[str, float]:
+    def learn(now: _Batch) -> dict[str, float]:
         number = now.number
 
         def roll_out() -> tuple[Any, ...]:
@@ -294,7 +294,7 @@ def train(
                 kl_estimator,
                 importance_cap,
                 temperature,
-                lr_scale=actor_scale(number, steps, 0, actor_ramp, actor_decay),
+                lr_scale=scale_actor_lr(number, steps, 0, actor_ramp, actor_decay),
                 number=number,
             )
             wait([learned])
@@ -303,11 +303,11 @@ def train(
         results: dict[str, float] = metrics | part("update", update)
         return results
 
-    training.train(step)
+    training.run_training(step)
 
 
 @attrs.define(eq=False)
-class _Asked:
+class _Batch:
     """The problems drawn for one training step.
 
     Attributes:
@@ -325,12 +325,12 @@ class _Asked:
     responses: Resident[Any] | None = None
 
     @classmethod
-    def of(cls, number: int, stream: Task, count: int) -> _Asked:
+    def draw(cls, number: int, stream: Task, count: int) -> _Batch:
         before, drawn = stream.position, stream.draw(count)
         return cls(number, drawn, before, stream.position)
 
 
-def _refuse(workers: ColocatedGroup, **options: Any) -> None:
+def _refuse_options(workers: ColocatedGroup, **options: Any) -> None:
     """Refuse options that conflict with each other or with the group.
 
     Raises:
@@ -346,14 +346,14 @@ def _refuse(workers: ColocatedGroup, **options: Any) -> None:
         return True
 
     classes = {name: info.cls for name, info in workers.roles.items()}
-    refuse("grpo.train", _wrong(workers.name, classes, is_background, **options))
+    refuse_options("grpo.train", _option_problems(workers.name, classes, is_background, **options))
 
 
-def _wrong(
+def _option_problems(
     place: str, classes: Mapping[str, type | None], is_background: Callable[[str], bool], **options: Any
 ) -> Iterator[tuple[str, str]]:
     rollout, staleness, samples = options["rollout"], options["staleness"], options["samples"]
-    yield from wrong_options(options, _LIMITS, place, classes, {"actor": GroupActor, "reward": Reward})
+    yield from option_problems(options, _LIMITS, place, classes, {"actor": GroupActor, "reward": Reward})
     if samples < 2:
         yield "samples", f"must be 2 or more, as answers are compared, not {samples}"
     place_text = f"in the group {place!r}, which has {', '.join(classes)}"

@@ -12,13 +12,13 @@ from colocate import RoleSpec, Run, checks, wait
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
 from colocate_ppo.maths import KlEstimator
-from colocate_ppo.options import AMOUNT, BOUND, SHARE, Limit, refuse
+from colocate_ppo.options import AMOUNT, BOUND, SHARE, Limit, refuse_options
 from colocate_ppo.recovery import OnStepFailure
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problems
 from colocate_ppo.team import Team
-from colocate_ppo.training import Training, actor_scale, classes_of, group_of, wrong_options
+from colocate_ppo.training import Training, find_classes, find_group, option_problems, scale_actor_lr
 
 _ROLES: Mapping[str, type] = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward}
 _LIMITS: Mapping[str, Limit] = {
@@ -30,15 +30,15 @@ _LIMITS: Mapping[str, Limit] = {
 }
 
 
-def _checked(
+def _check_options(
     options: Mapping[str, Any], groups: Mapping[str, Mapping[str, RoleSpec[Any]]]
 ) -> Iterable[tuple[str, str]]:
     if len(named := [name for name in groups if options["group"] in (None, name)]) != 1:
         return [("group", f"must name the group to train in; the config has {', '.join(groups) or 'none'}")]
-    return wrong_options(options, _LIMITS, named[0], classes_of(groups[named[0]]), _ROLES)
+    return option_problems(options, _LIMITS, named[0], find_classes(groups[named[0]]), _ROLES)
 
 
-@checks(_checked)
+@checks(_check_options)
 def train(
     run: Run,
     *,
@@ -120,10 +120,10 @@ def train(
             with different rows, at the same position.
     """
     options = {**locals()}
-    workers = group_of(run, group, "ppo.train")
+    workers = find_group(run, group, "ppo.train")
     classes = {name: info.cls for name, info in workers.roles.items()}
-    refuse("ppo.train", wrong_options(options, _LIMITS, workers.name, classes, _ROLES))
-    team = Team.of(workers)
+    refuse_options("ppo.train", option_problems(options, _LIMITS, workers.name, classes, _ROLES))
+    team = Team.from_group(workers)
     actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
     training = Training(
         run,
@@ -146,7 +146,7 @@ def train(
         same_rows=same_rows,
         job="ppo.train",
     )
-    part, longest = training.part, training.longest
+    part, longest = training.run_part, training.longest
 
     def step() -> dict[str, float]:
         with team.scope():
@@ -182,7 +182,7 @@ def train(
         rollout, log_probs, values, estimates, metrics = part("rollout", roll_out)
 
         def update() -> dict[str, float]:
-            lr_scale = actor_scale(number, steps, critic_only_steps, actor_ramp, actor_decay)
+            lr_scale = scale_actor_lr(number, steps, critic_only_steps, actor_ramp, actor_decay)
             with team.pipeline():
                 of_critic = critic.update.submit(
                     rollout, values, estimates, minibatch, epochs, value_clip, number=number
@@ -205,4 +205,4 @@ def train(
         results: dict[str, float] = metrics | part("update", update)
         return results
 
-    training.train(step)
+    training.run_training(step)

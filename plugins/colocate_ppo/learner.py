@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from colocate import Context
-from colocate_ppo.spread import SpreadModel, whole
+from colocate_ppo.spread import SpreadModel, gather_tensor
 
 
 @attrs.define
@@ -34,7 +34,7 @@ class Call:
     sums: dict[str, float] = attrs.field(factory=dict)
 
     def means(self, kind: str, ranks: int) -> dict[str, float]:
-        """Return this rank's part of each number's average over the updates; the parts add up over the ranks.
+        """Return this rank's part of each metric's average over the updates. All ranks' parts add up to the average.
 
         Args:
             kind: Prefix of the names `grad_norm` and `skipped`; the latter is present only after a skipped update.
@@ -66,11 +66,11 @@ class Learner:
         self._ctx = ctx
         self.model = model
         self._max_norm, self._skip_nonfinite = max_norm, skip_nonfinite
-        self._named = dict(model.module.named_parameters())
-        self._optimizer = torch.optim.AdamW(self._named.values(), weight_decay=0.0)
+        self._parameters = dict(model.module.named_parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), weight_decay=0.0)
         self._call = Call()
 
-    def call(self, name: str, number: int | None) -> Call:
+    def start_call(self, name: str, number: int | None) -> Call:
         """Start a call, or continue the last call if name and number are the same.
 
         A call that failed on some rank is repeated with its number, and makes the missing updates. All ranks miss
@@ -80,7 +80,7 @@ class Learner:
             self._call = Call(name, number)
         return self._call
 
-    def step(self, minimised: Tensor, lr: float, **given: Tensor) -> None:
+    def update_weights(self, minimised: Tensor, lr: float, **given: Tensor) -> None:
         """Make one update, unless the loss or the gradient isn't finite and would spoil all weights.
 
         Args:
@@ -95,9 +95,9 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         # A bad loss on one rank spoils the norm on every rank, so all ranks make the same decision without a message.
         finite = torch.where(minimised.detach().isfinite(), 1.0, torch.nan)
-        gradients = self._gradients(minimised * finite)
-        norm = whole(get_total_norm(gradients))
-        clip_grads_with_norm_(self._named.values(), self._max_norm, norm)
+        gradients = self._compute_gradients(minimised * finite)
+        norm = gather_tensor(get_total_norm(gradients))
+        clip_grads_with_norm_(self._parameters.values(), self._max_norm, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         numbers = {name: value.item() for name, value in given.items()}
@@ -123,39 +123,41 @@ class Learner:
             "updates out and counts them"
         )
 
-    def renew(self) -> None:
+    def renew_groups(self) -> None:
         """Use new process groups after a failed call. All ranks call this."""
         from colocate.torch import renew
 
         renew(self.model.wrapped, self._optimizer, self._ctx)
 
-    def forget(self) -> None:
+    def drop_moments(self) -> None:
         """Drop the optimizer's moments and free their memory."""
         self._optimizer.state.clear()
         self._call = Call()
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's moments by parameter name, without copying tensors."""
-        return {name: dict(self._optimizer.state[p]) for name, p in self._named.items() if p in self._optimizer.state}
+        return {
+            name: dict(self._optimizer.state[p]) for name, p in self._parameters.items() if p in self._optimizer.state
+        }
 
-    def room(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
+    def make_room(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
         """Replace the optimizer's moments by zeros, which a checkpoint is then loaded into.
 
         Args:
             names: The names of the moments, by parameter name.
         """
-        self.forget()
+        self.drop_moments()
         for name, moments in names.items():
-            parameter = self._named[name]
+            parameter = self._parameters[name]
             self._optimizer.state[parameter] = {
-                # AdamW counts steps on the CPU, in a tensor without axes.
+                # AdamW counts steps in a zero-dimensional tensor on the CPU.
                 moment: torch.zeros(()) if moment == "step" else torch.zeros_like(parameter)
                 for moment in moments
             }
-        return self.state()
+        return self.optimizer_state()
 
-    def _gradients(self, loss: Tensor) -> list[Tensor]:
-        parameters: list[Tensor] = [*self._named.values()]
+    def _compute_gradients(self, loss: Tensor) -> list[Tensor]:
+        parameters: list[Tensor] = [*self._parameters.values()]
         if self.model.layout.parallel != "none":
             # DDP and FSDP2 average gradients over the ranks. This factor turns the average into a sum.
             torch.autograd.backward(loss * self._ctx.world_size)

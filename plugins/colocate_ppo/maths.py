@@ -18,8 +18,8 @@ Total = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks; the identity for a single rank."""
 
 
-def alone(tensor: Tensor) -> Tensor:
-    """Return the tensor, which is the sum over a single rank."""
+def sum_alone(tensor: Tensor) -> Tensor:
+    """Return the tensor unchanged, as the sum over a single rank."""
     return tensor
 
 
@@ -39,7 +39,7 @@ def token_mean(values: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum() / tokens.clamp(min=1)
 
 
-def whiten(values: Tensor, mask: Tensor, total: Total = alone) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, total: Total = sum_alone) -> Tensor:
     """Shift and scale values to mean 0 and variance 1 over the tokens of all ranks.
 
     `(x - mean) / sqrt(variance + 1e-8)` with the unbiased variance, as in Ziegler et al. 2019 (arXiv:1909.08593).
@@ -194,7 +194,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def group_advantages(scores: Tensor, samples: int, baseline: Baseline) -> Tensor:
-    """Compute the advantage of each answer over other answers to the same question.
+    """Compute the advantage of each answer over the other answers to the same question.
 
     "leave_one_out": the score minus the other scores' mean (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
     "normalised": `(score - mean) / (deviation + 1e-4)` of the group, with the unbiased deviation (Shao et al. 2024,

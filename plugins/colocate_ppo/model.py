@@ -25,7 +25,7 @@ class Weights(TypedDict):
     state: dict[str, Tensor]
 
 
-def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed_forward: int) -> PreTrainedConfig:
+def make_small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed_forward: int) -> PreTrainedConfig:
     """Return the config of a small Llama for the tokens of a tokenizer."""
     from transformers import LlamaConfig
 
@@ -43,29 +43,29 @@ def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed
     )
 
 
-def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: torch.device) -> PreTrainedModel:
+def make_scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: torch.device) -> PreTrainedModel:
     """Build a causal language model with random weights drawn from `generator`."""
     from transformers import AutoModelForCausalLM
 
-    model = _empty(AutoModelForCausalLM, config)
+    model = _make_empty(AutoModelForCausalLM, config)
     with torch.no_grad():
         for parameter in () if device.type == "meta" else model.parameters():
-            if parameter.ndim > 1:  # Other parameters are norms (all ones) and biases (all zeros).
+            if parameter.ndim > 1:  # Parameters with one dimension are norms (all ones) and biases (all zeros).
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device=generator.device))
                 parameter.mul_(getattr(config, "initializer_range", 0.02))
-    return _ready(model, device)
+    return _prepare_model(model, device)
 
 
-def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
+def load_pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     """Load a causal language model in float32 from the hub or from a local folder."""
     from transformers import AutoModelForCausalLM
 
     # Without `trust_remote_code=False`, transformers asks on the terminal whether a model's own code may run.
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
-    return _ready(AutoModelForCausalLM.from_pretrained(name, **options), device)
+    return _prepare_model(AutoModelForCausalLM.from_pretrained(name, **options), device)
 
 
-def ends_of(model: PreTrainedModel) -> list[int]:
+def end_tokens(model: PreTrainedModel) -> list[int]:
     """Return the ids of the end tokens in a model's generation config.
 
     Raises:
@@ -81,11 +81,11 @@ def ends_of(model: PreTrainedModel) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
 
 
-def empty_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+def make_empty_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
     """Build a causal language model for weights that are loaded later."""
     from transformers import AutoModelForCausalLM
 
-    return _ready(_empty(AutoModelForCausalLM, config), device)
+    return _prepare_model(_make_empty(AutoModelForCausalLM, config), device)
 
 
 class ValueModel(nn.Module):
@@ -96,7 +96,7 @@ class ValueModel(nn.Module):
 
         super().__init__()
         self.config = config
-        self.backbone = _empty(AutoModel, config)
+        self.backbone = _make_empty(AutoModel, config)
         self.head = nn.Linear(config.hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
         self.eval()
@@ -107,16 +107,16 @@ class ValueModel(nn.Module):
         return values
 
 
-def value_model_from(weights: Weights) -> ValueModel:
+def make_value_model(weights: Weights) -> ValueModel:
     """Build a value model from a copy of a language model's backbone."""
-    model = ValueModel(config_from(weights["config"]))
+    model = ValueModel(make_config(weights["config"]))
     prefix = f"{model.backbone.base_model_prefix}."
     backbone = {name.removeprefix(prefix): t for name, t in weights["state"].items() if name.startswith(prefix)}
     model.backbone.load_state_dict(backbone)
     return model
 
 
-def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
+def make_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
     """Rebuild a transformers config from the result of `to_dict`."""
     from transformers import AutoConfig
 
@@ -124,12 +124,12 @@ def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(options.pop("model_type"), **options)
 
 
-def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+def _make_empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = kind.from_config(config, trust_remote_code=False)
     return model
 
 
-def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+def _prepare_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     # Turn off dropout, because PPO compares log-probabilities from several passes with the same weights.
     nn.Module.to(model, device)
     model.train(False)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colocate import Context
-from colocate_ppo.maths import Total, alone
+from colocate_ppo.maths import Total, sum_alone
 
 
-def total(ctx: Context) -> Total:
+def make_total(ctx: Context) -> Total:
     """Return a function that sums a tensor over all ranks and returns the sum on each rank."""
     if ctx.world_size == 1:
-        return alone
+        return sum_alone
 
     def summed(tensor: Tensor) -> Tensor:
         result = tensor.detach().clone()
@@ -25,14 +25,14 @@ def total(ctx: Context) -> Total:
     return summed
 
 
-def per_rank(ctx: Context, number: int) -> list[int]:
+def gather_numbers(ctx: Context, number: int) -> list[int]:
     """Gather one number from each rank; return the list on all ranks."""
     numbers = torch.zeros(ctx.world_size, dtype=torch.int64, device=ctx.device)
     numbers[ctx.rank] = number
-    return [int(n) for n in total(ctx)(numbers)]
+    return [int(n) for n in make_total(ctx)(numbers)]
 
 
-def drawing(ctx: Context, number: int | None) -> torch.Generator:
+def step_generator(ctx: Context, number: int | None) -> torch.Generator:
     """Return the rank's random generator, seeded for a step.
 
     The random numbers depend only on the rank's seed and the step, so that a repeated call and a resumed run draw the
@@ -46,12 +46,12 @@ def drawing(ctx: Context, number: int | None) -> torch.Generator:
     return generator if number is None else generator.manual_seed((ctx.seed + number) % (1 << 63))
 
 
-def how_many(counts: Sequence[int], size: int) -> int:
+def count_minibatches(counts: Sequence[int], size: int) -> int:
     """Return the number of minibatches of `size` rows in an epoch; `counts` has the rows on each rank."""
     return -(-sum(counts) // size)
 
 
-def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> list[Tensor]:
+def split_minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> list[Tensor]:
     """Return one rank's rows of each minibatch; all ranks have the same number of minibatches.
 
     A row's number in the whole batch decides its minibatch, so the number of ranks doesn't matter. With k minibatches
@@ -67,13 +67,13 @@ def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> lis
     Returns:
         Row numbers within the rank's part for each minibatch in turn, int64, maybe none.
     """
-    k = how_many(counts, size)
+    k = count_minibatches(counts, size)
     number = torch.arange(counts[rank]) + sum(counts[:rank])
     turns = [(number + epoch * (number // k)) % k for epoch in range(epochs)]
     return [torch.nonzero(turn == index).flatten() for turn in turns for index in range(k)]
 
 
-def even_minibatches(tokens: Tensor, k: int, epochs: int) -> list[Tensor]:
+def split_evenly(tokens: Tensor, k: int, epochs: int) -> list[Tensor]:
     """Return one rank's rows of each minibatch; minibatches have about equal numbers of tokens.
 
     The longest rows are dealt first, back and forth; each epoch combines rows differently.

@@ -40,7 +40,7 @@ class Recovery:
         if self.limit < 0:
             raise ConfigError(f"{self.job}: option `step_retries` must be 0 or more, not {self.limit}")
 
-    def part(self, run: Run, name: str, do: Callable[[], T]) -> T:
+    def run_part(self, run: Run, name: str, do: Callable[[], T]) -> T:
         """Run a part of a step in the phase `name`; repeat a failed part if the policy is "retry".
 
         Raises:
@@ -56,9 +56,9 @@ class Recovery:
                 if not retries or _is_final(error):
                     raise
                 retries -= 1
-                _log.warning("%s is done again: %s", name, _what(error))
+                _log.warning("%s is done again: %s", name, _describe_error(error))
 
-    def restore(self, run: Run, error: RoleError, restore: Callable[[], None]) -> None:
+    def restore_checkpoint(self, run: Run, error: RoleError, restore: Callable[[], None]) -> None:
         """Restore the last checkpoint if the policy is "restore", else raise the error.
 
         Args:
@@ -76,14 +76,14 @@ class Recovery:
             error.add_note("`on_step_failure: restore` found no checkpoint of the run to go back to")
             raise error
         self._restored += 1
-        _log.warning("going back to the checkpoint of step %d: %s", step, _what(error))
+        _log.warning("going back to the checkpoint of step %d: %s", step, _describe_error(error))
         restore()
 
-    def progressed(self) -> None:
+    def on_checkpoint(self) -> None:
         """Reset the count of restores after a new checkpoint."""
         self._restored = 0
 
-    def told(self) -> dict[str, float]:
+    def step_metrics(self) -> dict[str, float]:
         """Return the metric `failed_calls` if calls have failed since the last report, else an empty dict."""
         failed, self.failed = self.failed, 0
         return {"failed_calls": failed} if failed else {}
@@ -94,5 +94,5 @@ def _is_final(error: RoleError) -> bool:
     return isinstance(error, RenewalError) or isinstance(error.__cause__, ConfigError)
 
 
-def _what(error: RoleError) -> str:
+def _describe_error(error: RoleError) -> str:
     return error.message.partition("\n")[0]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths, parallel
-from colocate_ppo.actor import actors_weights
+from colocate_ppo.actor import collect_actor_weights
 from colocate_ppo.forward import response_log_probs
-from colocate_ppo.model import Weights, config_from, empty_model
+from colocate_ppo.model import Weights, make_config, make_empty_model
 from colocate_ppo.rollout import Rollout
-from colocate_ppo.spread import Dtype, Layout, SpreadModel, loaded
+from colocate_ppo.spread import Dtype, Layout, SpreadModel, check_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -36,7 +36,7 @@ class Reference(Role):
     @property
     def model(self) -> SpreadModel:
         """The loaded reference model."""
-        return loaded(self.ctx, self.loaded)
+        return check_loaded(self.ctx, self.loaded)
 
     def renew(self) -> None:
         """Use new process groups after a failed call."""
@@ -46,14 +46,14 @@ class Reference(Role):
             renew(self.loaded.wrapped, None, self.ctx)
 
     def plan(self, roles: Mapping[str, object]) -> None:
-        """Load the actor's weights as in `ppo.train`; called when memory is planned."""
-        self.load(actors_weights(roles))
+        """Load the actor's weights as in `ppo.train`; called by `colocate plan`."""
+        self.load(collect_actor_weights(roles))
 
     @method
     def load(self, weights: Weights) -> None:
         """Replace the model by a copy of these weights."""
-        self._adopt(config_from(weights["config"]))
-        self.model.load(weights["state"])
+        self._adopt(make_config(weights["config"]))
+        self.model.load_weights(weights["state"])
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     @torch.no_grad()
@@ -67,7 +67,7 @@ class Reference(Role):
     ) -> float:
         """Return the mean KL between actor and reference over all response tokens, as the sum of the ranks' parts."""
         estimate, mask = maths.kl_estimate(log_probs, reference_log_probs, estimator), rollout["mask"]
-        return maths.token_mean(estimate, mask, parallel.total(self.ctx)(mask.sum())).item()
+        return maths.token_mean(estimate, mask, parallel.make_total(self.ctx)(mask.sum())).item()
 
     def save(self, directory: str) -> None:
         """Write a checkpoint of the model into a folder."""
@@ -75,9 +75,9 @@ class Reference(Role):
 
     def restore(self, directory: str) -> None:
         """Restore the model from a checkpoint of any number of ranks."""
-        self._adopt(checkpoint.config_of(self.ctx, directory))
+        self._adopt(checkpoint.read_config(self.ctx, directory))
         checkpoint.restore(self.ctx, directory, self.model)
 
     def _adopt(self, config: PreTrainedConfig) -> None:
-        model = empty_model(config, self.ctx.device).requires_grad_(False)
+        model = make_empty_model(config, self.ctx.device).requires_grad_(False)
         self.loaded = SpreadModel(self.ctx, model, self.layout)

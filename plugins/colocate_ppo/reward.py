@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colocate import Concat, OnRank, Reduce, Role, Scatter, method
 from colocate.signatures import brief
-from colocate_ppo.parallel import drawing
+from colocate_ppo.parallel import step_generator
 from colocate_ppo.rollout import Rollout
 from colocate_ppo.task import Problem
 
@@ -32,7 +32,7 @@ class Reward(Role):
                 scorers get the text without surrounding blanks, as they compare it with answers that have none.
             problem: The problem.
         """
-        score: float = _scorer(problem.entry["metadata"]["source_dataset"])(answer.strip(), problem.entry)
+        score: float = _load_scorer(problem.entry["metadata"]["source_dataset"])(answer.strip(), problem.entry)
         return score
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
@@ -54,7 +54,7 @@ class Reward(Role):
             scores: `[B]`.
             number: The step's number, which selects the random numbers, as for the actor's `generate`.
         """
-        order = torch.randperm(len(scores), generator=drawing(self.ctx, number), device=scores.device)
+        order = torch.randperm(len(scores), generator=step_generator(self.ctx, number), device=scores.device)
         return scores[order]
 
     @method(dispatch=Scatter("rollout", "scores"), collect=Reduce("mean"))
@@ -93,7 +93,7 @@ def _is_finite(score: Any) -> bool:
 
 
 @cache
-def _scorer(task: str) -> Any:
+def _load_scorer(task: str) -> Any:
     import reasoning_gym  # Imported only when needed, because the import takes a second.
 
     return reasoning_gym.get_score_answer_fn(task)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from colocate_ppo.task import Problems
-from colocate_ppo.tokenizer import Padded
+from colocate_ppo.tokenizer import PaddedRows
 
 
 class Rollout(TypedDict):
@@ -44,15 +44,15 @@ class Estimates(TypedDict):
     returns: Tensor
 
 
-def widen(prompts: Padded, width: int, pad: int) -> Padded:
+def widen_prompts(prompts: PaddedRows, width: int, pad: int) -> PaddedRows:
     """Pad prompts on the left to `width` tokens."""
     missing = width - prompts.tokens.shape[1]
-    return Padded(
+    return PaddedRows(
         functional.pad(prompts.tokens, (missing, 0), value=pad), functional.pad(prompts.mask, (missing, 0), value=False)
     )
 
 
-def join(prompts: Padded, responses: Padded, problems: Problems, answers: list[str]) -> Rollout:
+def make_rollout(prompts: PaddedRows, responses: PaddedRows, problems: Problems, answers: list[str]) -> Rollout:
     """Combine prompts, responses, problems and answers into a rollout."""
     return {
         "tokens": torch.cat([prompts.tokens, responses.tokens], dim=1),
@@ -60,5 +60,5 @@ def join(prompts: Padded, responses: Padded, problems: Problems, answers: list[s
         "mask": responses.mask,
         "problems": problems,
         "answers": answers,
-        "token_ids": responses.rows,
+        "token_ids": responses.unpadded_rows,
     }

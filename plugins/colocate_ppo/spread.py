@@ -68,20 +68,20 @@ class SpreadModel:
         self.module = module
         self.layout = layout
         self.wrapped = module
-        layers = _layers(module)
-        self._longest = _longest(getattr(module, "config", None))
+        layers = _find_layers(module)
+        self._longest = _longest_length(getattr(module, "config", None))
         if layout.gradient_checkpointing:
             for layer in layers:
-                _compute_again(layer)
+                _checkpoint_layer(layer)
         if layout.dtype != "float32" and layout.parallel != "fsdp2":  # FSDP2 has a separate policy for dtypes.
-            _compute_in(module, getattr(torch, layout.dtype))
+            _set_compute_dtype(module, getattr(torch, layout.dtype))
         if layout.parallel == "fsdp2":
-            _copy_from_first(ctx, module)
-            self._shard(ctx, layers)
+            _broadcast_weights(ctx, module)
+            self._shard_layers(ctx, layers)
         elif layout.parallel == "ddp" and any(p.requires_grad and not p.is_meta for p in module.parameters()):
             from torch.nn.parallel import DistributedDataParallel
 
-            # Without this view, DDP's buckets would need as much memory as all gradients, which no role is charged for.
+            # `gradient_as_bucket_view` saves the memory of a copy of all gradients, which no role is charged for.
             self.wrapped = DistributedDataParallel(
                 module, process_group=ctx.process_group(), gradient_as_bucket_view=True
             )
@@ -111,12 +111,12 @@ class SpreadModel:
             )
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def gather_weights(self) -> Iterator[None]:
         """A context manager that keeps all weights on each rank after the first forward pass in the block.
 
         Otherwise ranks would gather weights in each pass, and wait for a rank whose answers have all ended early.
         """
-        sharded = self._sharded()
+        sharded = self._sharded_modules()
         for submodule in sharded:
             submodule.set_reshard_after_forward(False, recurse=False)
         try:
@@ -127,13 +127,13 @@ class SpreadModel:
                 # The root module stays unsharded after a forward pass, because the next pass begins there.
                 submodule.set_reshard_after_forward(submodule in sharded[1:], recurse=False)
 
-    def weights(self) -> dict[str, Tensor]:
+    def copy_weights(self) -> dict[str, Tensor]:
         """Return a copy of all weights, unsharded, for `load`. All ranks call this."""
-        return {name: whole(value).clone() for name, value in self.module.state_dict().items()}
+        return {name: gather_tensor(value).clone() for name, value in self.module.state_dict().items()}
 
     @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights, equal on all ranks, into the model. All ranks call this.
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights into the model. All ranks call this, with equal weights.
 
         Raises:
             KeyError: The weights belong to another model.
@@ -146,7 +146,7 @@ class SpreadModel:
                 value = distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
             mine.copy_(value)
 
-    def _shard(self, ctx: Context, layers: list[nn.Module]) -> None:
+    def _shard_layers(self, ctx: Context, layers: list[nn.Module]) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         computes = getattr(torch, self.layout.dtype)
@@ -155,7 +155,7 @@ class SpreadModel:
         for module in (*layers, self.module):
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
-    def _sharded(self) -> list[FSDPModule]:
+    def _sharded_modules(self) -> list[FSDPModule]:
         if self.layout.parallel != "fsdp2":
             return []
         from torch.distributed.fsdp import FSDPModule
@@ -163,30 +163,30 @@ class SpreadModel:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def _find_layers(module: nn.Module) -> list[nn.Module]:
     # Imported only when needed, because the import is slow.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
-def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    _wrap_forward(module, functools.partial(_forward_in, module, dtype))
+def _set_compute_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    _wrap_forward(module, functools.partial(_forward_in_dtype, module, dtype))
 
 
-def _forward_in(module: nn.Module, dtype: torch.dtype, /, *args: Any, **named: Any) -> Any:
+def _forward_in_dtype(module: nn.Module, dtype: torch.dtype, /, *args: Any, **named: Any) -> Any:
     with torch.autocast(next(module.parameters()).device.type, dtype):
         return type(module).forward(module, *args, **named)
 
 
 def _wrap_forward(module: nn.Module, forward: functools.partial[Any]) -> None:
-    """Replace a module's `forward` by a partial; a deep copy of the module gets a partial that binds the copy."""
+    """Replace a torch module's `forward` by a `functools.partial`; a deep copy gets a partial bound to the copy."""
     # Keep the signature of the module's own `forward`, because transformers' `generate` inspects the parameters.
     module.forward = functools.update_wrapper(forward, module.forward, (), ())
 
 
-def _longest(config: Any) -> int | None:
-    """Return the longest row with which long-rope leaves other rows unchanged; None without long-rope."""
+def _longest_length(config: Any) -> int | None:
+    """Return the most tokens of a row that leave other rows unchanged in a long-rope model; None for other models."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [section for section in rope.values() if isinstance(section, Mapping)]
     lengths = [
@@ -195,12 +195,12 @@ def _longest(config: Any) -> int | None:
     return min(lengths) if lengths else None
 
 
-def _compute_again(layer: nn.Module) -> None:
+def _checkpoint_layer(layer: nn.Module) -> None:
     """Make a layer recompute activations. Transformers' own option works only in training mode, with dropout."""
-    _wrap_forward(layer, functools.partial(_forward_again, layer))
+    _wrap_forward(layer, functools.partial(_forward_checkpointed, layer))
 
 
-def _forward_again(layer: nn.Module, /, *args: Any, **named: Any) -> Any:
+def _forward_checkpointed(layer: nn.Module, /, *args: Any, **named: Any) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     forward = type(layer).forward
@@ -209,14 +209,14 @@ def _forward_again(layer: nn.Module, /, *args: Any, **named: Any) -> Any:
     return checkpoint(forward, layer, *args, use_reentrant=False, **named)
 
 
-def _copy_from_first(ctx: Context, module: nn.Module) -> None:
+def _broadcast_weights(ctx: Context, module: nn.Module) -> None:
     if ctx.world_size > 1:
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group=ctx.process_group(), group_src=0)
 
 
-def loaded(ctx: Context, there: T | None) -> T:
-    """Return a role's loaded model.
+def check_loaded(ctx: Context, there: T | None) -> T:
+    """Return a role's model, or raise an error if no model is loaded.
 
     Raises:
         ColocateError: The role has no model yet.
@@ -226,7 +226,7 @@ def loaded(ctx: Context, there: T | None) -> T:
     return there
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on all ranks; return any other tensor detached."""
     gather = getattr(tensor, "full_tensor", None)  # Only DTensors have `full_tensor`.
     return tensor.detach() if gather is None else gather()

@@ -27,7 +27,7 @@ from colocate.signatures import brief
 _ITEMS = 1 << 30
 _HELD_OUT_SEED = 1 << 60
 _HELD_OUT_PART = 10
-# A digest covers at most this many evenly spread rows. A few rows are enough to identify a generated stream.
+# The most rows that a digest covers: of a given list, and of a generated stream, which few rows identify.
 _DIGESTED, _DIGESTED_ITEMS = 1 << 16, 4
 
 
@@ -71,13 +71,13 @@ class Problems(Sequence[Problem]):
     )
 
     @classmethod
-    def of(cls, problems: Iterable[Problem]) -> Problems:
+    def from_list(cls, problems: Iterable[Problem]) -> Problems:
         """Combine single problems into a batch."""
         rows = [*problems]
         entries = [pickle.dumps(p.entry) for p in rows]
         return cls([p.question for p in rows], [p.answer for p in rows], entries, [p.prompt for p in rows])
 
-    def repeated(self, times: int) -> Problems:
+    def repeat(self, times: int) -> Problems:
         """Return a batch that has each problem `times` times in adjacent rows."""
         rows = [row for row in range(len(self)) for _ in range(times)]
         return Problems(
@@ -103,17 +103,17 @@ class Problems(Sequence[Problem]):
         return Problem(self.questions[index], self.answers[index], entry, self.prompts[index])
 
 
-def _split(problems: Problems, sizes: Sequence[int]) -> list[Problems]:
+def _split_problems(problems: Problems, sizes: Sequence[int]) -> list[Problems]:
     ends = [*itertools.accumulate(sizes)]
     return [problems[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def _concat(parts: Sequence[Problems]) -> Problems:
+def _concat_problems(parts: Sequence[Problems]) -> Problems:
     columns = ((part.questions, part.answers, part.entries, part.prompts) for part in parts)
     return Problems(*([*itertools.chain(*column)] for column in zip(*columns, strict=True)))
 
 
-register_batch(Problems, length=len, split=_split, concat=_concat)
+register_batch(Problems, length=len, split=_split_problems, concat=_concat_problems)
 
 
 @attrs.define(eq=False)
@@ -137,11 +137,11 @@ class Task:
 
     @_training.default
     def _make_training(self) -> Any:
-        return self._dataset(self.seed * _ITEMS)
+        return self._make_dataset(self.seed * _ITEMS)
 
-    def _dataset(self, seed: int) -> Any:
+    def _make_dataset(self, seed: int) -> Any:
         if ":" in self.name:
-            return self._own_dataset()
+            return self._load_own_dataset()
         import reasoning_gym  # Imported only when needed, because the import takes a second.
         from reasoning_gym.factory import DATASETS
 
@@ -156,9 +156,9 @@ class Task:
         except (TypeError, ValueError, AssertionError) as error:  # reasoning-gym raises these for wrong options.
             raise ConfigError(f"task {self.name!r} refuses the options {dict(self.options)}: {error}") from error
 
-    def _own_dataset(self) -> Any:
+    def _load_own_dataset(self) -> Any:
         module, _, name = self.name.partition(":")
-        with _seeded(self.seed):
+        with _seed_generators(self.seed):
             try:
                 function = getattr(importlib.import_module(module), name)
             except (ImportError, AttributeError) as error:
@@ -181,7 +181,7 @@ class Task:
         """
         size = len(self._training)
         looks = min(size, _DIGESTED if ":" in self.name else _DIGESTED_ITEMS)
-        rows = [_digest(self._training[look * size // looks]) for look in range(looks)]
+        rows = [_digest_entry(self._training[look * size // looks]) for look in range(looks)]
         return {
             "task": self.name,
             "options": repr(sorted(self.options.items())),
@@ -193,13 +193,13 @@ class Task:
 
     def draw(self, count: int) -> Problems:
         """Draw the next problems of the training stream."""
-        return Problems.of(self._draw(count))
+        return Problems.from_list(self._draw_problems(count))
 
-    def _draw(self, count: int) -> list[Problem]:
+    def _draw_problems(self, count: int) -> list[Problem]:
         problems: list[Problem] = []
         size, looked_at = len(self._training), 0
         while len(problems) < count:
-            problem = _problem(self._training[self.position % size])
+            problem = _make_problem(self._training[self.position % size])
             self.position += 1
             looked_at += 1
             if not is_held_out(problem.question):
@@ -218,25 +218,25 @@ class Task:
         """
         chance = random.Random(f"{self.seed}/{self.position}")
         drawn = self.draw(count)
-        return attrs.evolve(drawn, answers=[_flaw(answer, chance, flawed) for answer in drawn.answers])
+        return attrs.evolve(drawn, answers=[_make_flawed(answer, chance, flawed) for answer in drawn.answers])
 
     def held_out(self, count: int) -> Problems:
         """Return up to `count` distinct problems that are never drawn for training."""
-        dataset = self._dataset(_HELD_OUT_SEED)
+        dataset = self._make_dataset(_HELD_OUT_SEED)
         looks = min(10 * _HELD_OUT_PART * count, len(dataset))
-        candidates = (_problem(dataset[index]) for index in range(looks))
-        held_out = _distinct(problem for problem in candidates if is_held_out(problem.question))
+        candidates = (_make_problem(dataset[index]) for index in range(looks))
+        held_out = _drop_duplicates(problem for problem in candidates if is_held_out(problem.question))
         problems = list(itertools.islice(held_out, count))
         if not problems:
             raise ConfigError(
                 f"task {self.name!r} gives no held-out problem (asked for {count}): evaluation needs one, and about a "
                 "tenth of the questions is held out"
             )
-        return Problems.of(problems)
+        return Problems.from_list(problems)
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int) -> Iterator[None]:
     """A context manager that seeds the global random generators of Python, NumPy and torch.
 
     A task that shuffles its rows then returns the same order after a resume.
@@ -256,7 +256,7 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def difference_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def compare_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Compare two descriptions of rows (`Task.describe_rows`); return the difference as text, or None."""
     if all(now[name] == before[name] for name in ("count", "contents", "order")):
         return None
@@ -280,12 +280,12 @@ def question_text(question: Question) -> str:
     return question if isinstance(question, str) else json.dumps(question, ensure_ascii=False, default=str)
 
 
-def _digest(entry: Mapping[str, Any]) -> bytes:
-    text = json.dumps(dict(entry), default=_stable_text, skipkeys=True)
+def _digest_entry(entry: Mapping[str, Any]) -> bytes:
+    text = json.dumps(dict(entry), default=_to_stable_json, skipkeys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def _stable_text(value: Any) -> Any:
+def _to_stable_json(value: Any) -> Any:
     """Convert a value to JSON that is equal in every process, without memory addresses and with sorted sets."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
@@ -293,11 +293,11 @@ def _stable_text(value: Any) -> Any:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-def _problem(entry: Mapping[str, Any]) -> Problem:
-    return Problem(_question(entry["question"]), str(entry["answer"]), entry)
+def _make_problem(entry: Mapping[str, Any]) -> Problem:
+    return Problem(_make_question(entry["question"]), str(entry["answer"]), entry)
 
 
-def _question(value: Any) -> Question:
+def _make_question(value: Any) -> Question:
     if not isinstance(value, list | tuple):
         return str(value)
     if value and all(isinstance(message, Mapping) and "role" in message for message in value):
@@ -313,7 +313,7 @@ def _question(value: Any) -> Question:
     )
 
 
-def _distinct(problems: Iterator[Problem]) -> Iterator[Problem]:
+def _drop_duplicates(problems: Iterator[Problem]) -> Iterator[Problem]:
     texts: set[str] = set()
     for problem in problems:
         if (text := question_text(problem.question)) not in texts:
@@ -321,7 +321,7 @@ def _distinct(problems: Iterator[Problem]) -> Iterator[Problem]:
             yield problem
 
 
-def _flaw(answer: str, chance: random.Random, flawed: float) -> str:
+def _make_flawed(answer: str, chance: random.Random, flawed: float) -> str:
     if chance.random() >= flawed:
         return answer
     return answer[::-1] if chance.random() < 0.5 else "".join(sorted(answer))

@@ -1,4 +1,4 @@
-"""The roles of a group, with the operations outside of steps."""
+"""The roles of a group, with the operations outside of training steps (copying weights, evaluation)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Players(Generic[A]):
         """The roles that start from the actor's weights."""
         raise NotImplementedError
 
-    def align(self) -> None:
+    def align_models(self) -> None:
         """Copy the actor's weights from the first rank to all ranks of the actor and the followers."""
         with self.scope():
             weights = self.actor.weights.keep()
@@ -72,7 +72,7 @@ class Team(Players[Actor]):
     pipeline: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @classmethod
-    def of(cls, group: ColocatedGroup) -> Team:
+    def from_group(cls, group: ColocatedGroup) -> Team:
         """Build a team from a group's roles named actor, critic, reference and reward."""
         return cls(
             group.role("actor", Actor),

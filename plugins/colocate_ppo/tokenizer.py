@@ -20,14 +20,14 @@ _CHARACTERS = "\n" + " " + string.ascii_letters + string.digits + string.punctua
 
 
 @attrs.frozen(eq=False)
-class Padded:
+class PaddedRows:
     """Rows of tokens padded to the same length: `tokens` (int64) and `mask`, which is false on padding."""
 
     tokens: Tensor
     mask: Tensor
 
     @property
-    def rows(self) -> list[list[int]]:
+    def unpadded_rows(self) -> list[list[int]]:
         """The tokens of each row, without padding."""
         pairs = zip(self.tokens.tolist(), self.mask.tolist(), strict=True)
         return [[*itertools.compress(tokens, mask)] for tokens, mask in pairs]
@@ -56,7 +56,7 @@ class Tokenizer:
     template_options: Mapping[str, Any] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, inner: Any, ends: Sequence[int] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
+    def from_transformers(cls, inner: Any, ends: Sequence[int] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
         """Wrap a tokenizer of transformers; without a padding token, the end token is used for padding.
 
         Args:
@@ -69,14 +69,18 @@ class Tokenizer:
         """
         default_ends = [] if inner.eos_token_id is None else [inner.eos_token_id]
         ends = [*ends] or default_ends
-        ends = [*(token for token in default_ends if token in ends), *ends, *(_token(inner, token) for token in stop)]
+        ends = [
+            *(token for token in default_ends if token in ends),
+            *ends,
+            *(_find_token(inner, token) for token in stop),
+        ]
         if not ends:
             raise ConfigError("no token ends an answer, by the model or by its tokenizer: name one by `stop`")
         if inner.pad_token_id is None:
             inner.pad_token_id = ends[0]
-        return cls(inner, len(inner), [*dict.fromkeys(ends)], inner.pad_token_id, _begin(inner))
+        return cls(inner, len(inner), [*dict.fromkeys(ends)], inner.pad_token_id, _start_tokens(inner))
 
-    def prompt(self, question: Question) -> list[int]:
+    def make_prompt(self, question: Question) -> list[int]:
         """Return the token ids of a question's prompt. Messages are converted by the chat template.
 
         Raises:
@@ -84,9 +88,9 @@ class Tokenizer:
                 messages.
         """
         if isinstance(question, str):
-            tokens = self._text_tokens(f"{question}{self.suffix}")
+            tokens = self._encode_text(f"{question}{self.suffix}")
         elif question and isinstance(question[0], Mapping):
-            tokens = self._chat_tokens(question)
+            tokens = self._encode_chat(question)
         else:
             tokens = [*cast(Sequence[int], question)]
         if not tokens:
@@ -95,13 +99,13 @@ class Tokenizer:
             raise ConfigError(f"a question has the token {unknown[0]}, and the tokenizer has {self.size} tokens")
         return tokens
 
-    def _text_tokens(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         """Return a text's tokens, and prepend the begin tokens if missing."""
         tokens: list[int] = self.inner(text, add_special_tokens=False)["input_ids"]
         begins = tokens[: len(self.begin)] == [*self.begin]
         return tokens if begins else [*self.begin, *tokens]
 
-    def _chat_tokens(self, messages: Any) -> list[int]:
+    def _encode_chat(self, messages: Any) -> list[int]:
         messages = [*messages]
         # If the last message is the assistant's, the answer continues that message.
         continued = messages[-1].get("role") == "assistant"
@@ -115,18 +119,18 @@ class Tokenizer:
             ) from error
         return tokens
 
-    def prompts(self, questions: Sequence[Question], device: torch.device) -> Padded:
+    def encode_prompts(self, questions: Sequence[Question], device: torch.device) -> PaddedRows:
         """Return the token ids of each question's prompt, padded on the left."""
-        return self.padded([self.prompt(question) for question in questions], device, side="left")
+        return self.pad_rows([self.make_prompt(question) for question in questions], device, side="left")
 
-    def answers(self, answers: Sequence[str], device: torch.device) -> Padded:
+    def encode_answers(self, answers: Sequence[str], device: torch.device) -> PaddedRows:
         """Return the tokens of each answer and an end token, padded on the right."""
         rows = self.inner([*answers], add_special_tokens=False)["input_ids"]
-        return self.padded([[*row, self.ends[0]] for row in rows], device, side="right")
+        return self.pad_rows([[*row, self.ends[0]] for row in rows], device, side="right")
 
-    def texts(self, responses: Padded) -> list[str]:
+    def decode_responses(self, responses: PaddedRows) -> list[str]:
         """Decode responses to texts with special tokens and blanks, but without the end token."""
-        bodies = [row[:-1] if row and row[-1] in self.ends else row for row in responses.rows]
+        bodies = [row[:-1] if row and row[-1] in self.ends else row for row in responses.unpadded_rows]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         # Decode each text with a letter in front, because SentencePiece decoders drop a text's leading blank.
         letter: list[int] = self.inner("a", add_special_tokens=False)["input_ids"]
@@ -134,17 +138,19 @@ class Tokenizer:
             return [self.inner.decode(body, **options) for body in bodies]
         return [self.inner.decode([*letter, *body], **options)[1:] for body in bodies]
 
-    def padded(self, rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]) -> Padded:
+    def pad_rows(
+        self, rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]
+    ) -> PaddedRows:
         """Pad rows of tokens on one side to the length of the longest row."""
         tokens = torch.full((len(rows), max(map(len, rows), default=0)), self.pad)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         for number, row in enumerate(rows):
             place = slice(tokens.shape[1] - len(row), None) if side == "left" else slice(len(row))
             tokens[number, place], mask[number, place] = torch.tensor(row, dtype=torch.int64), True
-        return Padded(tokens.to(device), mask.to(device))
+        return PaddedRows(tokens.to(device), mask.to(device))
 
 
-def character_tokenizer(phrases: Sequence[str] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
+def make_character_tokenizer(phrases: Sequence[str] = (), stop: Sequence[str | int] = ()) -> Tokenizer:
     """Build a tokenizer with a token for each printable ASCII character and the newline.
 
     Args:
@@ -161,30 +167,33 @@ def character_tokenizer(phrases: Sequence[str] = (), stop: Sequence[str | int] =
     inner = inner(tokenizer_object=backend, **_SPECIAL)
     inner.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     # The newline after each question lets the model learn where a question ends.
-    return attrs.evolve(Tokenizer.of(inner, stop=stop), suffix="\n")
+    return attrs.evolve(Tokenizer.from_transformers(inner, stop=stop), suffix="\n")
 
 
-def pretrained_tokenizer(
+def load_tokenizer(
     name: str,
     ends: Sequence[int] = (),
     stop: Sequence[str | int] = (),
     template_options: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Load a tokenizer from the hub or from a local folder. `Tokenizer.of` explains `ends` and `stop`."""
+    """Load a tokenizer from the hub or from a local folder.
+
+    `Tokenizer.from_transformers` explains `ends` and `stop`.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = Tokenizer.of(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)
+    tokenizer = Tokenizer.from_transformers(AutoTokenizer.from_pretrained(name, trust_remote_code=False), ends, stop)
     return attrs.evolve(tokenizer, template_options=template_options or {})
 
 
-def _begin(inner: Any) -> list[int]:
+def _start_tokens(inner: Any) -> list[int]:
     letter: list[int] = inner("a", add_special_tokens=False)["input_ids"]
     tokens: list[int] = inner("a")["input_ids"]
     places = (at for at in range(len(tokens)) if tokens[at : at + len(letter)] == letter)
     return tokens[: next(places, 0)]
 
 
-def _token(inner: Any, stop: str | int) -> int:
+def _find_token(inner: Any, stop: str | int) -> int:
     if isinstance(stop, str):
         tokens: list[int] = inner(stop, add_special_tokens=False)["input_ids"]
     else:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import attrs
 
 from colocate import ColocatedGroup, ConfigError, RoleError, RoleSpec, Run
-from colocate_ppo.options import AMOUNT, BOUND, COUNT, POSITIVE, SHARE, Limit, beyond_limits
+from colocate_ppo.options import AMOUNT, BOUND, COUNT, POSITIVE, SHARE, Limit, limit_problems
 from colocate_ppo.recovery import OnStepFailure, Recovery
-from colocate_ppo.task import Problems, Task, difference_of_rows, question_text
+from colocate_ppo.task import Problems, Task, compare_rows, question_text
 from colocate_ppo.team import Players
 
 T = TypeVar("T")
@@ -61,11 +61,11 @@ class Progress:
     before: list[str] = attrs.field(factory=list)
     rows: dict[str, Any] = attrs.field(factory=dict)
 
-    def write(self, path: Path) -> None:
+    def write_file(self, path: Path) -> None:
         """Write the progress to a file."""
         path.write_text(json.dumps(attrs.asdict(self)), encoding="utf-8")
 
-    def read(self, path: Path) -> None:
+    def read_file(self, path: Path) -> None:
         """Read the progress from a file."""
         for name, value in json.loads(path.read_text(encoding="utf-8")).items():
             setattr(self, name, value)
@@ -129,7 +129,7 @@ class Training:
         self._run, self._workers, self.team = run, workers, team
         self.problems = Task(task, task_options or {}, seed=run.runtime.seed)
         self._held_out = self.problems.held_out(eval_problems)
-        self._shown = self._held_out[:_SHOWN]
+        self._sample_problems = self._held_out[:_SHOWN]
         self.longest = max_new_tokens or max(map(len, self._held_out.answers)) + 2
         if warm_up_steps is None:
             warm_up_steps = 0 if team.actor.is_pretrained() else _WARM_UP_STEPS
@@ -140,11 +140,11 @@ class Training:
         self._rows, self._same_rows, self._job = self.problems.describe_rows(), same_rows, job
         self.progress, self._recovery = Progress(), Recovery(on_step_failure, step_retries, job)
 
-    def part(self, name: str, do: Callable[[], T]) -> T:
-        """Run a part of a step; `Recovery.part` repeats a failed part."""
-        return self._recovery.part(self._run, name, do)
+    def run_part(self, name: str, do: Callable[[], T]) -> T:
+        """Run a part of a step; `Recovery.run_part` repeats a failed part."""
+        return self._recovery.run_part(self._run, name, do)
 
-    def train(self, step: Callable[[], dict[str, float]]) -> None:
+    def run_training(self, step: Callable[[], dict[str, float]]) -> None:
         """Run the training loop from the start or from a checkpoint.
 
         Args:
@@ -152,30 +152,30 @@ class Training:
         """
         run, progress = self._run, self.progress
         run.total(self._steps)
-        self._tell_progress()
+        self._show_progress()
         if run.resumed is None:
-            self.part("align", self.team.align)
+            self.run_part("align", self.team.align_models)
         # `wait_ready` returns None if the group hasn't been restored from a checkpoint.
         elif self._workers.wait_ready() is None:
-            self._restore()
+            self._restore_checkpoint()
         else:
-            self._go_on()
+            self._resume()
         while True:
             try:
                 self._steps_to_do(step)
                 break
             except RoleError as error:
-                self._recovery.restore(run, error, self._restore)
-        self._checkpoint()
+                self._recovery.restore_checkpoint(run, error, self._restore_checkpoint)
+        self._write_checkpoint()
         if progress.before:
-            run.show(_ANSWERS, _compare(self._shown, progress.before, self._answers()))
+            run.show(_ANSWERS, _compare_answers(self._sample_problems, progress.before, self._answers()))
 
     def _steps_to_do(self, step: Callable[[], dict[str, float]]) -> None:
         run, progress, steps = self._run, self.progress, self._steps
         while progress.warmed < self._warm_up[0] and not run.stopping:
             self._warm_up_step()
         if not progress.before and not run.stopping:
-            self.part("align", self.team.align)
+            self.run_part("align", self.team.align_models)
             progress.before = self._answers()
             run.log(0, **self._evaluate())
         while progress.step < steps and not run.stopping:
@@ -183,48 +183,48 @@ class Training:
             metrics = step()
             if progress.step == steps or _is_due(progress.step, self._eval_every):
                 metrics |= self._evaluate()
-            run.log(progress.step, **metrics, **self._recovery.told())
-            self._tell_progress()
+            run.log(progress.step, **metrics, **self._recovery.step_metrics())
+            self._show_progress()
             if progress.step < steps and run.is_due(progress.step, self._checkpoint_every) and not run.stopping:
-                self._checkpoint()
+                self._write_checkpoint()
 
     def _warm_up_step(self) -> None:
         (steps, batch, ramp, flawed), number = self._warm_up, self.progress.warmed
         shown = self.problems.demonstrate(batch, flawed)
-        lr_scale = _warm_up_scale(number, ramp, steps)
-        self.part("warm_up", lambda: self.team.actor.warm_up(shown, lr_scale, number=number))
+        lr_scale = _scale_warm_up_lr(number, ramp, steps)
+        self.run_part("warm_up", lambda: self.team.actor.warm_up(shown, lr_scale, number=number))
         self.progress.warmed += 1
-        self._tell_progress()
+        self._show_progress()
 
-    def _tell_progress(self) -> None:
+    def _show_progress(self) -> None:
         self._run.progress(self.progress.warmed + self.progress.step, self._warm_up[0] + self._steps)
 
     def _evaluate(self) -> dict[str, float]:
-        return self.part("evaluate", lambda: self.team.evaluate(self._held_out, self.longest))
+        return self.run_part("evaluate", lambda: self.team.evaluate(self._held_out, self.longest))
 
     def _answers(self) -> list[str]:
-        return self.part("evaluate", lambda: self.team.answers(self._shown, self.longest))
+        return self.run_part("evaluate", lambda: self.team.answers(self._sample_problems, self.longest))
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         assert self._run.resumed is not None
-        self.progress.read(self._run.resumed / _PROGRESS)
-        before = self.progress.rows  # Checkpoints of earlier versions have no rows.
-        if self._same_rows and before and (difference := difference_of_rows(before, self._rows)) is not None:
+        self.progress.read_file(self._run.resumed / _PROGRESS)
+        before = self.progress.rows  # Empty in checkpoints of older colocate versions.
+        if self._same_rows and before and (difference := compare_rows(before, self._rows)) is not None:
             raise ConfigError(
                 f"{self._job}: the run can't go on after step {self.progress.step}, as task {self.problems.name!r} "
                 f"gives other rows than before: {difference}. Give the same rows, begin a new run (without --resume), "
                 "or set `same_rows: false` to go on with these at the same position"
             )
         self.problems.position = self.progress.position
-        self._tell_progress()
+        self._show_progress()
 
-    def _restore(self) -> None:
+    def _restore_checkpoint(self) -> None:
         assert self._run.resumed is not None
         folder = self._run.resumed / self._workers.name
-        self.part("restore", lambda: self._workers.restore(folder))
-        self._go_on()
+        self.run_part("restore", lambda: self._workers.restore(folder))
+        self._resume()
 
-    def _checkpoint(self) -> None:
+    def _write_checkpoint(self) -> None:
         progress = self.progress
         progress.rows = self._rows
         progress.position = self.problems.position if self.begins_at is None else self.begins_at
@@ -233,13 +233,13 @@ class Training:
             with self._run.checkpoint(progress.step) as directory:
                 folder = directory / self._workers.name
                 self._workers.checkpoint(folder, tag=progress.step, wait=self._checkpoint_waits)
-                progress.write(directory / _PROGRESS)
+                progress.write_file(directory / _PROGRESS)
 
-        self.part("checkpoint", write)
-        self._recovery.progressed()
+        self.run_part("checkpoint", write)
+        self._recovery.on_checkpoint()
 
 
-def group_of(run: Run, name: str | None, job: str) -> ColocatedGroup:
+def find_group(run: Run, name: str | None, job: str) -> ColocatedGroup:
     """Return the run's group with a name, or the only group if the name is None.
 
     Raises:
@@ -252,7 +252,7 @@ def group_of(run: Run, name: str | None, job: str) -> ColocatedGroup:
     return named[0]
 
 
-def wrong_options(
+def option_problems(
     options: Mapping[str, Any],
     limits: Mapping[str, Limit],
     place: str,
@@ -268,7 +268,7 @@ def wrong_options(
         classes: The classes of the group's roles; None for an unknown class.
         wanted: The roles that the job needs, with the class of each.
     """
-    yield from beyond_limits(options, {**_LIMITS, **limits})
+    yield from limit_problems(options, {**_LIMITS, **limits})
     for role, cls in wanted.items():
         if role not in classes:
             yield "group", f"needs a role {role!r}; {place!r} has {', '.join(classes)}"
@@ -277,12 +277,12 @@ def wrong_options(
             yield "group", f"has {role!r} of {names[0]} in {place!r}, where a subclass of {names[1]} is needed"
 
 
-def classes_of(roles: Mapping[str, RoleSpec[Any]]) -> dict[str, type | None]:
+def find_classes(roles: Mapping[str, RoleSpec[Any]]) -> dict[str, type | None]:
     """Return the class of each role in a config, by name; None for a class that isn't imported."""
     return {name: spec.target if isinstance(spec.target, type) else None for name, spec in roles.items()}
 
 
-def actor_scale(step: int, steps: int, still: int, ramp: int, decay: float) -> float:
+def scale_actor_lr(step: int, steps: int, still: int, ramp: int, decay: float) -> float:
     """Return the factor of the actor's learning rate: 0, then a ramp to 1, then a linear decay to 0.
 
     The factor is 0 in the first `still` steps, reaches 1 at step `ramp`, and decays in the last part `decay` of all
@@ -297,10 +297,10 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
+def _compare_answers(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
     columns = zip(problems, before, after, strict=True)
     return [{"question": question_text(p.question), "right": p.answer, "before": b, "after": a} for p, b, a in columns]
 
 
-def _warm_up_scale(done: int, ramp: int, steps: int) -> float:
+def _scale_warm_up_lr(done: int, ramp: int, steps: int) -> float:
     return min((done + 1) / max(1, ramp), (steps - done) / max(1, steps - ramp))

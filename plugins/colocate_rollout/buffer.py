@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import attrs
 
 from colocate import ClosedError, ConfigError
-from colocate.texts import amount_problem, limit, shown
+from colocate.texts import find_amount_problem, format_value, parse_limit
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Buffer(Generic[T]):
             ConfigError: An argument is no whole number, or too small.
         """
         for name, value, least in (("capacity", capacity, 1), ("max_staleness", max_staleness, 0)):
-            if (problem := amount_problem(value, whole=True, least=least)) is not None:
+            if (problem := find_amount_problem(value, whole=True, least=least)) is not None:
                 raise ConfigError(f"Buffer({name}) {problem}")
         self.capacity, self.max_staleness = capacity, max_staleness
         self._items: deque[_Item[T]] = deque()
@@ -53,7 +53,7 @@ class Buffer(Generic[T]):
         self._dropped = 0
         self._closed = False
         self._error: BaseException | None = None
-        self._trace: TracebackType | None = None  # The error's traceback when `close` was called.
+        self._trace: TracebackType | None = None  # The traceback that `_error` had when `close` was called.
 
     @property
     def dropped(self) -> int:
@@ -81,7 +81,7 @@ class Buffer(Generic[T]):
             TimeoutError: The buffer is full, and no item was taken in time.
         """
         _check_version(version, "put")
-        within = limit(timeout, "put(timeout)")
+        within = parse_limit(timeout, "put(timeout)")
         with self._news:
             has_room = self._news.wait_for(lambda: self._closed or len(self._items) < self.capacity, within)
             if self._closed:
@@ -108,15 +108,15 @@ class Buffer(Generic[T]):
             TimeoutError: Too few items came in time; the present ones stay.
             BaseException: The buffer was closed with this error, and has no more.
         """
-        if (problem := amount_problem(n, whole=True, least=1)) is not None:
+        if (problem := find_amount_problem(n, whole=True, least=1)) is not None:
             raise ConfigError(f"get(n) {problem}")
         if n > self.capacity:
             raise ConfigError(f"get({n}): the buffer holds {self.capacity} items, so that there are never as many")
         if version is not None:
             _check_version(version, "get")
-        within = limit(timeout, "get(timeout)")
+        within = parse_limit(timeout, "get(timeout)")
         with self._news:
-            if not self._news.wait_for(lambda: self._has(n, version) or self._closed, within):
+            if not self._news.wait_for(lambda: self._has_items(n, version) or self._closed, within):
                 raise TimeoutError(f"{len(self._items)} of {n} items are in the buffer after {timeout} s")
             values = [self._items.popleft().value for _ in range(min(n, len(self._items)))]
             self._news.notify_all()
@@ -125,7 +125,7 @@ class Buffer(Generic[T]):
             return values
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the buffer for new items. A waiting `put` raises a `ClosedError`; `get` still returns present items.
+        """Close the buffer for new items. A waiting `put` raises a `ClosedError`; `get` returns the remaining items.
 
         Args:
             error: The error that ended the producer, if any. `get` raises the error once no items are left.
@@ -140,7 +140,7 @@ class Buffer(Generic[T]):
         while items := self.get():
             yield items[0]
 
-    def _has(self, n: int, version: int | None) -> bool:
+    def _has_items(self, n: int, version: int | None) -> bool:
         """Drop items that are too stale; return whether at least `n` items are left."""
         if version is not None:
             # Remove items one by one, because a signal handler may change the buffer between any two of these lines.
@@ -156,5 +156,5 @@ def _check_version(version: object, what: str) -> None:
     if not isinstance(version, numbers.Integral) or isinstance(version, bool):
         raise ConfigError(
             f"{what}(version) must be a whole number, as ctx.weights_version and WeightSync.version are, not "
-            f"{shown(version)}"
+            f"{format_value(version)}"
         )

@@ -21,11 +21,13 @@ Finish = Literal["stop", "length", "aborted"]
 _ENDLESS = sys.float_info.max  # Infinity is no valid sampling parameter.
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _check_ids(value: Any) -> tuple[int, ...]:
     return tuple(map(operator.index, value))
 
 
-def _number(least: float, most: float, whole: bool = False) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+def _make_number_check(
+    least: float, most: float, whole: bool = False
+) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
     def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
         kinds = int if whole else (int, float)
         fits = isinstance(value, kinds) and not isinstance(value, bool) and (least <= value <= most)
@@ -52,12 +54,14 @@ class Sampling:
             for none.
     """
 
-    max_tokens: int = attrs.field(default=128, validator=_number(1, _ENDLESS, whole=True))
-    temperature: float = attrs.field(default=1.0, validator=_number(0, _ENDLESS))
-    top_p: float = attrs.field(default=1.0, validator=_number(0, 1))
-    top_k: int = attrs.field(default=0, validator=_number(0, _ENDLESS, whole=True))
-    seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_number(0, 2**63 - 1, whole=True)))
-    stop_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_ids))
+    max_tokens: int = attrs.field(default=128, validator=_make_number_check(1, _ENDLESS, whole=True))
+    temperature: float = attrs.field(default=1.0, validator=_make_number_check(0, _ENDLESS))
+    top_p: float = attrs.field(default=1.0, validator=_make_number_check(0, 1))
+    top_k: int = attrs.field(default=0, validator=_make_number_check(0, _ENDLESS, whole=True))
+    seed: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_make_number_check(0, 2**63 - 1, whole=True))
+    )
+    stop_token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_check_ids))
 
 
 @attrs.frozen
@@ -71,7 +75,7 @@ class Prompt:
     """
 
     index: int
-    token_ids: tuple[int, ...] = attrs.field(converter=_ids)
+    token_ids: tuple[int, ...] = attrs.field(converter=_check_ids)
     seeds: tuple[int, ...] = (0,)
 
 
@@ -160,7 +164,7 @@ class Engine(Protocol):
         ...
 
     def managed(self) -> Mapping[str, int]:
-        """Return the bytes, by tag, that `sleep` would free now or that colocate can't find.
+        """Return the bytes by tag: memory that `sleep` would free now, or that colocate can't find by itself.
 
         A sleeping tag has no bytes. colocate doesn't search objects in the engine's attribute `apart`, a sequence.
         """
@@ -175,20 +179,20 @@ class Engine(Protocol):
         ...
 
 
-def engine_with(engine: str | type[Any], options: Mapping[str, Any]) -> Callable[[Any], Any]:
+def make_engine(engine: str | type[Any], options: Mapping[str, Any]) -> Callable[[Any], Any]:
     """Return a function that builds an engine with these options from a context.
 
     Raises:
         PluginError: There is no such engine, or it can't be imported.
         ConfigError: The engine refuses the options.
     """
-    factory: Callable[..., Any] = engine_named(engine) if isinstance(engine, str) else engine
+    factory: Callable[..., Any] = find_engine_class(engine) if isinstance(engine, str) else engine
     name = engine if isinstance(engine, str) else engine.__qualname__
-    return partial(factory, **fitting(factory, f"engine {name!r}", options, skip=1))
+    return partial(factory, **check_options(factory, f"engine {name!r}", options, skip=1))
 
 
-def engine_named(engine: str) -> type[Any]:
-    """Return the class of an installed engine. Errors are as for `engine_with`."""
+def find_engine_class(engine: str) -> type[Any]:
+    """Return the class of an installed engine. Errors are as for `make_engine`."""
     if ":" in engine:
         raise ConfigError(
             f"engine={engine!r}: an engine is named by its entry point in the group colocate.engines; in Python its "
@@ -199,8 +203,8 @@ def engine_named(engine: str) -> type[Any]:
     return cls
 
 
-def fitting(target: Callable[..., Any], name: str, options: Mapping[str, Any], skip: int = 0) -> dict[str, Any]:
-    """Convert options to keyword arguments of a class, after the first `skip` parameters.
+def check_options(target: Callable[..., Any], name: str, options: Mapping[str, Any], skip: int = 0) -> dict[str, Any]:
+    """Convert options to keyword arguments for a class's constructor, without the first `skip` parameters.
 
     Raises:
         ConfigError: Options don't fit. The error names all of them, with the nearest names, and the class as `name`.
@@ -213,4 +217,4 @@ def fitting(target: Callable[..., Any], name: str, options: Mapping[str, Any], s
     ]
     if problems:
         raise ConfigError("; ".join(problems))
-    return arguments.built(options)
+    return arguments.convert(options)

@@ -19,7 +19,7 @@ _OF_TOKENS = ("POLY", "SHADOW", "XLORA")
 
 
 def check_adapters(module: PreTrainedModel, name: str) -> None:
-    """Refuse a model with adapters outside of the layers.
+    """Refuse a model with PEFT adapters that don't work token by token, such as prompt learning.
 
     Raises:
         ConfigError: Token-by-token generation would give other results.
@@ -40,10 +40,10 @@ def is_sharded(module: PreTrainedModel) -> bool:
     """Return whether each rank has only parts of the model's weights."""
     # Don't import DTensor here, because the import is slow, and no sharded model exists before that import.
     tensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return bool(_parts(module)) or any(isinstance(part, tensors) for part in module.parameters())
+    return bool(_find_sharded(module)) or any(isinstance(part, tensors) for part in module.parameters())
 
 
-def computes_together(module: PreTrainedModel) -> bool:
+def is_tensor_parallel(module: PreTrainedModel) -> bool:
     """Return whether the model has sharded weights that FSDP2 doesn't gather, as in tensor parallelism."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate
@@ -54,33 +54,33 @@ def computes_together(module: PreTrainedModel) -> bool:
 
 
 @contextlib.contextmanager
-def whole(module: PreTrainedModel) -> Iterator[None]:
+def gather_module(module: PreTrainedModel) -> Iterator[None]:
     """A context manager that gathers a sharded model on each rank and turns off dropout.
 
     In a sharded model, other ranks would wait for a rank whose rows end early. The end of the block restores the model.
     """
     trains = [submodule for submodule in module.modules() if submodule.training]
-    parts = [_Part(submodule) for submodule in _parts(module)]
+    parts = [_ShardedModule(submodule) for submodule in _find_sharded(module)]
     try:
         for submodule in trains:
             submodule.training = False
         for part in parts:
-            part.gather()
+            part.gather_weights()
         yield
     finally:
         for part in parts:
-            part.go_back()
+            part.restore_sharding()
         for submodule in trains:
             submodule.training = True
 
 
-def _parts(module: torch.nn.Module) -> list[Any]:
+def _find_sharded(module: torch.nn.Module) -> list[Any]:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     return [part for part in module.modules() if isinstance(part, kind)]
 
 
-class _Part:
-    """A module that FSDP2 shards, with a record of the module's state.
+class _ShardedModule:
+    """A torch module that FSDP2 shards, with a record of the module's state.
 
     Whether a module reshards after a forward pass, and the order of forward passes for the next backward pass, are read
     from private attributes of torch 2.11 to 2.14.
@@ -97,13 +97,13 @@ class _Part:
         self._after_forward = [group.post_forward_mesh_info for group in self._groups]
         self._was_whole = [group.is_unsharded for group in self._groups]
 
-    def gather(self) -> None:
+    def gather_weights(self) -> None:
         self._module.reshard()
         self._module.unshard()
         for group in self._groups:
             group.post_forward_mesh_info = None
 
-    def go_back(self) -> None:
+    def restore_sharding(self) -> None:
         """Restore the module's recorded state, as if no forward pass had run since."""
         self._state._state_ctx.iter_forward_root = None  # A failed forward pass may have left this set.
         indices, passes = self._passes

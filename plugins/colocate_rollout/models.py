@@ -1,4 +1,4 @@
-"""Find and check an engine's model of transformers: by name, by config, or in another role."""
+"""Find and check an engine's transformers model, which is given by name, by config, or by another role's name."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _IMPORTING = threading.Lock()
 _ASKS_S = 5.0
 
 
-def imported() -> Any:
-    """Import transformers under a lock, because concurrent imports would see a partial module."""
+def import_transformers() -> Any:
+    """Import transformers under a lock, because a second thread could see a half-imported module."""
     with _IMPORTING:
         import transformers
 
@@ -36,7 +36,7 @@ def imported() -> Any:
     return transformers
 
 
-def given_once(engine: str, model: object, role: object) -> None:
+def check_model_options(engine: str, model: object, role: object) -> None:
     """Refuse options unless exactly one of `model` and `role` is set.
 
     Raises:
@@ -49,7 +49,7 @@ def given_once(engine: str, model: object, role: object) -> None:
         )
 
 
-def reading(model: str) -> dict[str, Any]:
+def loading_options(model: str) -> dict[str, Any]:
     """Return the options with which transformers loads a model from a folder or the hub.
 
     If the hub can't be reached, only earlier downloads are used, because transformers would retry for half a minute.
@@ -62,7 +62,7 @@ def reading(model: str) -> dict[str, Any]:
     nowhere = f"model={model!r}: there is no such folder on node {platform.node()}"
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ConfigError(nowhere)
-    if why := _unreached():
+    if why := _describe_unreachable():
         import huggingface_hub
 
         if not isinstance(huggingface_hub.try_to_load_from_cache(model, "config.json"), str):
@@ -70,8 +70,8 @@ def reading(model: str) -> dict[str, Any]:
     return {"trust_remote_code": False, "local_files_only": why is not None}
 
 
-def _unreached() -> str | None:
-    """Return the reason why the hub of models can't be reached; None if the hub answers."""
+def _describe_unreachable() -> str | None:
+    """Return the reason why the Hugging Face hub can't be reached; None if the hub answers."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -82,17 +82,17 @@ def _unreached() -> str | None:
         return None
     except OSError as error:
         why = getattr(error, "reason", error)
-        # Ignore certificate errors, because the hub's own client may trust further authorities.
+        # Ignore certificate errors, because the hub's own client may trust more certificates.
         return None if isinstance(why, ssl.SSLError) else f"the hub {constants.ENDPOINT} can't be reached ({why})"
     return None
 
 
-def config_of(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+def load_config(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """Return the config of a folder or hub id, or build a config from fields.
 
     Args:
         model: The folder, the id or the fields.
-        how: The result of `reading` for a folder or id, if already known.
+        how: The result of `loading_options` for a folder or id, if already known.
 
     Raises:
         ConfigError: There is no such model, or it is no causal language model.
@@ -102,15 +102,15 @@ def config_of(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = No
     config: PreTrainedConfig
     try:
         if isinstance(model, str):
-            config = imported().AutoConfig.from_pretrained(model, **(how or reading(model)))
+            config = import_transformers().AutoConfig.from_pretrained(model, **(how or loading_options(model)))
         else:
-            config = _made(model)
+            config = _make_config(model)
     except (OSError, ValueError, StrictDataclassError) as error:
         if isinstance(error, ConfigError):
             raise
         why = str(error) if isinstance(error, StrictDataclassError) else str(error).partition("\n")[0]
         raise ConfigError(f"model={brief(repr(model))} is no model of transformers: {' '.join(why.split())}") from error
-    if type(config) not in imported().AutoModelForCausalLM._model_mapping:
+    if type(config) not in import_transformers().AutoModelForCausalLM._model_mapping:
         raise ConfigError(
             f"model={brief(repr(model))} is no causal language model of transformers: its model_type is "
             f"{config.model_type!r}"
@@ -118,8 +118,8 @@ def config_of(model: str | Mapping[str, Any], how: Mapping[str, Any] | None = No
     return config
 
 
-def _made(fields: Mapping[str, Any]) -> PreTrainedConfig:
-    kinds: Any = imported().CONFIG_MAPPING
+def _make_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    kinds: Any = import_transformers().CONFIG_MAPPING
     options = dict(fields)
     kind = options.pop("model_type", None)
     if kind is None:
@@ -131,7 +131,7 @@ def _made(fields: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 @contextlib.contextmanager
-def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
+def borrow_role(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
     """A context manager that borrows the role named by an engine's option `role`.
 
     Raises:
@@ -141,25 +141,25 @@ def role_of(ctx: Context, name: str, awake: Sequence[str]) -> Iterator[object]:
         try:
             role = stack.enter_context(ctx.borrow(name, object, awake=awake))
         except ColocateError as error:
-            if type(error) is not ColocateError:  # For example, the role exists but sleeps.
+            if type(error) is not ColocateError:  # No config mistake: for example, the role sleeps.
                 raise
             raise ConfigError(f"option `role: {name}`: {error.message}") from error
         yield role
 
 
-def described_in(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
+def describe_model(ctx: Context, name: str) -> tuple[dict[str, Any], str]:
     """Return the config fields of a role's model, with the model's end tokens, and the model's dtype."""
-    with role_of(ctx, name, ()) as role:
-        module = model_in(role, name)
+    with borrow_role(ctx, name, ()) as role:
+        module = find_model(role, name)
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         # FSDP2 and authors of roles derive classes from the model's class, so look for the first class of transformers.
-        bases = type(_without_adapters(module)).__mro__
+        bases = type(_unwrap_adapters(module)).__mro__
         kind = next(base for base in bases if base.__module__.startswith("transformers."))
-        ends = sorted(stop_ids(module.generation_config)) or None
+        ends = sorted(find_stop_ids(module.generation_config)) or None
         return {**module.config.to_dict(), "architectures": [kind.__name__], "eos_token_id": ends}, dtype
 
 
-def model_in(role: object, name: str) -> PreTrainedModel:
+def find_model(role: object, name: str) -> PreTrainedModel:
     """Return the only causal language model among a role's attributes, unwrapped from DDP and similar wrappers.
 
     A model with PEFT adapters is returned as PEFT's model.
@@ -169,16 +169,16 @@ def model_in(role: object, name: str) -> PreTrainedModel:
     """
     from torch import nn
 
-    kind: Any = imported().PreTrainedModel
+    kind: Any = import_transformers().PreTrainedModel
     models: dict[int, PreTrainedModel] = {}
     for value in vars(role).values():
         inner: Any = value
-        while inner is not None and not isinstance(_without_adapters(inner), kind):
+        while inner is not None and not isinstance(_unwrap_adapters(inner), kind):
             # DistributedDataParallel, torch.compile and users' wrappers store the model in `module` or `_orig_mod`.
             attributes = vars(inner) if hasattr(inner, "__dict__") else {}
             modules = attributes.get("_modules", {}) if isinstance(inner, nn.Module) else attributes
             inner = modules.get("module", modules.get("_orig_mod"))
-        if inner is not None and _without_adapters(inner).can_generate():
+        if inner is not None and _unwrap_adapters(inner).can_generate():
             models[id(inner)] = inner
     if len(models) != 1:
         raise ConfigError(
@@ -188,28 +188,28 @@ def model_in(role: object, name: str) -> PreTrainedModel:
     return next(iter(models.values()))
 
 
-def _without_adapters(value: Any) -> Any:
+def _unwrap_adapters(value: Any) -> Any:
     """Return the model inside PEFT's wrapper, or any other value unchanged."""
-    peft: Any = sys.modules.get("peft")  # Without this import, no PEFT model can exist.
+    peft: Any = sys.modules.get("peft")  # If nothing has imported peft, no PEFT model exists.
     if peft is None or not isinstance(value, peft.PeftModel | peft.PeftMixedModel):
         return value
     inner = value.base_model  # With prompt learning, `base_model` is the model itself.
     return inner.model if hasattr(inner, "merge_and_unload") else inner
 
 
-def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) -> GenerationConfig:
+def load_generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) -> GenerationConfig:
     """Return a model's generation config, from the model's folder or else from the model's config.
 
     Args:
         model: The folder, the hub id or the fields of a config.
-        config: The model's config (`config_of`).
+        config: The model's config (`load_config`).
     """
-    kind: Any = imported().GenerationConfig
+    kind: Any = import_transformers().GenerationConfig
     generation: GenerationConfig
     if not isinstance(model, str):
         generation = kind.from_model_config(config)
         return generation
-    options = {"local_files_only": reading(model)["local_files_only"]}
+    options = {"local_files_only": loading_options(model)["local_files_only"]}
     try:
         generation = kind.from_pretrained(model, **options)
     except OSError:  # The file is optional, so use the model's config, as transformers does.
@@ -217,7 +217,7 @@ def generation_config(model: str | Mapping[str, Any], config: PreTrainedConfig) 
     return generation
 
 
-def stop_ids(config: GenerationConfig) -> frozenset[int]:
+def find_stop_ids(config: GenerationConfig) -> frozenset[int]:
     """Return the ids of the end tokens in a model's generation config.
 
     Args:
@@ -276,7 +276,7 @@ def check_prompts(prompts: Sequence[Prompt], vocabulary: int) -> None:
             raise ConfigError(f"prompt {prompt.index} has the token {wrong}, and the model has {vocabulary} tokens")
 
 
-def with_room(prompts: Sequence[Prompt], longest: int) -> tuple[list[Prompt], list[Row]]:
+def split_by_room(prompts: Sequence[Prompt], longest: int) -> tuple[list[Prompt], list[Row]]:
     """Return the prompts that leave room for a response, and empty rows for all other prompts.
 
     Args:

@@ -33,28 +33,30 @@ _PATCHED = {
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # vLLM's modules read this when imported, and then don't compile a helper for log-probabilities for seconds.
+    # vLLM's modules read this at import. Otherwise they would compile a helper function, which takes seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
 _MISSING = object()
 
 
-def _owner(name: str) -> Any:
+def _find_owner(name: str) -> Any:
     return torch.Tensor if name == "torch.Tensor" else sys.modules[name]
 
 
-def _names() -> dict[tuple[str, str], Any]:
+def _read_names() -> dict[tuple[str, str], Any]:
     return {
-        (owner, name): vars(_owner(owner)).get(name, _MISSING) for owner, names in _PATCHED.items() for name in names
+        (owner, name): vars(_find_owner(owner)).get(name, _MISSING)
+        for owner, names in _PATCHED.items()
+        for name in names
     }
 
 
-def _have(names: Mapping[tuple[str, str], Any]) -> None:
+def _set_names(names: Mapping[tuple[str, str], Any]) -> None:
     for (owner, name), value in names.items():
         if value is not _MISSING:
-            setattr(_owner(owner), name, value)
-        elif name in vars(_owner(owner)):
-            delattr(_owner(owner), name)
+            setattr(_find_owner(owner), name, value)
+        elif name in vars(_find_owner(owner)):
+            delattr(_find_owner(owner), name)
 
 
 @attrs.define(eq=False)
@@ -66,12 +68,12 @@ class Guest:
     """
 
     environ: dict[str, str] = attrs.field(factory=dict)
-    _ours: dict[tuple[str, str], Any] = attrs.field(factory=_names)
-    _theirs: dict[tuple[str, str], Any] = attrs.field(factory=dict)
+    _own_values: dict[tuple[str, str], Any] = attrs.field(factory=_read_names)
+    _engine_values: dict[tuple[str, str], Any] = attrs.field(factory=dict)
 
     @contextlib.contextmanager
-    def making(self) -> Iterator[None]:
-        """A context manager that restores the process after vLLM is imported, or an engine is made or ended."""
+    def create_engine(self) -> Iterator[None]:
+        """A context manager for importing vLLM, and for making or ending an engine, that then restores the process."""
         # Import this module before the variables are set, so that the import reads the old TORCHDYNAMO_DISABLE.
         importlib.import_module("torch._dynamo")
         before = dict(os.environ)
@@ -82,7 +84,7 @@ class Guest:
         frozen = gc.freeze
         gc.freeze = lambda: None
         try:
-            with warnings.catch_warnings(), self.inside():
+            with warnings.catch_warnings(), self.enter_engine():
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -96,13 +98,13 @@ class Guest:
             os.environ.update(before)
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def enter_engine(self) -> Iterator[None]:
         """A context manager that applies vLLM's patches for the engine's code, then restores torch and the RNG."""
         torch.get_num_threads()  # On a new thread, this call makes OpenMP use torch's number of threads.
         with torch.random.fork_rng():  # vLLM's sampler draws from the global generator, even for rows with a seed.
-            _have(self._theirs)
+            _set_names(self._engine_values)
             try:
                 yield
             finally:
-                self._theirs = _names()
-                _have(self._ours)
+                self._engine_values = _read_names()
+                _set_names(self._own_values)

@@ -13,11 +13,11 @@ from colocate import ConfigError, DispatchError, PluginError, Role, RoleSpec, Sc
 from colocate.signatures import arguments_of
 from colocate.texts import did_you_mean
 from colocate_rollout.child import ChildEngine, ChildOptions
-from colocate_rollout.contract import Engine, Prompt, Row, Sampling, engine_named, engine_with
+from colocate_rollout.contract import Engine, Prompt, Row, Sampling, find_engine_class, make_engine
 
 
-class _Numbered(Scatter):
-    """A `Scatter` that numbers prompts in the driver's whole list, because the number decides a prompt's seeds.
+class _ScatterNumbered(Scatter):
+    """A `Scatter` that numbers prompts by their places in the driver's list, because the number decides the seeds.
 
     Prompts that are residents on workers are numbered per rank.
     """
@@ -27,22 +27,23 @@ class _Numbered(Scatter):
     def split(self, arguments: Mapping[str, Any], ranks: Any) -> Sequence[Mapping[str, Any]]:
         if (prompts := arguments["prompts"]) is None or isinstance(prompts, str | bytes | Mapping):
             raise DispatchError(
-                f"generate(prompts=...) is {_named(prompts)}, and no list of prompts, each a list of token ids",
+                f"generate(prompts=...) is {_describe_prompt(prompts)}, and no list of prompts, each a list of "
+                "token ids",
                 parameter="prompts",
             )
         if isinstance(prompts, list | tuple):
-            arguments = {**arguments, "prompts": _numbered(prompts)}
+            arguments = {**arguments, "prompts": _number_prompts(prompts)}
         return super().split(arguments, ranks)
 
 
-def _wrong(
+def _option_problems(
     options: Mapping[str, Any], own: RoleSpec[Any], before: Mapping[str, RoleSpec[Any]]
 ) -> Iterator[tuple[str | Sequence[str | int], str | PluginError]]:
     engine, child = options["engine"], options["child"]
     engine_options = {name: value for name, value in options.items() if name not in ("engine", "sampling", "child")}
-    if not isinstance(child, ChildOptions) or child.python is None:  # Another environment may have other engines.
+    if not isinstance(child, ChildOptions) or child.python is None:  # A child's own Python may have other engines.
         try:
-            cls = engine_named(engine)
+            cls = find_engine_class(engine)
         except PluginError as error:
             yield "engine", error
         except ConfigError as error:
@@ -60,7 +61,7 @@ def _wrong(
         )
 
 
-@checks(_wrong)
+@checks(_option_problems)
 class EngineRole(Role):
     """A role that generates responses with an engine.
 
@@ -85,11 +86,11 @@ class EngineRole(Role):
         **options: Any,
     ) -> None:
         self.sampling = Sampling()
-        self.sampling = self._wanted(sampling)  # A role declared in Python may pass a mapping.
+        self.sampling = self._make_sampling(sampling)  # A role declared in Python may pass a mapping.
         # Set this attribute first, because `managed` may be called while the engine is constructed.
         self.engine: Engine | None = None
         if child is False or self.ctx.device.type == "meta":  # A role that is only planned must not start a process.
-            self.engine = engine_with(engine, options)(self.ctx)
+            self.engine = make_engine(engine, options)(self.ctx)
         else:
             self.engine = ChildEngine(self.ctx, engine, options, child)
 
@@ -103,7 +104,7 @@ class EngineRole(Role):
             "`child` by --set, if you trust it"
         )
 
-    @method(dispatch=_Numbered("prompts", empty="run"), awake=("weights", "cache"))
+    @method(dispatch=_ScatterNumbered("prompts", empty="run"), awake=("weights", "cache"))
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -122,22 +123,24 @@ class EngineRole(Role):
         """
         if not isinstance(samples, int) or samples < 1:
             raise ConfigError(f"generate(samples={samples!r}): a whole number, at least 1")
-        options = self._wanted(sampling)
-        base = self._base(options)
+        options = self._make_sampling(sampling)
+        base = self._derive_seed(options)
         before = 0 if len(prompts) and isinstance(prompts[0], Prompt) else self.ctx.mesh.rank("dp") << 32
         numbered = [
-            attrs.evolve(each, seeds=tuple(_seed(base, before + each.index, sample) for sample in range(samples)))
-            for each in _numbered(prompts)
+            attrs.evolve(
+                each, seeds=tuple(_derive_row_seed(base, before + each.index, sample) for sample in range(samples))
+            )
+            for each in _number_prompts(prompts)
         ]
         places = {each.index: place for place, each in enumerate(numbered)}
         rows_by_prompt: dict[int, list[Row]] = {}
-        for row in self._rows(numbered, options, self._stops):
+        for row in self._generate_rows(numbered, options, self._should_stop):
             ended = rows_by_prompt.setdefault(row.index, [])
             ended.append(row)
             if len(ended) == samples:
                 yield places[row.index], tuple(sorted(rows_by_prompt.pop(row.index), key=lambda each: each.sample))
 
-    def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
+    def _generate_rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
         """Yield the engine's rows, and drop all requests on any error.
 
         Raises:
@@ -157,12 +160,12 @@ class EngineRole(Role):
             engine.abort()
             raise
 
-    def _stops(self) -> bool:
+    def _should_stop(self) -> bool:
         """Wait while the role is paused; return whether the call is cancelled."""
         self.ctx.pause_point()
         return self.ctx.cancelled
 
-    def _wanted(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
+    def _make_sampling(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
         """Return a call's sampling parameters, with the role's parameters as defaults."""
         if sampling is None or isinstance(sampling, Sampling):
             return sampling or self.sampling
@@ -173,7 +176,7 @@ class EngineRole(Role):
             raise ConfigError(f"sampling= has {unknown[0]!r}; there are {', '.join(fields)}")
         return attrs.evolve(self.sampling, **sampling)
 
-    def _base(self, sampling: Sampling) -> int:
+    def _derive_seed(self, sampling: Sampling) -> int:
         if sampling.seed is not None:
             return sampling.seed
         if self.ctx.hosted:
@@ -224,7 +227,7 @@ class EngineRole(Role):
         self._engine.wake(tags)
 
     def save(self, directory: str) -> None:
-        """Write nothing, because weights come by a sync, and the checkpoint itself counts calls for the seeds."""
+        """Write nothing, because weights come by a sync, and colocate itself saves the count of calls for the seeds."""
 
     def restore(self, directory: str) -> None:
         """Restore nothing, because weights come by a sync."""
@@ -249,24 +252,25 @@ class EngineRole(Role):
             self.engine.close()
 
 
-def _named(value: object) -> str:
+def _describe_prompt(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _numbered(prompts: Sequence[Any]) -> list[Prompt]:
+def _number_prompts(prompts: Sequence[Any]) -> list[Prompt]:
     numbered = []
     for index, prompt in enumerate(prompts):
         try:
             numbered.append(prompt if isinstance(prompt, Prompt) else Prompt(index, prompt))
         except (TypeError, ValueError) as error:
             raise DispatchError(
-                f"generate(prompts=...): prompt {index} is {_named(prompt)}, and no list of token ids ({error})",
+                f"generate(prompts=...): prompt {index} is {_describe_prompt(prompt)}, and no list of token ids "
+                f"({error})",
                 parameter="prompts",
             ) from None
     return numbered
 
 
-def _seed(base: int, index: int, sample: int) -> int:
+def _derive_row_seed(base: int, index: int, sample: int) -> int:
     """Return a seed that differs between all rows of all calls."""
     text = f"{base}\0{index}\0{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -20,21 +20,21 @@ from torch import Tensor
 
 import colocate
 from colocate import ConfigError, Context, Weights, hookimpl
-from colocate.signatures import Checked, amount_problem
+from colocate.signatures import Checked, find_amount_problem
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
-from colocate_rollout.lent import check_adapters, computes_together, is_sharded, whole
+from colocate_rollout.lent import check_adapters, gather_module, is_sharded, is_tensor_parallel
 from colocate_rollout.models import (
+    borrow_role,
+    check_model_options,
     check_prompts,
     check_rope,
-    config_of,
-    described_in,
-    given_once,
-    imported,
-    model_in,
-    reading,
-    role_of,
-    stop_ids,
-    with_room,
+    describe_model,
+    find_model,
+    find_stop_ids,
+    import_transformers,
+    load_config,
+    loading_options,
+    split_by_room,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from colocate.torch import NamedWeights
 
-Count = Annotated[int, Checked(partial(amount_problem, whole=True, least=1))]
+Count = Annotated[int, Checked(partial(find_amount_problem, whole=True, least=1))]
 
 
 @hookimpl
@@ -77,17 +77,17 @@ class TransformersEngine:
         max_length: Count | None = None,
         max_batch_tokens: Count = 4096,
     ) -> None:
-        given_once("transformers", model, role)
+        check_model_options("transformers", model, role)
         self._missing: str | None = None  # The reason why the weights can't be used.
         kind: str = dtype
         # A background role gets a separate model, because the other role may be in a call while this role generates.
         if role is not None and ctx.background:
-            model, kind = described_in(ctx, role)
+            model, kind = describe_model(ctx, role)
             role, self._missing = None, "none have come yet; colocate.sync_weights brings them"
         self._ctx, self._role, self._max_batch_tokens = ctx, role, max_batch_tokens
-        self._own = None if model is None else _own_model(model, getattr(torch, kind), ctx.device)
+        self._own_module = None if model is None else _make_own_model(model, getattr(torch, kind), ctx.device)
         self._version = 0
-        with self._module() as module:
+        with self._open_module() as module:
             config: Any = module.config.get_text_config()
             longest = getattr(config, "max_position_embeddings", 2048)
             if max_length is not None and max_length > longest:
@@ -95,21 +95,21 @@ class TransformersEngine:
             length: int = max_length or min(longest, 2048)
             _check_attention(config, length)
             check_rope(config, length, "max_length")
-            stop_ids(module.generation_config)  # Refuse stop strings now, and not only at the first row.
+            find_stop_ids(module.generation_config)  # Refuse stop strings now, and not only at the first row.
             self._vocabulary, self._longest = config.vocab_size, length
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             shape = max_rows, heads, length + 1, size  # The last position takes padding, which is never read.
-            self._cache = _Cache(config.num_hidden_layers, shape, next(module.parameters()).dtype, ctx.device)
+            self._cache = _KeyValueCache(config.num_hidden_layers, shape, next(module.parameters()).dtype, ctx.device)
             if role is not None:
                 self._check_ranks(module, role)
         self.apart = (self._cache,)  # colocate mustn't search the cache, which `managed` reports.
 
     def _check_ranks(self, module: PreTrainedModel, name: str) -> None:
-        """Refuse a sharded model if ranks would wait forever for ranks that this role lacks."""
+        """Refuse a sharded model if this role isn't on all ranks that compute the model together."""
         if not is_sharded(module):
             return
-        if computes_together(module):
+        if is_tensor_parallel(module):
             raise ConfigError(
                 f"engine 'transformers': role {name!r} shards its model by tensor parallelism, so that its ranks "
                 "compute each token together, and rows would wait for those of other ranks: give the engine a model of "
@@ -128,55 +128,55 @@ class TransformersEngine:
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         check_prompts(prompts, self._vocabulary)
-        prompts, full = with_room(prompts, self._longest)
+        prompts, full = split_by_room(prompts, self._longest)
         yield from full
         waiting = deque(
-            _Running(prompt, sample, random.Random(seed), self._longest - len(prompt.token_ids))
+            _RunningRow(prompt, sample, random.Random(seed), self._longest - len(prompt.token_ids))
             for prompt in prompts
             for sample, seed in enumerate(prompt.seeds)
         )
         for sequence in waiting:
-            sequence.most = min(sequence.most, sampling.max_tokens)
+            sequence.max_tokens = min(sequence.max_tokens, sampling.max_tokens)
         cache = self._cache
-        running: list[_Running] = []
-        with self._module() as module, whole(module):
+        running: list[_RunningRow] = []
+        with self._open_module() as module, gather_module(module):
             stops: Collection[int] | None = sampling.stop_token_ids
             if stops is None:
-                stops = stop_ids(module.generation_config)
-            cache.clear()
+                stops = find_stop_ids(module.generation_config)
+            cache.clear_rows()
             emptied = cache.emptied
             while waiting or running:
                 if stop():
-                    yield from (sequence.row("aborted") for sequence in (*running, *waiting))
+                    yield from (sequence.to_row("aborted") for sequence in (*running, *waiting))
                     return
                 if cache.emptied != emptied:  # The cache was emptied during `stop`, so all rows start again.
-                    cache.make()
+                    cache.allocate()
                     waiting.extendleft(reversed(running))
                     running, emptied = [], cache.emptied
-                logits = [self._step(module, running)] if running else []
+                logits = [self._decode(module, running)] if running else []
                 if (room := cache.rows - len(running)) and waiting:
-                    new, theirs = self._begin(module, self._next(waiting, room), len(running))
+                    new, theirs = self._prefill(module, self._take_groups(waiting, room), len(running))
                     running += new
                     logits.append(theirs)
-                tokens, log_probs = _draw(torch.cat(logits), sampling, running)
+                tokens, log_probs = _draw_tokens(torch.cat(logits), sampling, running)
                 ended = []
                 for place, (sequence, token, log_prob) in enumerate(zip(running, tokens, log_probs, strict=True)):
-                    if sequence.take(token, log_prob, self._version, stops):
+                    if sequence.add_token(token, log_prob, self._version, stops):
                         ended.append(place)
-                rows = [running[place].row() for place in ended]
+                rows = [running[place].to_row() for place in ended]
                 for place in reversed(ended):
                     last = running.pop()
                     if place < len(running):
-                        cache.copy(len(running), place, last.length)
+                        cache.copy_row(len(running), place, last.length)
                         running[place] = last
                 yield from rows
 
-    def _next(self, waiting: deque[_Running], room: int) -> list[list[_Running]]:
+    def _take_groups(self, waiting: deque[_RunningRow], room: int) -> list[list[_RunningRow]]:
         """Remove the rows that start now from the queue; return groups of rows with the same prompt."""
-        groups: dict[tuple[int, ...], list[_Running]] = {}
+        groups: dict[tuple[int, ...], list[_RunningRow]] = {}
         widest = 0
         while waiting and room:
-            ids = waiting[0].ids
+            ids = waiting[0].all_ids
             widest = max(widest, len(ids))
             if groups and ids not in groups and (len(groups) + 1) * widest > self._max_batch_tokens:
                 break
@@ -184,42 +184,42 @@ class TransformersEngine:
             room -= 1
         return [*groups.values()]
 
-    def _begin(
-        self, module: PreTrainedModel, groups: list[list[_Running]], first: int
-    ) -> tuple[list[_Running], Tensor]:
-        """Send the prompts of groups through the model, which stores keys and values from place `first` on.
+    def _prefill(
+        self, module: PreTrainedModel, groups: list[list[_RunningRow]], first: int
+    ) -> tuple[list[_RunningRow], Tensor]:
+        """Send each group's common prompt through the model; store keys and values in the cache from row `first` on.
 
         Returns:
-            The rows in the order of their places, and the logits of their first tokens, `[rows, vocabulary]`.
+            The rows in the order of the cache's rows, and the logits of their first tokens, `[rows, vocabulary]`.
         """
-        cache, ids = self._cache, [group[0].ids for group in groups]
+        cache, ids = self._cache, [group[0].all_ids for group in groups]
         width = max(map(len, ids))
         tokens = torch.tensor(
             [[*[0] * (width - len(candidate)), *candidate] for candidate in ids], device=self._ctx.device
         )
         at = torch.tensor([range(len(candidate) - width, len(candidate)) for candidate in ids], device=self._ctx.device)
         place = slice(first, first + len(ids))
-        logits = tokens  # Replaced in the loop; the logits of the last part remain.
+        logits = tokens  # A placeholder, which the loop replaces.
         for begin in range(0, width, step := max(1, self._max_batch_tokens // len(ids))):
             part = slice(begin, begin + step)
-            logits = _forward(module, cache, place, tokens[:, part], at[:, part])
+            logits = _run_forward(module, cache, place, tokens[:, part], at[:, part])
         rows, source = [group[0] for group in groups], [*range(len(groups))]
         for number, group in enumerate(groups):
             for candidate in group[1:]:
-                cache.copy(first + number, first + len(rows), candidate.length)
+                cache.copy_row(first + number, first + len(rows), candidate.length)
                 rows.append(candidate)
                 source.append(number)
         return rows, logits[source]
 
-    def _step(self, module: PreTrainedModel, running: Sequence[_Running]) -> Tensor:
+    def _decode(self, module: PreTrainedModel, running: Sequence[_RunningRow]) -> Tensor:
         """Send the last token of each row through the model; return the next token's logits, `[rows, vocabulary]`."""
         tokens = torch.tensor([sequence.token_ids[-1:] for sequence in running], device=self._ctx.device)
         at = torch.tensor([[sequence.length - 1] for sequence in running], device=self._ctx.device)
-        return _forward(module, self._cache, slice(0, len(running)), tokens, at)
+        return _run_forward(module, self._cache, slice(0, len(running)), tokens, at)
 
     def update(self, weights: Weights, version: int) -> None:
         """Copy new weights into the engine's own model; see `Engine.update`."""
-        if self._own is None:
+        if self._own_module is None:
             if weights.source != self._role:
                 raise ConfigError(
                     f"the engine generates by the model of role {self._role!r}, whose weights it has, and takes none "
@@ -229,7 +229,7 @@ class TransformersEngine:
         else:
             before, self._missing = self._missing, "an update of them has failed in the middle"
             try:
-                colocate.torch.load_weights(self._own, weights)
+                colocate.torch.load_weights(self._own_module, weights)
             except BaseException:
                 if not weights.loaded:
                     self._missing = before
@@ -238,9 +238,13 @@ class TransformersEngine:
         self._cache.emptied += 1
         self._version = version
 
-    def named_weights(self) -> NamedWeights | _Lent:
+    def named_weights(self) -> NamedWeights | _BorrowedWeights:
         """Return the weights of the model that generates, which may be another role's model."""
-        return _Lent(self._module) if self._own is None else colocate.torch.named_weights(self._own)
+        return (
+            _BorrowedWeights(self._open_module)
+            if self._own_module is None
+            else colocate.torch.named_weights(self._own_module)
+        )
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the cache; see `Engine.sleep`. colocate moves the weights of the engine's own model."""
@@ -250,7 +254,7 @@ class TransformersEngine:
     def wake(self, tags: Sequence[str]) -> None:
         """Allocate the cache again; see `Engine.wake`."""
         if "cache" in tags:
-            self._cache.make()
+            self._cache.allocate()
 
     def managed(self) -> Mapping[str, int]:
         """Return the bytes of the cache; see `Engine.managed`."""
@@ -264,20 +268,20 @@ class TransformersEngine:
         self._cache.free()
 
     @contextlib.contextmanager
-    def _module(self) -> Iterator[PreTrainedModel]:
+    def _open_module(self) -> Iterator[PreTrainedModel]:
         """A context manager that returns the model that generates, and keeps another role's model awake."""
         if self._role is None:
-            assert self._own is not None
-            yield self._own
+            assert self._own_module is not None
+            yield self._own_module
         else:
-            with role_of(self._ctx, self._role, ("weights",)) as role:
-                module = model_in(role, self._role)
+            with borrow_role(self._ctx, self._role, ("weights",)) as role:
+                module = find_model(role, self._role)
                 check_adapters(module, self._role)
                 yield module
 
 
 @attrs.frozen(eq=False)
-class _Lent:
+class _BorrowedWeights:
     """The weights of another role's model, which is borrowed for each access."""
 
     module: Callable[[], contextlib.AbstractContextManager[PreTrainedModel]]
@@ -293,27 +297,27 @@ class _Lent:
 
 
 @attrs.define(eq=False)
-class _Running:
+class _RunningRow:
     """A row that is being generated."""
 
     prompt: Prompt
     sample: int
-    chance: random.Random
-    most: int
+    generator: random.Random
+    max_tokens: int
     token_ids: list[int] = attrs.field(factory=list)
     log_probs: list[float] = attrs.field(factory=list)
     versions: list[tuple[int, int]] = attrs.field(factory=list)
     finish: Finish = "length"
 
     @property
-    def ids(self) -> tuple[int, ...]:
+    def all_ids(self) -> tuple[int, ...]:
         return (*self.prompt.token_ids, *self.token_ids)
 
     @property
     def length(self) -> int:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
-    def take(self, token: int, log_prob: float, version: int, stops: Collection[int]) -> bool:
+    def add_token(self, token: int, log_prob: float, version: int, stops: Collection[int]) -> bool:
         """Append a token; return whether the row is finished."""
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
@@ -323,14 +327,14 @@ class _Running:
             self.versions.append((version, 1))
         if token in stops:
             self.finish = "stop"
-        return token in stops or len(self.token_ids) == self.most
+        return token in stops or len(self.token_ids) == self.max_tokens
 
-    def row(self, finish: Finish | None = None) -> Row:
+    def to_row(self, finish: Finish | None = None) -> Row:
         tokens, log_probs, versions = tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions)
         return Row(self.prompt.index, self.sample, tokens, log_probs, finish or self.finish, versions)
 
 
-class _Cache:
+class _KeyValueCache:
     """A key-value cache with a place for each row, allocated once.
 
     Attributes:
@@ -345,13 +349,13 @@ class _Cache:
         self._tensors: list[Tensor] = []
         self._used = (0, 0)  # The number of written rows, and of written tokens.
         self._place, self._at, self._width = slice(0, 0), torch.empty(0), 0
-        self.make()
+        self.allocate()
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    def make(self) -> None:
+    def allocate(self) -> None:
         if not self._tensors:
             self._tensors = [
                 torch.zeros(self._shape, dtype=self._dtype, device=self._device) for _ in range(2 * self._layers)
@@ -361,27 +365,27 @@ class _Cache:
         self._tensors, self._used = [], (0, 0)
         self.emptied += 1
 
-    def clear(self) -> None:
-        """Set all used places to zero, because old values may be NaN, which no mask can hide."""
-        self.make()
+    def clear_rows(self) -> None:
+        """Set all used parts of the cache to zero, because old values may be NaN, which no mask can hide."""
+        self.allocate()
         rows, tokens = self._used
         for tensor in self._tensors:
             tensor[:rows, :, :tokens].zero_()
             tensor[:rows, :, -1].zero_()
         self._used = 0, 0
 
-    def copy(self, source: int, target: int, tokens: int) -> None:
+    def copy_row(self, source: int, target: int, tokens: int) -> None:
         for tensor in self._tensors:
             tensor[target, :, :tokens] = tensor[source, :, :tokens]
-        self._use(target + 1, tokens)
+        self._mark_used(target + 1, tokens)
 
-    def expect(self, place: slice, at: Tensor, width: int) -> None:
-        """Set the places that the next forward pass writes, and the number of positions that the pass reads."""
+    def set_window(self, place: slice, at: Tensor, width: int) -> None:
+        """Set the rows and positions that the next forward pass writes, and the number of positions that it reads."""
         # Padding is written to the last position, which is never read.
         self._place, self._at, self._width = place, torch.where(at < 0, self._shape[2] - 1, at), width
-        self._use(place.stop, width)
+        self._mark_used(place.stop, width)
 
-    def _use(self, rows: int, tokens: int) -> None:
+    def _mark_used(self, rows: int, tokens: int) -> None:
         self._used = max(self._used[0], rows), max(self._used[1], tokens)
 
     # -- what models call
@@ -404,7 +408,7 @@ class _Cache:
         return 0
 
 
-def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tensor, at: Tensor) -> Tensor:
+def _run_forward(module: PreTrainedModel, cache: _KeyValueCache, place: slice, tokens: Tensor, at: Tensor) -> Tensor:
     """Send tokens through a model; return the logits after each row's last token, `[rows, vocabulary]`, float32.
 
     Args:
@@ -415,7 +419,7 @@ def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tenso
         at: Positions of the tokens, `[rows, n]`; negative for padding.
     """
     width = int(at.max()) + 1
-    cache.expect(place, at, width)
+    cache.set_window(place, at, width)
     at = at.clamp(min=0)
     mask = torch.arange(width, device=at.device) <= at[:, None, :, None]
     if module.config._attn_implementation == "eager":  # Eager attention adds the mask to the scores.
@@ -435,21 +439,21 @@ def _forward(module: PreTrainedModel, cache: _Cache, place: slice, tokens: Tenso
 
 
 @torch.no_grad()
-def _draw(logits: Tensor, sampling: Sampling, rows: Sequence[_Running]) -> tuple[list[int], list[float]]:
+def _draw_tokens(logits: Tensor, sampling: Sampling, rows: Sequence[_RunningRow]) -> tuple[list[int], list[float]]:
     """Draw a token for each row from the row's logits; return the tokens and the tokens' log-probabilities."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)
     else:
-        logits = _cut(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+        logits = _mask_unlikely(logits / sampling.temperature, sampling.top_k, sampling.top_p)
         # One random number per row selects the token by the cumulative sums of probabilities.
         sums = logits.softmax(dim=-1).double().cumsum(dim=-1)
-        chance = torch.tensor([[row.chance.random()] for row in rows], dtype=sums.dtype, device=sums.device)
+        chance = torch.tensor([[row.generator.random()] for row in rows], dtype=sums.dtype, device=sums.device)
         tokens = torch.searchsorted(sums, chance * sums[:, -1:], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
     log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
     return tokens.tolist(), log_probs.tolist()
 
 
-def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def _mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if 0 < top_k < logits.shape[1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -461,11 +465,11 @@ def _cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
-def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _make_own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Build an engine's own model. Random weights are the same on all ranks."""
-    auto = imported().AutoModelForCausalLM
-    how = reading(model) if isinstance(model, str) else None
-    config = config_of(model, how)
+    auto = import_transformers().AutoModelForCausalLM
+    how = loading_options(model) if isinstance(model, str) else None
+    config = load_config(model, how)
     if how is not None:
         built: PreTrainedModel = auto.from_pretrained(model, dtype=dtype, **how)
     else:
@@ -473,7 +477,7 @@ def _own_model(model: str | Mapping[str, Any], dtype: torch.dtype, device: torch
         generator = torch.Generator(device=device).manual_seed(0) if device.type != "meta" else None
         with torch.no_grad():
             for parameter in built.parameters() if generator is not None else ():
-                if parameter.ndim > 1:  # Other parameters are norms (all ones) and biases (all zeros).
+                if parameter.ndim > 1:  # One-dimensional: norms (all ones) and biases (all zeros).
                     parameter.normal_(0, getattr(config, "initializer_range", 0.02), generator=generator)
     torch.nn.Module.to(built, device)
     torch.nn.Module.train(built, False)

@@ -45,7 +45,7 @@ class _Part:
     shape: tuple[int, ...]
 
 
-class Unpacked:
+class UnpackedWeights:
     """An iterable of a vLLM model's weights under transformers' names, for an engine's `named_weights`.
 
     Attributes:
@@ -65,7 +65,7 @@ class Unpacked:
         """
         self._gather = gather
         tensors = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-        self._parts = {name: _part(name, model, tensors, expected) for name in expected}
+        self._parts = {name: _make_part(name, model, tensors, expected) for name in expected}
         self.specs = {name: _Spec(part.shape, part.tensor.dtype) for name, part in self._parts.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -80,21 +80,21 @@ class Unpacked:
             del whole
 
 
-def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> _Part:
-    called, index = _called(name, model, own)
+def _make_part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> _Part:
+    called, index = _find_packed(name, model, own)
     if called is None:  # vLLM may have tied weights, such as head and embedding, under one name only.
         ties = [other for other, weight in expected.items() if weight is expected[name] and other != name]
-        called, index = next((match for other in ties if (match := _called(other, model, own))[0]), (None, None))
+        called, index = next((match for other in ties if (match := _find_packed(other, model, own))[0]), (None, None))
     if called is None:
-        raise _unknown(name, "there is none of that name, nor of one that it could be merged into")
+        raise _unknown_weight(name, "there is none of that name, nor of one that it could be merged into")
     tensor, layer = own[called].detach(), cast("Any", model.get_submodule(called.rpartition(".")[0]))
     if not tensor.numel() and expected[name].numel():
-        raise _unknown(name, "on a CPU vLLM packs matrices where nobody can read them; on a GPU it doesn't")
+        raise _unknown_weight(name, "on a CPU vLLM packs matrices where nobody can read them; on a GPU it doesn't")
     replicas = 1
     if index is not None:
         sizes = getattr(layer, "output_partition_sizes", ())
         if sum(sizes) != tensor.shape[0] or index >= len(sizes):
-            raise _unknown(name, f"{type(layer).__name__} has merged it in an unknown way")
+            raise _unknown_weight(name, f"{type(layer).__name__} has merged it in an unknown way")
         tensor = tensor.narrow(0, sum(sizes[:index]), sizes[index])
         replicas = getattr(layer, "num_kv_head_replicas", 1) if index else 1
     along = None
@@ -105,11 +105,11 @@ def _part(name: str, model: nn.Module, own: Mapping[str, Tensor], expected: Mapp
     if along is not None:
         whole[along] *= layer.tp_size // replicas
     if len(whole) != len(shape) or any(size < expected_size for size, expected_size in zip(whole, shape, strict=True)):
-        raise _unknown(name, f"vLLM has it as {whole}, and it is {[*shape]}")
+        raise _unknown_weight(name, f"vLLM has it as {whole}, and it is {[*shape]}")
     return _Part(tensor, along, replicas, shape)
 
 
-def _called(name: str, model: nn.Module, own: Mapping[str, Tensor]) -> tuple[str | None, int | None]:
+def _find_packed(name: str, model: nn.Module, own: Mapping[str, Tensor]) -> tuple[str | None, int | None]:
     """Return vLLM's name of a weight (None if missing), and the index in a merged weight (None if unmerged)."""
     if name in own:
         return name, None
@@ -122,5 +122,5 @@ def _called(name: str, model: nn.Module, own: Mapping[str, Tensor]) -> tuple[str
     return None, None
 
 
-def _unknown(name: str, why: str) -> ConfigError:
+def _unknown_weight(name: str, why: str) -> ConfigError:
     return ConfigError(f"engine 'vllm' can't give the weight {name} back: {why}. Leave `check` out for it")

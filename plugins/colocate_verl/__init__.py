@@ -29,14 +29,14 @@ def install(executor: str, **options: Any) -> None:
         CapabilityError: The plugin doesn't support the installed verl.
     """
     private.check_version()
-    ENGINE.choose(executor, options)
-    private.home()  # Imports verl completely, which `groups` and `results` need.
+    ENGINE.choose_executor(executor, options)
+    private.import_home()  # Imports verl completely, which `groups` and `results` need.
     colocate.library(private.PASSED_BY)
     from . import groups, results
 
-    private.replace(groups.FACES)
-    private.patch(executor)
-    results.patch(ENGINE.end)
+    private.replace_objects(groups.REPLACEMENTS)
+    private.patch_ray(executor)
+    results.patch_ray(ENGINE.close_all)
 
 
 def group_of(worker_group: Any) -> colocate.ColocatedGroup:

@@ -9,14 +9,14 @@ from verl.protocol import DataProto  # pyright: ignore[reportMissingImports]
 import colocate
 
 
-def _split(data: Any, sizes: Sequence[int]) -> list[Any]:
+def _split_data(data: Any, sizes: Sequence[int]) -> list[Any]:
     return [data[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 colocate.register_batch(
     DataProto,
     length=len,
-    split=_split,
+    split=_split_data,
     concat=DataProto.concat,
     leaves=lambda data: {"batch": data.batch, "non_tensor_batch": data.non_tensor_batch, "meta_info": data.meta_info},
     rebuild=lambda cls, leaves: cls(**leaves),

@@ -1,7 +1,7 @@
 """Manage slots, workers, and calls of the workers' roles on the driver, independently of verl's classes.
 
-An interface to verl needs only `Slots.split`, `Slots.spawn` and `Workers.submit`. `groups` and `results` are the
-interface for `verl.single_controller.ray`. Another interface of verl's could use this module in the same way.
+An interface to verl needs only `Slots.take_slots`, `Slots.spawn` and `Workers.submit_call`. `groups` and `results` are
+the interface for `verl.single_controller.ray`. Another interface of verl's could use this module in the same way.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {"ray": {"address": "auto"}, "dask": 
 Declared = tuple[type, Sequence[Any], Mapping[str, Any]]  # A class of verl, and arguments of the constructor.
 
 
-class Engine:
+class ProcessEngine:
     """The executor and the runtime for this process's worker groups. The first worker group connects the runtime."""
 
     def __init__(self) -> None:
         self.executor = ""
         self.options: Mapping[str, Any] = {}
-        self.environment: Mapping[str, str] = {}  # The address of the driver's Ray, which workers need.
+        self.environment: Mapping[str, str] = {}  # Variables by which workers join the driver's Ray.
         self._runtime: Runtime | None = None
         self._lock = threading.Lock()
         self._ending: list[threading.Thread] = []
 
-    def choose(self, executor: str, options: Mapping[str, Any]) -> None:
+    def choose_executor(self, executor: str, options: Mapping[str, Any]) -> None:
         """Choose the executor and options of worker groups."""
         if executor not in OPTIONS:
             raise ConfigError(f"verl's worker groups are on {', '.join(map(repr, OPTIONS))}, and not on {executor!r}")
@@ -49,22 +49,22 @@ class Engine:
                 raise ConfigError(f"worker groups of this process are on {on} that it is {executor!r} with {choice[1]}")
             self.executor, self.options = choice
 
-    def runtime(self) -> Runtime:
+    def connect_runtime(self) -> Runtime:
         """Return the runtime, and connect if there is no open runtime."""
         with self._lock:
             if self._runtime is None or not self._runtime.alive:
-                self.environment = private.cluster() if self.executor == "ray" else {}
+                self.environment = private.cluster_environment() if self.executor == "ray" else {}
                 self._runtime = colocate.connect(self.executor, **self.options)
             return self._runtime
 
-    def end(self) -> None:
+    def close_all(self) -> None:
         """Close the runtime, with all pools and groups."""
         with self._lock:
             runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.close(force=True)
 
-    def ends_with(self, holder: object, owned: Pool | ColocatedGroup) -> None:
+    def close_with(self, holder: object, owned: Pool | ColocatedGroup) -> None:
         """Close a pool or a group as soon as `holder` has no references left."""
 
         # Close on a new thread, because garbage collection may run on any thread, at any point.
@@ -74,7 +74,7 @@ class Engine:
 
         weakref.finalize(holder, close).atexit = False
 
-    def settle(self) -> None:
+    def wait_closed(self) -> None:
         """Wait until pools and groups without references are closed.
 
         Collects garbage first, because worker groups refer to themselves.
@@ -84,7 +84,7 @@ class Engine:
             self._ending.pop().join()
 
 
-ENGINE = Engine()
+ENGINE = ProcessEngine()
 
 
 class _Pools(dict[int, Pool]):
@@ -93,7 +93,7 @@ class _Pools(dict[int, Pool]):
 
 @attrs.define(eq=False)
 class Slots:
-    """Slots of a resource pool, or some of the slots. The first call of `spawn` reserves the pool."""
+    """Slots of a resource pool: all slots, or a part. The first call of `spawn` reserves the pool."""
 
     nodes: Sequence[int]  # The number of the pool's slots on each node.
     name: str
@@ -102,14 +102,14 @@ class Slots:
     count: int
     _pools: _Pools = attrs.field(factory=_Pools)
 
-    def split(self, first: int, count: int) -> Slots:
+    def take_slots(self, first: int, count: int) -> Slots:
         """Return `count` slots, beginning with slot number `first` of the pool."""
         return attrs.evolve(self, first=first, count=count)
 
     def spawn(self, roles: Mapping[str, Declared], gpus: int, name: str, environment: Mapping[str, str]) -> Workers:
         """Start a group of workers with the given name and roles, and with `gpus` GPUs for each worker."""
-        ENGINE.settle()
-        pool = self._reserved(gpus)
+        ENGINE.wait_closed()
+        pool = self._reserve_pool(gpus)
         specs = {
             key: colocate.role(make_role(cls), cls, args, kwargs, tuple(roles)).on(env="torchrun")
             for key, (cls, args, kwargs) in roles.items()
@@ -118,12 +118,12 @@ class Slots:
         part = pool[self.first : self.first + self.count]
         return Workers(part.spawn(specs, name=name, env=env), self._pools)
 
-    def _reserved(self, gpus: int) -> Pool:
+    def _reserve_pool(self, gpus: int) -> Pool:
         pool = self._pools.get(gpus)
         if pool is None or not pool.alive:
-            pool = ENGINE.runtime().reserve(slots=sum(self.nodes), gpus=gpus, groups=self.groups)
+            pool = ENGINE.connect_runtime().reserve(slots=sum(self.nodes), gpus=gpus, groups=self.groups)
             self._pools[gpus] = pool
-            ENGINE.ends_with(self._pools, pool)
+            ENGINE.close_with(self._pools, pool)
             self._check_nodes(pool)
         return pool
 
@@ -147,9 +147,9 @@ class Workers:
         self._views = {name: group.role(name) for name in group.roles}
         self.outer = next(reversed(self._views))  # verl wraps the last role around all other roles.
         self.ranks = list(range(len(group.roles[self.outer].slots)))
-        ENGINE.ends_with(self, group)
+        ENGINE.close_with(self, group)
 
-    def submit(self, role: str, method: str, payloads: Sequence[Payload], ranks: Sequence[int]) -> Call[list[Any]]:
+    def submit_call(self, role: str, method: str, payloads: Sequence[Payload], ranks: Sequence[int]) -> Call[list[Any]]:
         """Call a role's method on the given ranks, with one payload for each rank."""
         call: Any = getattr(self._views[role], method)
         if ranks != self.ranks:

@@ -19,16 +19,16 @@ from verl.single_controller.ray.base import RayClassWithInitArgs  # pyright: ign
 from colocate.errors import CapabilityError, ConfigError
 
 from . import (
-    data as data,  # Registers `DataProto` in each process with worker groups.
+    data as data,  # Imported only to register `DataProto`.
     private,
 )
 from .driver import Declared, Slots, Workers
-from .results import OnDriver, Result, WorkerHandle, values
-from .roles import Payload, sibling
+from .results import OnDriver, Result, WorkerHandle, resolve_arguments
+from .roles import Payload, find_sibling
 
 
 @attrs.frozen
-class Placements:
+class PlacementGroups:
     """A replacement for a resource pool's placement groups. It only refers to the pool's slots."""
 
     slots: Slots
@@ -36,10 +36,10 @@ class Placements:
     def __repr__(self) -> str:
         return f"<the slots of resource pool {self.slots.name!r}, which are colocate's and no placement groups>"
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse_use(self, *_: Any) -> NoReturn:
         raise CapabilityError(f"{self!r}: what needs Ray's own, as TensorRT-LLM's rollout does, can't be on them")
 
-    __len__ = __iter__ = __getitem__ = _refuse
+    __len__ = __iter__ = __getitem__ = _refuse_use
 
 
 class RayResourcePool(ResourcePool, OnDriver):  # type: ignore[misc]  # verl isn't there when types are checked
@@ -72,9 +72,11 @@ class RayResourcePool(ResourcePool, OnDriver):  # type: ignore[misc]  # verl isn
             raise ConfigError(f"RayResourcePool(process_on_nodes={self.store}): name at least one process on each node")
         return Slots(tuple(self.store), self.name_prefix, self.max_colocate_count, 0, sum(self.store))
 
-    def get_placement_groups(self, strategy: str = "", name: str | None = None, device_name: str = "") -> Placements:
+    def get_placement_groups(
+        self, strategy: str = "", name: str | None = None, device_name: str = ""
+    ) -> PlacementGroups:
         """Return the replacement for the pool's placement groups."""
-        return Placements(self.slots)
+        return PlacementGroups(self.slots)
 
     pgs = property(get_placement_groups, doc="A stand-in for placement groups.")
 
@@ -83,12 +85,12 @@ class SubRayResourcePool(RayResourcePool):
     """A part of another pool's slots."""
 
     def __init__(
-        self, placement_groups: Placements, start_bundle_index: int, subgroup_world_size: int, **kwargs: Any
+        self, placement_groups: PlacementGroups, start_bundle_index: int, subgroup_world_size: int, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.start_bundle_index = int(start_bundle_index)
         self.subgroup_world_size = subgroup_world_size
-        self.slots = placement_groups.slots.split(self.start_bundle_index, subgroup_world_size)
+        self.slots = placement_groups.slots.take_slots(self.start_bundle_index, subgroup_world_size)
 
     world_size = property(lambda self: self.subgroup_world_size, doc="The number of slots.")
 
@@ -143,29 +145,31 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
             use_gpu = resource_pool.use_gpu if use_gpu is None else use_gpu
             if use_gpu and not resource_pool.use_gpu:
                 raise ValueError("use_gpu is True but resource_pool.use_gpu is False")
-            worker_handles = self._spawn(resource_pool, int(use_gpu and device_name != "cpu"), worker_env or {})
+            worker_handles = self._spawn_workers(resource_pool, int(use_gpu and device_name != "cpu"), worker_env or {})
         if not worker_handles or any(getattr(item, "of", None) is None for item in worker_handles):
             raise CapabilityError(f"RayWorkerGroup(worker_handles={worker_handles}): they aren't of this driver")
         self._workers = worker_handles
         runs = itertools.groupby(worker_handles, key=lambda handle: handle.of)
         self._runs: list[tuple[Any, list[int]]] = [(half, [item.rank for item in run]) for half, run in runs]
-        self._bind()
+        self._bind_methods()
 
-    def _spawn(self, resource_pool: RayResourcePool, gpus: int, worker_env: Mapping[str, Any]) -> list[WorkerHandle]:
+    def _spawn_workers(
+        self, resource_pool: RayResourcePool, gpus: int, worker_env: Mapping[str, Any]
+    ) -> list[WorkerHandle]:
         if reserved := set(private.PROTECTED) & worker_env.keys():
             raise ValueError(f"worker_env sets {', '.join(sorted(reserved))}, which colocate sets: leave it out")
-        roles, local = roles_of(self.ray_cls_with_init), resource_pool.slots.nodes[0]
+        roles, local = find_roles(self.ray_cls_with_init), resource_pool.slots.nodes[0]
         name = f"{self.name_prefix}{'_'.join(roles)}"
         env = {"WG_BACKEND": "ray", "WG_PREFIX": self.name_prefix, "RAY_LOCAL_WORLD_SIZE": local, **worker_env}
         half = resource_pool.slots.spawn(roles, gpus, name, {key: str(value) for key, value in env.items()})
         self.resource_pool = resource_pool
         return [WorkerHandle(half, rank, f"{name}_{rank // local}:{rank % local}") for rank in half.ranks]
 
-    def _bind(self) -> None:
+    def _bind_methods(self) -> None:
         self._dispatch_info: dict[str, Any] = {}
         self._collect_info: dict[str, Any] = {}
         if self.ray_cls_with_init is not None:
-            private.bind(self, private.unwrapped(self.ray_cls_with_init.cls))
+            private.bind_methods(self, private.unwrap_class(self.ray_cls_with_init.cls))
 
     @classmethod
     def from_detached(cls, name_prefix: str | None = None, **given: Any) -> RayWorkerGroup:
@@ -174,21 +178,21 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
         """Return a worker group for the calls of each named role."""
-        return {key: self._part(key) for key in prefix_set}
+        return {key: self._select_role(key) for key in prefix_set}
 
-    def _part(self, key: str) -> RayWorkerGroup:
-        roles = roles_of(self.ray_cls_with_init)
+    def _select_role(self, key: str) -> RayWorkerGroup:
+        roles = find_roles(self.ray_cls_with_init)
         if key not in roles:
             raise ConfigError(f"spawn(prefix_set): this worker group has {', '.join(map(repr, roles))}, and no {key!r}")
         part = object.__new__(type(self))
         part.__dict__.update(self.__dict__)
         part.sub_cls_name, part.wg_dict = key, None
         part.ray_cls_with_init = RayClassWithInitArgs(roles[key][0])
-        part._bind()
+        part._bind_methods()
         return part
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Set an attribute with a worker group for each role."""
+        """Add an attribute for each role, with the role's worker group as the value."""
         self.wg_dict = self.wg_dict or self.spawn(prefix_set)
         self.__dict__.update(self.wg_dict)
 
@@ -200,30 +204,30 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
                 ([argument[i] for argument in args], {key: argument[i] for key, argument in kwargs.items()})
                 for i in range(count)
             ]
-            payloads = _shared([values(*argument) for argument in calls])
+            payloads = _share_payloads([resolve_arguments(*argument) for argument in calls])
         else:
-            payloads = [values(args, kwargs)] * count
+            payloads = [resolve_arguments(args, kwargs)] * count
         results: list[Result] = []
         for half, ranks in self._runs:
-            results += self._call(half, method_name, payloads[len(results) : len(results) + len(ranks)], ranks)
+            results += self._call_workers(half, method_name, payloads[len(results) : len(results) + len(ranks)], ranks)
         return results
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Result:
         """Call a method on the first worker."""
         half, ranks = self._runs[0]
-        return self._call(half, method_name, [values(args, kwargs)], ranks[:1])[0]
+        return self._call_workers(half, method_name, [resolve_arguments(args, kwargs)], ranks[:1])[0]
 
-    def _call(self, half: Workers, name: str, payloads: list[Payload], ranks: list[int]) -> list[Result]:
-        call = half.submit(self.sub_cls_name or half.outer, name, payloads, ranks)
+    def _call_workers(self, half: Workers, name: str, payloads: list[Payload], ranks: list[int]) -> list[Result]:
+        call = half.submit_call(self.sub_cls_name or half.outer, name, payloads, ranks)
         return [Result(call, index, half) for index in range(len(ranks))]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on all workers, and wait for the results."""
-        return [result.value() for result in self.execute_all_async(method_name, *args, **kwargs)]
+        return [result.wait_value() for result in self.execute_all_async(method_name, *args, **kwargs)]
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on the first worker, and wait for the result."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs).value()
+        return self.execute_rank_zero_async(method_name, *args, **kwargs).wait_value()
 
     execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
 
@@ -245,34 +249,36 @@ class RayWorkerGroup(WorkerGroup, OnDriver):  # type: ignore[misc]
         return f"<worker group {self.name_prefix!r} on colocate>"
 
 
-def _shared(payloads: list[Payload]) -> list[Payload]:
-    """Replace payloads with identical objects by one payload, so that this payload is encoded only once."""
+def _share_payloads(payloads: list[Payload]) -> list[Payload]:
+    """Use one payload for all ranks whose payloads hold the same objects, so that it is encoded only once."""
     unique: dict[Any, Payload] = {}
     keys = [(*map(id, args), *((key, id(value)) for key, value in kwargs.items())) for args, kwargs in payloads]
     return [unique.setdefault(key, payload) for key, payload in zip(keys, payloads, strict=True)]
 
 
-_inside: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = weakref.WeakKeyDictionary()  # Classes by combined class.
+_inner_classes: weakref.WeakKeyDictionary[type, Mapping[str, Any]] = (
+    weakref.WeakKeyDictionary()
+)  # Maps each combined class to the classes of the roles in the class.
 
 
-def roles_of(given: Any) -> dict[str, Declared]:
+def find_roles(given: Any) -> dict[str, Declared]:
     """Return the roles of a worker class, with each role's class and arguments."""
     if given is None:
         raise ConfigError("RayWorkerGroup(resource_pool, ray_cls_with_init): give it the class that it is made of")
-    if refused := private.options_of(given).keys() - {"runtime_env", "name"}:  # verl sets these itself.
+    if refused := private.actor_options(given).keys() - {"runtime_env", "name"}:  # verl itself sets these two.
         raise CapabilityError(f"RayClassWithInitArgs: a worker has what its pool reserves, and no {', '.join(refused)}")
-    cls = private.unwrapped(given.cls)
-    base = next((part for part in cls.__mro__ if part in _inside), None)
-    inner = _inside[base] if base is not None else {}
-    roles = {key: (private.unwrapped(part.cls), part.args, part.kwargs) for key, part in inner.items()}
+    cls = private.unwrap_class(given.cls)
+    base = next((part for part in cls.__mro__ if part in _inner_classes), None)
+    inner = _inner_classes[base] if base is not None else {}
+    roles = {key: (private.unwrap_class(part.cls), part.args, part.kwargs) for key, part in inner.items()}
     return roles if cls is base else {**roles, cls.__name__: (cls, given.args, given.kwargs)}
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, Any]) -> type:
     """Return a worker class with several classes as roles; a property for each role returns the role's worker."""
-    members = {name: property(lambda _, name=name: sibling(name)) for name in class_dict}  # type: ignore[misc]
+    members = {name: property(lambda _, name=name: find_sibling(name)) for name in class_dict}  # type: ignore[misc]
     cls = type("_".join(("FusedWorker", *class_dict)), (Worker,), {"is_fused_worker": True, **members})
-    _inside[cls] = dict(class_dict)
+    _inner_classes[cls] = dict(class_dict)
     return cls
 
 
@@ -290,7 +296,7 @@ def create_colocated_worker_cls_fused(class_dict: Mapping[str, Any]) -> Any:
 
 _POOLS = RayResourcePool, SubRayResourcePool, merge_resource_pool
 _COLOCATED = create_colocated_worker_cls, create_colocated_worker_cls_fused, create_colocated_worker_raw_cls
-FACES: Mapping[str, Any] = {each.__name__: each for each in (*_POOLS, *_COLOCATED, RayWorkerGroup)}
+REPLACEMENTS: Mapping[str, Any] = {each.__name__: each for each in (*_POOLS, *_COLOCATED, RayWorkerGroup)}
 """Replacements of verl's objects by name, which also pickle by that name."""
-for _each in FACES.values():
+for _each in REPLACEMENTS.values():
     _each.__module__ = private.HOME

@@ -10,4 +10,4 @@ if chosen := os.environ.get("COLOCATE_VERL"):
         install(chosen)
     except Exception as error:  # verl ignores this error, so the first worker group raises the error.
         print(f"[colocate_verl] COLOCATE_VERL={chosen}: {error}", file=sys.stderr)
-        private.refuse(error)
+        private.refuse_all(error)

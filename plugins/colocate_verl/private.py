@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from colocate.errors import CapabilityError
 
 HOME = "verl.single_controller.ray.base"  # The module that defines the replaced classes.
-PASSED_BY = "verl.single_controller"  # Errors name the trainer's line instead of a line in this package.
+PASSED_BY = "verl.single_controller"  # Counted as library code, so that errors name the trainer's line.
 MARK = "attrs_3141562937"  # Methods marked by `@register` have this attribute (verl's MAGIC_ATTR).
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of workers that verl sets for its own use, and that `worker_env` must not set."""
@@ -35,41 +35,41 @@ def check_version() -> None:
         )
 
 
-def home() -> Any:
+def import_home() -> Any:
     """Import and return verl's module of the replaced classes. This also imports `PASSED_BY`."""
     return importlib.import_module(HOME)
 
 
-def replace(instead: Mapping[str, Any]) -> None:
+def replace_objects(instead: Mapping[str, Any]) -> None:
     """Replace verl's objects with the given names, in every module that has imported such an object."""
-    by_id = {id(getattr(home(), name)): value for name, value in instead.items()}
+    by_id = {id(getattr(import_home(), name)): value for name, value in instead.items()}
     for module in [candidate for candidate in sys.modules.values() if isinstance(candidate, ModuleType)]:
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
 
 
-def refuse(error: Exception) -> None:
+def refuse_all(error: Exception) -> None:
     """Defer an error of `install`, so that the first worker group or resource pool raises the error."""
 
     class Refused:
         def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
             raise error
 
-    replace({"RayWorkerGroup": Refused, "RayResourcePool": Refused})
+    replace_objects({"RayWorkerGroup": Refused, "RayResourcePool": Refused})
 
 
-def patch(executor: str) -> None:
+def patch_ray(executor: str) -> None:
     """Patch verl to skip checks of a missing Ray, and patch Ray to treat a worker like an actor of the driver."""
-    home().ResourcePoolManager._check_resource_available = functools.partialmethod(_check_pools, executor)
+    import_home().ResourcePoolManager._check_resource_available = functools.partialmethod(_check_pools, executor)
     hook: Any = importlib.import_module("ray._private.auto_init_hook")
     hook.enable_auto_connect &= executor == "ray"  # On other executors only `ray.init` starts Ray.
     if "WG_BACKEND" not in os.environ:
         of_main_ppo: Any = importlib.import_module("verl.trainer.constants_ppo")
         of_verl = of_main_ppo.get_ppo_ray_runtime_env
-        of_main_ppo.get_ppo_ray_runtime_env = functools.partial(_for_main_ppo, executor, of_verl)
+        of_main_ppo.get_ppo_ray_runtime_env = functools.partial(_patch_main_ppo, executor, of_verl)
     elif executor == "ray":
-        _be_in_ray(hook)
+        _join_ray(hook)
 
 
 def _check_pools(pools: Any, executor: str) -> None:
@@ -98,8 +98,8 @@ def _check_pools(pools: Any, executor: str) -> None:
         )
 
 
-def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
-    """Return Ray's runtime environment for verl's `main_ppo`, which sets `COLOCATE_VERL` in all actors."""
+def _patch_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
+    """Return the Ray runtime environment for verl's `main_ppo`, with `COLOCATE_VERL` set for all actors."""
     if executor != "ray":
         raise CapabilityError(
             f"verl.trainer.main_ppo on {executor!r}: its trainer, agent and reward loops and vLLM are Ray actors: "
@@ -110,38 +110,38 @@ def _for_main_ppo(executor: str, of_verl: Any, config: Any = None) -> Any:
     return options
 
 
-def unwrapped(cls: Any) -> type:
+def unwrap_class(cls: Any) -> type:
     """Return the class inside a Ray actor class."""
     original: type = getattr(cls, "__ray_actor_class__", cls)
     return original
 
 
-def options_of(given: Any) -> dict[str, Any]:
+def actor_options(given: Any) -> dict[str, Any]:
     """Return the Ray actor options of a `RayClassWithInitArgs`."""
     return {**given._options, **given._additional_resource}
 
 
-def bind(group: Any, cls: type) -> None:
-    """Add a class's methods that `@register` has marked to a worker group."""
-    group._bind_worker_method(cls, home().func_generator)
+def bind_methods(group: Any, cls: type) -> None:
+    """Add a class's methods, if marked by `@register`, to a worker group."""
+    group._bind_worker_method(cls, import_home().func_generator)
 
 
-def put_beside(worker: Any, others: Mapping[str, Any]) -> None:
+def set_siblings(worker: Any, others: Mapping[str, Any]) -> None:
     """Set a worker's siblings, which verl finds with `get_fused_worker_by_name`."""
     worker.fused_worker_dict = others
 
 
-def cluster() -> dict[str, str]:
+def cluster_environment() -> dict[str, str]:
     """Return environment variables that let a worker join the driver's Ray at the first use of Ray."""
     import ray
 
     if not ray.is_initialized():
-        ray.init()  # verl's first placement group would start Ray, too.
+        ray.init()  # verl itself starts Ray with its first placement group.
     context = ray.get_runtime_context()
     return {"RAY_ADDRESS": context.gcs_address, _NAMESPACE: context.namespace, _JOB: context.get_job_id()}
 
 
-def _be_in_ray(hook: Any) -> None:
+def _join_ray(hook: Any) -> None:
     """Patch Ray to treat this worker of colocate like a Ray actor."""
     import ray
 

@@ -37,7 +37,7 @@ class Result(OnDriver):
 
     __class__: Any = property(lambda _: ray.ObjectRef)
 
-    def value(self, timeout: float | None = None) -> Any:
+    def wait_value(self, timeout: float | None = None) -> Any:
         """Return the value after waiting up to `timeout` seconds."""
         return self._call.result(timeout)[self._index]
 
@@ -62,10 +62,12 @@ class WorkerHandle(OnDriver):
         if self.of is None:
             raise CapabilityError(f"{name} of {self!r}: only the driver of a worker group can call it")
         method = CALL if name == "__ray_call__" else name
-        return SimpleNamespace(remote=functools.partial(self._call, self.of, method))
+        return SimpleNamespace(remote=functools.partial(self._refuse_call, self.of, method))
 
-    def _call(self, workers: Workers, method: str, /, *args: Any, **kwargs: Any) -> Result:
-        return Result(workers.submit(workers.outer, method, [values(args, kwargs)], [self.rank]), 0, workers)
+    def _refuse_call(self, workers: Workers, method: str, /, *args: Any, **kwargs: Any) -> Result:
+        return Result(
+            workers.submit_call(workers.outer, method, [resolve_arguments(args, kwargs)], [self.rank]), 0, workers
+        )
 
     def __repr__(self) -> str:
         return f"<worker {self.name} of a worker group on colocate>"
@@ -74,12 +76,12 @@ class WorkerHandle(OnDriver):
         return WorkerHandle, (None, self.rank, self.name)
 
 
-def values(args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
+def resolve_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
     """Replace results among one rank's arguments by the results' values, as Ray does for actors."""
-    return tuple(map(_value, args)), {key: _value(value) for key, value in kwargs.items()}
+    return tuple(map(_resolve_value, args)), {key: _resolve_value(value) for key, value in kwargs.items()}
 
 
-def _value(given: Any) -> Any:
+def _resolve_value(given: Any) -> Any:
     if isinstance(given, ray.ObjectRef):  # This is also true for a `Result`.
         return ray.get(given)
     from verl.protocol import DataProtoFuture  # pyright: ignore[reportMissingImports]
@@ -87,22 +89,22 @@ def _value(given: Any) -> Any:
     return given.get() if isinstance(given, DataProtoFuture) else given
 
 
-def _is_ours(value: Any) -> bool:
+def _is_own_result(value: Any) -> bool:
     return issubclass(type(value), Result)
 
 
-def _get(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
+def _get_results(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
     """Get results of Ray, results of colocate, or a mixed list of both, like `ray.get`."""
-    if _is_ours(refs):
+    if _is_own_result(refs):
         return refs.value(timeout)
-    if not isinstance(refs, Sequence) or not any(map(_is_ours, refs)):
+    if not isinstance(refs, Sequence) or not any(map(_is_own_result, refs)):
         return get_of_ray(refs, timeout=timeout, **options)
-    ray_refs = [ref for ref in refs if not _is_ours(ref)]
+    ray_refs = [ref for ref in refs if not _is_own_result(ref)]
     rest = iter(get_of_ray(ray_refs, timeout=timeout, **options) if ray_refs else ())
-    return [ref.value(timeout) if _is_ours(ref) else next(rest) for ref in refs]
+    return [ref.value(timeout) if _is_own_result(ref) else next(rest) for ref in refs]
 
 
-def _put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Result]:
+def _put_values(data_list: Sequence[Any], max_workers: int | None = None) -> list[Result]:
     """Replace verl's `parallel_put`. The data is sent later, with the call that gets the result as an argument."""
     assert len(data_list) > 0, "data_list must not be empty"  # verl has the same error text.
     done = Future[Sequence[Any]]()
@@ -110,7 +112,7 @@ def _put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Resul
     return [Result(done, index) for index in range(len(data_list))]
 
 
-def _refuse(of_ray: Callable[..., Any], name: str, subject: Any, *args: Any, **options: Any) -> Any:
+def _refuse_own(of_ray: Callable[..., Any], name: str, subject: Any, *args: Any, **options: Any) -> Any:
     for ref in subject if isinstance(subject, list | tuple) else (subject,):
         if issubclass(type(ref), OnDriver):
             instead = "use ray.get, await or asyncio.gather; workers end when nobody holds them, and by ray.shutdown"
@@ -118,18 +120,21 @@ def _refuse(of_ray: Callable[..., Any], name: str, subject: Any, *args: Any, **o
     return of_ray(subject, *args, **options)
 
 
-def _shut_down(shutdown_of_ray: Callable[..., None], end: Callable[[], None], *args: Any, **options: Any) -> None:
+def _shut_down_ray(shutdown_of_ray: Callable[..., None], end: Callable[[], None], *args: Any, **options: Any) -> None:
     end()
     shutdown_of_ray(*args, **options)
 
 
-def patch(end: Callable[[], None]) -> None:
-    """Patch Ray's functions to accept or refuse `OnDriver` objects; `ray.shutdown` calls `end` first."""
+def patch_ray(end: Callable[[], None]) -> None:
+    """Patch Ray's functions to accept or refuse `OnDriver` objects; `ray.shutdown` begins with a call of `end`."""
     import verl.utils.ray_utils  # pyright: ignore[reportMissingImports]
 
-    verl.utils.ray_utils.parallel_put = _put
+    verl.utils.ray_utils.parallel_put = _put_values
     if isinstance(ray.get, functools.partial):
         return
-    ray.get, ray.shutdown = functools.partial(_get, ray.get), functools.partial(_shut_down, ray.shutdown, end)
+    ray.get, ray.shutdown = (
+        functools.partial(_get_results, ray.get),
+        functools.partial(_shut_down_ray, ray.shutdown, end),
+    )
     for name in ("wait", "kill", "cancel"):
-        setattr(ray, name, functools.partial(_refuse, getattr(ray, name), name))
+        setattr(ray, name, functools.partial(_refuse_own, getattr(ray, name), name))

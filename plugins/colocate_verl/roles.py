@@ -41,7 +41,7 @@ class Siblings(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(name)
-        return sibling(name)
+        return find_sibling(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -50,7 +50,7 @@ class Siblings(Mapping[str, Any]):
         return len(self._names)
 
 
-def sibling(name: str) -> Any:
+def find_sibling(name: str) -> Any:
     """Return the verl worker of a sibling role."""
     return colocate.context().sibling(name, VerlRole).worker
 
@@ -60,14 +60,14 @@ class VerlRole:
 
     def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
         self.worker = cls(*args, **kwargs)
-        private.put_beside(self.worker, Siblings(names))
+        private.set_siblings(self.worker, Siblings(names))
 
 
 @functools.cache
 def make_role(cls: type) -> type[VerlRole]:
     """Build a role class from a verl class. The role class is pickled by value, because no module contains it."""
     methods = {name: _role_method(cls, name) for name in dir(cls) if _is_method(cls, name)}
-    methods[CALL] = method(dispatch=Payloads())(_ray_call)
+    methods[CALL] = method(dispatch=Payloads())(_call_for_ray)
     return type(cls.__name__, (VerlRole,), {"__qualname__": cls.__qualname__, "__module__": __name__, **methods})
 
 
@@ -91,9 +91,9 @@ def _role_method(cls: type, name: str) -> Any:
     return method(dispatch=Payloads(), host=("payload",))(function)
 
 
-def _ray_call(self: VerlRole, payload: Payload = ((), {})) -> Any:
+def _call_for_ray(self: VerlRole, payload: Payload = ((), {})) -> Any:
     (function, *args), kwargs = payload
     return function(self.worker, *args, **kwargs)
 
 
-_ray_call.__name__ = CALL
+_call_for_ray.__name__ = CALL

@@ -78,7 +78,7 @@ def _bytes_through(chain: object) -> int:
     with (
         mock.patch.object(wire, "encode", encoded),
         mock.patch.object(wire.lane, "encode", encoded),
-        mock.patch.object(wire.framing, "_split", taken),
+        mock.patch.object(wire.framing, "_split_body", taken),
     ):
         chain()  # type: ignore[operator]
     return moved

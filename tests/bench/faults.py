@@ -158,11 +158,11 @@ def _driver_killed(name: str, options: Mapping[str, Any]) -> float:
             processes = Processes(each.pid for each in psutil.Process(driver.pid).children(recursive=True))
             began = time.perf_counter()
             driver.kill()
-            processes.wait()
+            processes.wait_all()
             while os.listdir(folder):
                 select.select([], [], [], 0.001)
             took = time.perf_counter() - began
-            processes.close()
+            processes.release_all()
             return took
 
 

@@ -151,7 +151,7 @@ class Recording:
     Reward = _with_bodies(Reward, _record)
 
 
-class Replaying:
+class ReplayPlayer:
     EngineRole = _replaying(EngineRole)
     Actor = _replaying(Actor)
     Critic = _replaying(Critic)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 def rows() -> Iterator[Row]:
     """Spawn, calls and close at each size, and by how much the dearest of the larger sizes exceeds the smallest."""
     cheapest: dict[str, dict[int, float]] = defaultdict(dict)
-    with Runtime._of(Connection("stub", StubExecutor(), 0, False, None, 60.0, None, None, None)) as runtime:
+    with Runtime._wrap(Connection("stub", StubExecutor(), 0, False, None, 60.0, None, None, None)) as runtime:
         pools = [runtime.reserve(slots=slots) for slots in _SLOTS]
         for _ in range(_ROUNDS):
             for pool in pools:

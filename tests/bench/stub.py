@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from colocate._protocol import from_worker, to_worker
-from colocate._protocol.message import Message, read
+from colocate._protocol.message import Message, decode_head
 from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation, Running
-from colocate.worker.serving.service import hello
+from colocate.worker.serving.service import create_hello
 
 
 class StubExecutor(Executor):
@@ -27,7 +27,7 @@ class StubExecutor(Executor):
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         host = self._running[boot.worker] = StubHost(self, boot, events)
-        events.received(hello(), None)
+        events.received(create_hello(), None)
         return host
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
@@ -69,15 +69,15 @@ class StubHost(Host):
         self._alive = True
 
     def send(self, frame: Any) -> None:
-        message, now = read(frame[0]), time.time()
+        message, now = decode_head(frame[0]), time.time()
         if isinstance(message, to_worker.Build):
-            self._say(from_worker.Done(0, None, now, now, None))
+            self._say(from_worker.CallEnded(0, None, now, now, None))
         elif isinstance(message, to_worker.Call):
             # Of a kept call, the bytes and rows of this rank's part.
             size = (0, 1) if message.keep is not None else None
-            self._say(from_worker.Done(message.seq, None, now, now, size))
+            self._say(from_worker.CallEnded(message.seq, None, now, now, size))
         elif isinstance(message, to_worker.Close):
-            self._say(from_worker.Closed())
+            self._say(from_worker.LaneClosed())
             self.kill()
 
     def _say(self, message: Message) -> None:

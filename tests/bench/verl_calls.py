@@ -55,5 +55,5 @@ def _driver_killed(command: Sequence[str]) -> float:
         with Processes(each.pid for each in below if "colocate.worker" in each.cmdline()) as workers:
             began = time.perf_counter()
             driver.kill()
-            workers.wait()
+            workers.wait_all()
             return time.perf_counter() - began

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 
 from colocate.errors import ConfigError
-from colocate.features.debugging.attach import Attached, attach
-from colocate.features.debugging.terminal import send
+from colocate.features.debugging.attach import AttachedTerminal, attach
+from colocate.features.debugging.terminal import send_message
 
 LOOKS_EVERY_S = 0.02
 NOBODY = "no/such/rank"
@@ -46,19 +46,21 @@ class Debugger:
             with contextlib.suppress(ConfigError):  # nothing is stopped, or no longer
                 listed = attach(os.getpid(), NOBODY)
                 listed.close()
-                waiting = [each for each in listed.stops or () if not each["terminal"] and each["since"] not in left]
+                waiting = [
+                    each for each in listed.stopped_ranks or () if not each["terminal"] and each["since"] not in left
+                ]
                 if not waiting:
                     continue
                 chosen = draw.choice(waiting)
                 found = attach(os.getpid(), f"{chosen['group']}/{chosen['role']}/{chosen['rank']}")
-                if found.stops is None:
+                if found.stopped_ranks is None:
                     left.add(chosen["since"])  # whom somebody has left isn't stopped any more
                     with contextlib.suppress(OSError):
                         _type(found, draw.choice(WAYS))
                 found.close()
 
 
-def _type(terminal: Attached, lines: tuple[str | None, ...]) -> None:
+def _type(terminal: AttachedTerminal, lines: tuple[str | None, ...]) -> None:
     told: dict[str, Any] = dict(terminal.first)
     terminal.sock.settimeout(1.0)
     for line in lines:
@@ -66,5 +68,5 @@ def _type(terminal: Attached, lines: tuple[str | None, ...]) -> None:
             if "over" in told or not (read := terminal.lines.readline()):
                 return
             told = json.loads(read)
-        send(terminal.sock, {"line": line})
+        send_message(terminal.sock, {"line": line})
         told = {}

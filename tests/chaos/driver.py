@@ -119,7 +119,7 @@ class Stage:
         executor: Any = None if self.runtime is None else self.runtime._node.services.executor
         envoy = getattr(executor, "_envoy", None)
         found = {os.getpid(), *(() if envoy is None else (envoy._process.pid, envoy._janitor.pid))}
-        return found if (template := forks.own_process()) is None else {*found, template}
+        return found if (template := forks._forks.current) is None else {*found, template.pid}
 
 
 def play(stage: Stage, played: Program, episodes: int | None) -> None:

@@ -111,7 +111,7 @@ def dask(slots: int) -> None:
     from colocate_dask import reservations
     from colocate_dask.connection import Connection
     from colocate_dask.loop import LoopThread
-    from colocate_dask.offers import Refusal, Wanted
+    from colocate_dask.offers import Refusal, SlotRequest
 
     options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": "127.0.0.1:0"}
     cluster: Any = LocalCluster
@@ -120,14 +120,14 @@ def dask(slots: int) -> None:
         tell({"address": made.scheduler_address})
         for line in map(str.strip, sys.stdin):
             if line != FREE:
-                held = connection.on_scheduler(reservations.held)
+                held = connection.run_on_scheduler(reservations.list_reservations)
                 tell([each.label for each in held if each.label.startswith(line)])
                 continue
             began = time.monotonic()
-            wanted = Wanted(secrets.token_hex(8), connection.id, "chaos", slots, 1, timeout=FREE_WITHIN_S)
-            answer = connection.on_scheduler(reservations.reserve, wanted, connection.version)
+            wanted = SlotRequest(secrets.token_hex(8), connection.id, "chaos", slots, 1, timeout=FREE_WITHIN_S)
+            answer = connection.run_on_scheduler(reservations.reserve_slots, wanted, connection.version)
             took = time.monotonic() - began
-            connection.on_scheduler(reservations.release, wanted.reservation)
+            connection.run_on_scheduler(reservations.release_slots, wanted.reservation)
             tell((None, str(list(answer.rows))) if isinstance(answer, Refusal) else (took, ""))
         connection.close()
 

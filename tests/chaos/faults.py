@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import psutil
 from tests.chaos import sockets
 from tests.chaos.programs import Fault
-from tests.chaos.records import Applied, Played
+from tests.chaos.records import Applied, ReplaySource
 
 from colocate import Pool, Runtime
 
@@ -25,7 +25,7 @@ class Injector:
 
     _broken: BaseException | None = None
 
-    def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[Played]) -> None:
+    def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[ReplaySource]) -> None:
         self.fault = fault
         # what has been done; None when it came too late, or there was nothing to do it to
         self.applied: Applied | None = None

@@ -279,7 +279,7 @@ class Target(Machine):
 
     def __init__(self, main: str) -> None:
         super().__init__(main=main)
-        self.source, self.told = -1, tuple[int, ...]()  # of which rank, and the calls that this one had begun
+        self.source, self.log = -1, tuple[int, ...]()  # of which rank, and the calls that this one had begun
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """A weight's name says where a rank is to raise."""
@@ -287,7 +287,7 @@ class Target(Machine):
         for name, tensor in weights:
             if name == "notes":
                 self.source, count, *told = tensor.tolist()
-                self.told = tuple(told[:count])
+                self.log = tuple(told[:count])
                 continue
             if (failing := Failing.of(name)) is not None and self.ctx.rank in failing.ranks:
                 raise Deliberate(failing.ident, self.ctx.rank)
@@ -299,7 +299,7 @@ class Target(Machine):
         """The version of what it has, the rank that this is of, that one's calls, and the digest of the memory."""
         found = self.ballast.digest()
         self.notes.append(ident)
-        return self._seen((self.ctx.weights_version, self.source, self.told, found))
+        return self._seen((self.ctx.weights_version, self.source, self.log, found))
 
 
 class Generator(Target):

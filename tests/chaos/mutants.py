@@ -38,13 +38,13 @@ def unfreed_reservation() -> None:
 
 def swallowed_error() -> None:
     """What a role raises is told as a result: None."""
-    from colocate._protocol.from_worker import Done
+    from colocate._protocol.from_worker import CallEnded
     from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException, work: Any = None) -> None:
-        self._worker_context.say(Done(seq, None, 0.0, 0.0, None))
+        self._worker_context.say(CallEnded(seq, None, 0.0, 0.0, None))
 
-    _replace(Runner, "_failed", failed)
+    _replace(Runner, "_report_failure", failed)
 
 
 def unresolved_future() -> None:
@@ -64,7 +64,7 @@ def stale_pairing() -> None:
     """Process groups outlive a failed call, in which a rank may still wait: it would pair with the next one's."""
     from colocate.features.process_groups.driver import HoldState
 
-    _replace(HoldState, "broken", lambda self: [])
+    _replace(HoldState, "broken_groups", lambda self: [])
 
 
 def unrenewed_model() -> None:
@@ -74,27 +74,27 @@ def unrenewed_model() -> None:
 
     hook = RoleInstance.call_hook
     _replace(RoleInstance, "call_hook", lambda self, name, *args: None if name == "renew" else hook(self, name, *args))
-    _replace(ProcessGroups, "holders", lambda self: [])
+    _replace(ProcessGroups, "take_holders", lambda self: [])
 
 
 def uncounted_updates() -> None:
     """A group goes on whose ranks have made different numbers of updates."""
     from colocate.features.process_groups import driver
 
-    _replace(driver, "diverged_update", lambda hold: None)
+    _replace(driver, "find_diverged", lambda hold: None)
 
 
 def lost_byte() -> None:
     """What goes lacks its last byte when it comes back."""
     from colocate._system.room import SpillFile
 
-    read = SpillFile.read
+    read = SpillFile.read_into
 
     def short(self: Any, view: Any, start: int) -> None:
         read(self, view, start)
         view[-1:] ^= 1
 
-    _replace(SpillFile, "read", short)
+    _replace(SpillFile, "read_into", short)
 
 
 def unkept_budget() -> None:
@@ -102,15 +102,15 @@ def unkept_budget() -> None:
     from colocate.features.memory.turns import TurnScheduler
 
     _replace(TurnScheduler, "_make_room", lambda self, name, coming: None)
-    _replace(TurnScheduler, "_clear", lambda self, name: None)
-    _replace(TurnScheduler, "check", lambda self, role, what, more=None: None)
+    _replace(TurnScheduler, "_evict_unneeded", lambda self, name: None)
+    _replace(TurnScheduler, "check_budget", lambda self, role, what, more=None: None)
 
 
 def half_synced() -> None:
     """A target that has got a part of its weights isn't stale."""
-    from colocate.features.weights.weights import Received
+    from colocate.features.weights.weights import ReceivedWeights
 
-    _replace(Received, "fail", lambda self, why: None)
+    _replace(ReceivedWeights, "mark_unusable", lambda self, why: None)
 
 
 def doubled_rows() -> None:
@@ -131,58 +131,63 @@ def unmissed_child() -> None:
     """A role goes on without a child that has died."""
     from colocate.features.children.worker import ChildrenOfWorker
 
-    _replace(ChildrenOfWorker, "_check", lambda self, role, since=0.0, row=None: None)
+    _replace(ChildrenOfWorker, "_check_children", lambda self, role, since=0.0, row=None: None)
 
 
 def unpaused_role() -> None:
     """A role that is paused goes on."""
     from colocate.features.pausing.pauses import Pauses
 
-    _replace(Pauses, "pause", lambda self, role, how, timeout: None)
+    _replace(Pauses, "pause_role", lambda self, role, how, timeout: None)
 
 
 def lost_rows() -> None:
     """Rows that a restart has ended don't begin anew, and nobody misses them."""
     from colocate.features.rows.stream import Stream
 
-    _replace(Stream, "_see_to_end", lambda self, call: self._arrivals.end())
+    _replace(Stream, "_resolve_rows", lambda self, call: self._arrivals.end())
 
 
 def unrecorded_calls() -> None:
     """Of what is recorded every other call is missing."""
     from colocate.features.recordings.files import Writer
 
-    add, turns = Writer.add, itertools.count()
-    _replace(Writer, "add", lambda self, pieces, length: add(self, pieces, length) if next(turns) % 2 else None)
+    add, turns = Writer.add_document, itertools.count()
+    _replace(
+        Writer, "add_document", lambda self, pieces, length: add(self, pieces, length) if next(turns) % 2 else None
+    )
 
 
 def unanswered_calls() -> None:
     """A recording's answer to a call is nothing."""
-    from colocate.features.recordings.playing import Replaying
+    from colocate.features.recordings.playing import ReplayPlayer
 
-    _replace(Replaying, "value", lambda self, seen: None)
+    _replace(ReplayPlayer, "play_value", lambda self, seen: None)
 
 
 def kept_profiles() -> None:
     """A profile whose block has failed leaves what it has."""
     from colocate.features.profiling.driver import _Session
 
-    _replace(_Session, "forget", lambda self: None)
+    _replace(_Session, "discard_profile", lambda self: None)
 
 
 def kept_stops() -> None:
     """A rank whose terminal is gone stays where it is."""
     from colocate.features.debugging.driver import DebuggingOfGroup
-    from colocate.features.debugging.messages import LetGo
+    from colocate.features.debugging.messages import DetachTerminal
 
-    begin = DebuggingOfGroup._begin
+    begin = DebuggingOfGroup._add_stop
 
     def deaf(self: Any, worker: Any, told: Any) -> None:
         begin(self, worker, told)
         stop = self._stops[worker.slot, told.number]
-        tell, stop.tell = stop.tell, lambda message: None if isinstance(message, LetGo) else tell(message)
+        tell, stop.notify_worker = (
+            stop.notify_worker,
+            lambda message: None if isinstance(message, DetachTerminal) else tell(message),
+        )
 
-    _replace(DebuggingOfGroup, "_begin", deaf)
+    _replace(DebuggingOfGroup, "_add_stop", deaf)
 
 
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:

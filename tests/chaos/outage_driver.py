@@ -34,7 +34,7 @@ SOON_S = 30.0  # for what takes a moment, on a machine with much to do
 ROWS = 6
 
 
-class Kept(Role):
+class ResidentRecord(Role):
     """Its state is the list of the calls that it has begun, and what these have written into its memory.
 
     Args:
@@ -115,12 +115,12 @@ class Playing:
         on_failure = "restart" if plan.restart else "fail"
         try:
             group = pool.spawn(
-                {"kept": colocate.role(Kept, plan.writes_s)},
+                {"kept": colocate.role(ResidentRecord, plan.writes_s)},
                 on_failure=on_failure,
                 restarts=5,
                 timeout=2 * SOON_S,
             )
-            self.group, self.kept = group, group.role("kept", Kept)
+            self.group, self.kept = group, group.role("kept", ResidentRecord)
             for _ in range(plan.steps):
                 self.step()
             {"cut": self._cut, "drain": self._drain, "regrow": self._regrow}[plan.kind]()
@@ -136,7 +136,7 @@ class Playing:
     # -- what is called
 
     group: ColocatedGroup = attrs.field(init=False)
-    kept: Kept = attrs.field(init=False)
+    kept: ResidentRecord = attrs.field(init=False)
 
     def _next(self) -> int:
         self._idents += 1
@@ -250,8 +250,8 @@ class Playing:
             self.strike("kill", nodes[plan.rank])
             errors = self.settle([*begun, self.probe()])
             try:
-                run._checkpoints.settle()
-                self._complete = run._folder.checkpoints()[-1][0]
+                run._checkpoints.wait_pending()
+                self._complete = run._folder.list_checkpoints()[-1][0]
             except ColocateError as error:
                 errors.append(error)
             self.explained(errors, plan.rank)
@@ -318,7 +318,7 @@ class Playing:
         with colocate.record(self.runtime, self.folder / "run") as run:
             while True:
                 self._save(run)
-                run._checkpoints.settle()
+                run._checkpoints.wait_pending()
                 self._complete = self._idents
                 try:
                     run.log(self._idents)

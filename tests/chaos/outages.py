@@ -169,7 +169,7 @@ class _Lane:
         left = max(1.0, self.until - time.monotonic())
         what = {"lane": self.number, "seeds": self.seeds, "seconds": left, "cut_s": CUT_S, "folder": str(shared / name)}
         arguments = ["-m", "tests.chaos.outage_driver", self.cluster.engine, self.cluster.address, json.dumps(what)]
-        process = self.cluster.machines[0].start("python", *arguments, str(told), log=log)
+        process = self.cluster.machines[0].start_driver("python", *arguments, str(told), log=log)
         lines = 0
         while True:
             ended = process.poll() is not None

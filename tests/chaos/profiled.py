@@ -13,7 +13,7 @@ import attrs
 from tests.chaos.machine import Deliberate
 from tests.chaos.programs import Profiling
 from tests.chaos.recorded import KEPT
-from tests.chaos.records import Played, short
+from tests.chaos.records import ReplaySource, short
 from tests.chaos.steps import LONG_S, Steps
 
 import colocate
@@ -27,10 +27,10 @@ BUSY = "the machine is too busy"
 
 
 @attrs.define(eq=False)
-class Profiled:
+class RankProfile:
     """A profile that goes on; its group, where its file is to be, and what came of it."""
 
-    played: Played
+    played: ReplaySource
     how: Profiling
     steps: Steps
     folder: str = attrs.field(factory=lambda: tempfile.mkdtemp(prefix=KEPT))
@@ -39,7 +39,7 @@ class Profiled:
     _profile: Any = None
 
     @classmethod
-    def begin(cls, played: Played, how: Profiling, steps: Steps) -> Profiled:
+    def begin(cls, played: ReplaySource, how: Profiling, steps: Steps) -> RankProfile:
         made = cls(played, how, steps)
         steps.now(played, "the beginning of a profile", BEGIN_S, made._begin)
         made.over = made._profile is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 from tests.chaos import model
-from tests.chaos.records import Applied, Played
+from tests.chaos.records import Applied, ReplaySource
 
 import colocate
 from colocate import Runtime
@@ -24,10 +24,10 @@ KNOWN = (*SEEN, "make", "fail")  # those of which each call has its number as an
 
 
 @attrs.define(eq=False)
-class Recorded:
+class RecordingOrder:
     """A group that is recorded, and where."""
 
-    played: Played
+    played: ReplaySource
     recorder: Any
     folder: str
     # what is there of calls of these methods, by their numbers and ranks; and whether more may be missing
@@ -35,7 +35,7 @@ class Recorded:
     hit: bool = False
 
     @classmethod
-    def begin(cls, runtime: Runtime, played: Played) -> Recorded | None:
+    def begin(cls, runtime: Runtime, played: ReplaySource) -> RecordingOrder | None:
         """Record a group that has just been spawned; None where the fault came before."""
         assert played.group is not None
         folder = tempfile.mkdtemp(prefix=KEPT)

@@ -24,7 +24,7 @@ class Sent:
     expected: Callable[[Any], str | None]  # looks at its value; a complaint, or None
     fails: tuple[int, ...] = ()  # the slots on which the method is told to raise
     times_out: bool = False  # whether it has been made to outlive its timeout
-    giver: Played | None = None  # of a sync, the group whose weights it brings, and the role
+    giver: ReplaySource | None = None  # of a sync, the group whose weights it brings, and the role
     given: str = ""
     giving: int = 0  # that group's generation
     call: Call[Any] | None = None  # what was submitted; None when that failed
@@ -83,7 +83,7 @@ class Sent:
 
 
 @attrs.define(eq=False)
-class Played:
+class ReplaySource:
     """One group of an episode, and its calls in order of submission."""
 
     index: int
@@ -109,7 +109,7 @@ class Played:
     spawn_error: BaseException | None = None
 
 
-def history(group: Played, generation: int) -> list[Sent]:
+def history(group: ReplaySource, generation: int) -> list[Sent]:
     """The calls that a generation may have begun, and those that the checkpoint has which it was restored from.
 
     Rows that hadn't ended in the last generation may have begun anew.
@@ -137,7 +137,7 @@ class Applied:
 
 @attrs.define(eq=False)
 class Outcome:
-    played: list[Played]  # its groups, those that others have taken the place of among them
+    played: list[ReplaySource]  # its groups, those that others have taken the place of among them
     applied: Applied | None = None  # its fault, if it could be done
     hangs: list[str] = attrs.field(factory=list)  # what outlived its bound
     error_s: float | None = None  # from the fault to the first error that tells it

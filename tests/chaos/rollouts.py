@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.chaos.machine import digest_after, mixed
 from tests.chaos.programs import BACKGROUND
-from tests.chaos.records import Played, Sent, history, short
+from tests.chaos.records import ReplaySource, Sent, history, short
 
 
-def complaints(group: Played) -> Iterator[str]:
+def complaints(group: ReplaySource) -> Iterator[str]:
     for sent in group.sent:
         if sent.count is not None:
             yield from (f"{sent}: {words}" for words in _of_rows(sent, sent.count, group))
@@ -23,7 +23,7 @@ def complaints(group: Played) -> Iterator[str]:
 # -- weights
 
 
-def _syncs(sent: Sent, group: Played) -> tuple[list[Sent], list[Sent]]:
+def _syncs(sent: Sent, group: ReplaySource) -> tuple[list[Sent], list[Sent]]:
     """Those before a call, in its generation; and those after it that a pause of its role may have let pass by."""
     syncs = [
         each
@@ -34,7 +34,7 @@ def _syncs(sent: Sent, group: Played) -> tuple[list[Sent], list[Sent]]:
     return before, [each for each in syncs if each.ident > sent.ident] if sent.beside else []
 
 
-def may_be_stale(sent: Sent, group: Played) -> bool:
+def may_be_stale(sent: Sent, group: ReplaySource) -> bool:
     """Whether the last sync before it has failed, or there was none since a restart."""
     before, passing = _syncs(sent, group)
     if any(not sync.fine for sync in passing):
@@ -42,7 +42,7 @@ def may_be_stale(sent: Sent, group: Played) -> bool:
     return sent.role in ("s", BACKGROUND) and (not before[-1].fine if before else sent.generation > 0)
 
 
-def synced(sent: Sent, group: Played) -> Callable[[Any], str | None]:
+def synced(sent: Sent, group: ReplaySource) -> Callable[[Any], str | None]:
     """Compares what a sync has done with the ways that there are for its ranks."""
 
     def look(found: Any) -> str | None:
@@ -54,7 +54,7 @@ def synced(sent: Sent, group: Played) -> Callable[[Any], str | None]:
     return look
 
 
-def _of_weights(sent: Sent, group: Played) -> Iterator[str]:
+def _of_weights(sent: Sent, group: ReplaySource) -> Iterator[str]:
     """What a target has on a rank is a whole state of its source: that of the last sync, or one since."""
     syncs, passing = _syncs(sent, group)
     last = next((number for number in reversed(range(len(syncs))) if syncs[number].fine), None)
@@ -110,7 +110,7 @@ def look_at_errors(sent: Sent) -> None:
         sent.error = errors[0]
 
 
-def _of_rows(sent: Sent, count: int, group: Played) -> Iterator[str]:
+def _of_rows(sent: Sent, count: int, group: ReplaySource) -> Iterator[str]:
     """Each row comes once and is right, those that were told to raise do, and the others have one error."""
     indices = [index for index, _ in sent.rows]
     if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
@@ -154,7 +154,7 @@ def versions_of(ranks: Sequence[int]) -> Callable[[Any], str | None]:
 # -- children
 
 
-def _orphaned(sent: Sent, group: Played) -> list[Sent]:
+def _orphaned(sent: Sent, group: ReplaySource) -> list[Sent]:
     """The calls up to it that have killed children, since others were begun: the last first."""
     found = []
     for each in reversed(group.sent):
@@ -165,12 +165,12 @@ def _orphaned(sent: Sent, group: Played) -> list[Sent]:
     return found
 
 
-def is_bereaved(sent: Sent, rank: int | None, group: Played) -> bool:
+def is_bereaved(sent: Sent, rank: int | None, group: ReplaySource) -> bool:
     """Whether it may fail of the death of a rank's child."""
     return sent.role == "k" and sent.what != "revive" and any(rank in each.bereaved for each in _orphaned(sent, group))
 
 
-def _must_miss(sent: Sent, group: Played) -> int | None:
+def _must_miss(sent: Sent, group: ReplaySource) -> int | None:
     """The rank on which it should have failed of the death of a child."""
     orphaned = next(iter(_orphaned(sent, group)), None)
     if orphaned is None or sent.what == "revive":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.chaos.records import Played, Sent, chain
+from tests.chaos.records import ReplaySource, Sent, chain
 from tests.chaos.trainer import RATE, batch, make_net
 
 from colocate.errors import CallTimeout, RenewalError
@@ -13,7 +13,7 @@ TOLERANCE = 1e-6
 """Between losses in shards and in one piece, relative: a missing update makes a difference of more than a percent."""
 
 
-def complaints(group: Played) -> Iterator[str]:
+def complaints(group: ReplaySource) -> Iterator[str]:
     """Each step is of weights that have had all updates before it, and no others; the same on all ranks."""
     for sent in group.sent:
         if sent.trains and sent.fine:
@@ -21,7 +21,7 @@ def complaints(group: Played) -> Iterator[str]:
             yield from (f"{sent}: {words}" for words in _of_step(sent, before))
 
 
-def reached(group: Played, generation: int, before: int) -> set[int]:
+def reached(group: ReplaySource, generation: int, before: int) -> set[int]:
     """The numbers of updates that there may have been when a call was made."""
     tag = group.restored.get(generation)
     found = {0} if tag is None else reached(group, group.saved[tag], tag)
@@ -59,7 +59,7 @@ def tears(sent: Sent) -> bool:
     return sent.where == "after" and 0 < len(sent.fails) < len(sent.ranks)
 
 
-def torn_by(sent: Sent, group: Played) -> Sent | None:
+def torn_by(sent: Sent, group: ReplaySource) -> Sent | None:
     """The step before a call that has left its group's ranks without a common state."""
     for each in group.sent:
         if each.ident < sent.ident and each.generation == sent.generation and tears(each) and each.raised:
@@ -67,7 +67,7 @@ def torn_by(sent: Sent, group: Played) -> Sent | None:
     return None
 
 
-def explains(error: RenewalError, sent: Sent, group: Played) -> bool:
+def explains(error: RenewalError, sent: Sent, group: ReplaySource) -> bool:
     """Whether a group may have failed of it: a step before the call has left weights of two steps, or may have.
 
     One that has timed out may: a rank is freed in its last collective, which the others have left already.

@@ -19,7 +19,7 @@ from typing import Any
 from colocate._system import files
 from colocate.config import load_config
 from colocate_run.folder import RunFolder
-from colocate_run.lock import locked
+from colocate_run.lock import lock_folder
 from colocate_run.store import Store
 
 STEPS = {"open", "ctypes.dlsym", "shutil.rmtree", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
@@ -28,7 +28,7 @@ STEPS = {"open", "ctypes.dlsym", "shutil.rmtree", "os.listdir", "os.mkdir", "os.
 
 def save(folder: RunFolder, step: int, text: str) -> None:
     """Write a checkpoint of some files that all say the same."""
-    with folder.checkpoint(step) as directory:
+    with folder.write_checkpoint(step) as directory:
         (directory / "policy").mkdir()
         for name in ("policy/one", "policy/two", "step"):
             (directory / name).write_text(text)
@@ -42,7 +42,7 @@ def contents(path: Path) -> str:
 
 def found(folder: RunFolder) -> dict[int, str]:
     """Return what a run would find: the text of each checkpoint by its step."""
-    return {step: contents(path) for step, path in folder.checkpoints()}
+    return {step: contents(path) for step, path in folder.list_checkpoints()}
 
 
 def names(folder: RunFolder) -> list[str]:
@@ -52,8 +52,8 @@ def names(folder: RunFolder) -> list[str]:
 def look(folder: RunFolder) -> dict[str, Any]:
     """Look as somebody who only reads; then as the driver that goes on."""
     told: dict[str, Any] = {"reader": found(folder), "names": names(folder)}
-    with locked(folder.path, lambda text: None):
-        folder.tidy()
+    with lock_folder(folder.path, lambda text: None):
+        folder.remove_unfinished()
         told["next"], told["tidy"] = found(folder), names(folder)
     return told
 
@@ -61,8 +61,8 @@ def look(folder: RunFolder) -> dict[str, Any]:
 def brought(url: str, root: Path) -> dict[str, Any]:
     """Look from another machine."""
     shutil.rmtree(root, ignore_errors=True)
-    Store(url).bring("demo", root)
-    return {"brought": found(RunFolder.latest("demo", root))}
+    Store(url).download_run("demo", root)
+    return {"brought": found(RunFolder.find_latest("demo", root))}
 
 
 def killed(number: int, work: Callable[[], object]) -> bool:
@@ -85,7 +85,7 @@ def killed(number: int, work: Callable[[], object]) -> bool:
 
 def main(path: Path, scenario: str) -> None:
     first = RunFolder.create("demo", path / "first")
-    first.write("config.yaml", load_config({"name": "demo"}).dump())
+    first.write_file("config.yaml", load_config({"name": "demo"}).dump())
     for step in (1, 5):
         save(first, step, "old")
     if scenario == "renames":  # as on a file system that can't exchange two names
@@ -98,12 +98,12 @@ def main(path: Path, scenario: str) -> None:
         folder = RunFolder(path / "run" / "demo")
         if is_stored:
             shutil.rmtree(path / "store", ignore_errors=True)
-            Store(store).put(folder, "demo", 5)
+            Store(store).upload_checkpoint(folder, "demo", 5)
             save(folder, 5, "new")
-            goes_on = killed(number, partial(Store(store).put, folder, "demo", 5))
+            goes_on = killed(number, partial(Store(store).upload_checkpoint, folder, "demo", 5))
             told = brought(store, path / "there")
-            Store(store).put(folder, "demo", 5)
-            told |= {"again": brought(store, path / "there")["brought"], "names": Store(store)._names("demo")}
+            Store(store).upload_checkpoint(folder, "demo", 5)
+            told |= {"again": brought(store, path / "there")["brought"], "names": Store(store)._list_names("demo")}
         else:
             step = 6 if scenario == "next" else 5
             goes_on = killed(number, partial(save, folder, step, "new"))

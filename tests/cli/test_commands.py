@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from tests.cli.conftest import CommandLine
 
-from colocate_run.cli.doctor import shared_memory
+from colocate_run.cli.doctor import describe_shared_memory
 
 ACME = """
     pools:
@@ -225,14 +225,14 @@ class TestDoctor:
     def test_shared_memory_of_which_there_is_none_or_little(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert shared_memory(tmp_path / "none").startswith(f"{tmp_path}/none: No such file or directory; Ray")
+        assert describe_shared_memory(tmp_path / "none").startswith(f"{tmp_path}/none: No such file or directory; Ray")
         free = f"{tmp_path}: 32 MiB free of 64 MiB"
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 << 20, free=32 << 20))
-        assert shared_memory(tmp_path).startswith(f"{free}; that is little for Ray")
+        assert describe_shared_memory(tmp_path).startswith(f"{free}; that is little for Ray")
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=8 << 30, free=1 << 30))
-        assert shared_memory(tmp_path) == f"{tmp_path}: 1 GiB free of 8 GiB"
+        assert describe_shared_memory(tmp_path) == f"{tmp_path}: 1 GiB free of 8 GiB"
         monkeypatch.setattr(os, "access", lambda folder, mode: False)
-        assert "may not write there (mode " in shared_memory(tmp_path)
+        assert "may not write there (mode " in describe_shared_memory(tmp_path)
 
     def test_a_distribution_that_was_removed_by_half(self, colocate: CommandLine, tmp_path: Path) -> None:
         lost = tmp_path / "gone-1.0.dist-info"

@@ -18,10 +18,10 @@ import psutil
 import pytest
 from tests.cli.conftest import CommandLine
 
-from colocate.features.debugging.attach import stopped_drivers
+from colocate.features.debugging.attach import list_stopped_drivers
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
-from colocate_report.jobs import jobs
-from colocate_run.cli.stacks import folded
+from colocate_report.jobs import list_jobs
+from colocate_run.cli.stacks import group_stacks
 
 ROLES = """
     import colocate
@@ -157,11 +157,13 @@ def without_terminal(colocate: CommandLine, **more: str) -> "subprocess.Popen[st
 def driver(colocate: CommandLine, screen: Callable[..., Screen]) -> Iterator["subprocess.Popen[str]"]:
     with without_terminal(colocate) as found:
         try:
-            wait_until(lambda: found.pid in stopped_drivers(), "a rank is stopped")
+            wait_until(lambda: found.pid in list_stopped_drivers(), "a rank is stopped")
             yield found
         finally:
             found.kill()
-    wait_until(lambda: found.pid not in {each.pid for each in jobs()}, "its workers, which hold its socket, have ended")
+    wait_until(
+        lambda: found.pid not in {each.pid for each in list_jobs()}, "its workers, which hold its socket, have ended"
+    )
 
 
 def test_another_terminal(
@@ -216,8 +218,8 @@ def test_a_killed_driver(colocate: CommandLine, screen: Callable[..., Screen], d
         os.kill(driver.pid, signal.SIGKILL)
         debug.until("the driver has ended")
         assert debug.process.wait(PATIENCE_S) == 0
-        below.wait()
-    wait_until(lambda: driver.pid not in stopped_drivers(), "its socket is gone")
+        below.wait_all()
+    wait_until(lambda: driver.pid not in list_stopped_drivers(), "its socket is gone")
 
 
 @pytest.mark.in_make_test("15-terminal")
@@ -264,7 +266,7 @@ def test_folded() -> None:
         for group in ("b", "a")
         for slot in range(6)
     ]
-    assert list(folded(stacks)) == [
+    assert list(group_stacks(stacks)) == [
         ("a: 5 workers (0-2, 4-5)", "waits\n"),
         ("a: 1 worker (3)", "works\n"),
         ("b: 5 workers (0-2, 4-5)", "waits\n"),

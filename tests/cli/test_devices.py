@@ -10,7 +10,7 @@ from tests.suite.devices import probes
 
 from colocate import DeviceSample
 from colocate.testing.waiting import wait_until
-from colocate_report.devices import MOST_POINTS, DeviceLog, lanes, rows
+from colocate_report.devices import MOST_POINTS, DeviceLog, device_lanes, device_rows
 
 CONFIG = """
     name: gpus
@@ -22,11 +22,11 @@ CONFIG = """
 NET = """
     import os, sys, time
     import colocate
-    from played import played_nvml
+    from played import make_fake_nvml
 
     class Net(colocate.Role):
         def __init__(self):
-            sys.modules["pynvml"] = played_nvml([79])
+            sys.modules["pynvml"] = make_fake_nvml([79])
 
         @colocate.method
         def step(self):
@@ -88,6 +88,6 @@ def test_a_long_run() -> None:
     first, last = use.points[: len(use.points) // 3], use.points[-len(use.points) // 3 :]
     assert {point.use for point in first} == {0.0}
     assert {point.use for point in last} == {1.0}
-    (lane,) = lanes([use], 0.0, float(count))
+    (lane,) = device_lanes([use], 0.0, float(count))
     assert lane.busy == "50%"
-    assert rows([use])[0]["mean power"] == ""
+    assert device_rows([use])[0]["mean power"] == ""

@@ -73,20 +73,20 @@ def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Leaving] = []
     cluster, now = Cluster(), time.time()
     notices = Notices(cluster, told.append)  # type: ignore[arg-type]
-    notices._note({"n3": now + 2 * leaving.NOTICE_S})
-    assert not notices.found
-    assert notices.last == 0
+    notices._update_departures({"n3": now + 2 * leaving.NOTICE_S})
+    assert not notices.departures
+    assert notices.last_number == 0
     n1, n2 = Leaving("node n1", now + 60), Leaving("node n2", None)
-    notices._note({"n1": n1.until, "n2": None})
-    assert notices.found == (n2, n1)
-    assert notices.last == 2
+    notices._update_departures({"n1": n1.until, "n2": None})
+    assert notices.departures == (n2, n1)
+    assert notices.last_number == 2
     n0 = Leaving("node n0", now + 30)
-    notices._note({"n0": n0.until, "n1": n1.until, "n2": None})
-    assert notices.last == 3  # whom no checkpoint answers that was begun before
-    notices._note({"n1": n1.until})
-    assert notices.last == 3
-    notices._note({"n1": n1.until, "n2": None})
-    assert notices.last == 4
+    notices._update_departures({"n0": n0.until, "n1": n1.until, "n2": None})
+    assert notices.last_number == 3  # whom no checkpoint answers that was begun before
+    notices._update_departures({"n1": n1.until})
+    assert notices.last_number == 3
+    notices._update_departures({"n1": n1.until, "n2": None})
+    assert notices.last_number == 4
     assert told == [n2, n1, n0, n2]
     assert str(n2) == "node n2 is about to go"
 

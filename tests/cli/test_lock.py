@@ -18,7 +18,7 @@ from colocate.errors import ClosedError, ConfigError
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_run import lock
 from colocate_run.folder import RunFolder
-from colocate_run.lock import LOCK, FolderLock, locked
+from colocate_run.lock import LOCK, FolderLock, lock_folder
 
 CONFIG = """
     groups: {}
@@ -164,9 +164,9 @@ from pathlib import Path
 from colocate.errors import ConfigError
 from colocate_run import lock
 
-lock._lives = lambda owner: False
+lock._is_alive = lambda owner: False
 try:
-    lock.FolderLock.take(Path(sys.argv[1])).release()
+    lock.FolderLock.acquire(Path(sys.argv[1])).release()
     print("taken")
 except ConfigError as error:
     print(error)
@@ -182,15 +182,15 @@ class TestContainers:
 
     def test_whoever_reads_the_lock_has_it_still(self, tmp_path: Path) -> None:
         """A job that copies its folder reads `lock.json` in the driver's own process, and so does who asks again."""
-        with locked(tmp_path, lambda text: None):
-            for ask in ((tmp_path / LOCK).read_bytes, lambda: lock._read(tmp_path / LOCK)):
+        with lock_folder(tmp_path, lambda text: None):
+            for ask in ((tmp_path / LOCK).read_bytes, lambda: lock._read_owner(tmp_path / LOCK)):
                 ask()
                 assert f"is being written by the driver with pid {os.getpid()} " in self.elsewhere(tmp_path)
         assert self.elsewhere(tmp_path) == "taken\n"
 
     def test_a_forked_child_does_not_keep_it(self, tmp_path: Path) -> None:
         told, tell = os.pipe()
-        mine = FolderLock.take(tmp_path)
+        mine = FolderLock.acquire(tmp_path)
         child = os.fork()
         if not child:
             os.close(tell)
@@ -199,7 +199,7 @@ class TestContainers:
         try:
             os.close(told)
             lock._close(mine._file)  # as the kernel does when the driver is killed
-            mine._over.set()
+            mine._released.set()
             assert self.elsewhere(tmp_path) == "taken\n"
         finally:
             os.close(tell)
@@ -235,36 +235,36 @@ class TestOtherMachines:
         beater = threading.Thread(target=beat)
         beater.start()
         with pytest.raises(ConfigError, match=r"being written by the driver with pid 1 on n7 \(job 42\)"):
-            FolderLock.take(folder, said.append)
+            FolderLock.acquire(folder, said.append)
         beater.join()
 
     def test_one_that_is_silent_loses_it(self, folder: Path) -> None:
         """It is told at its next checkpoint, which doesn't count."""
-        FolderLock.take(folder).release()
-        with locked(folder, lambda text: None) as mine:
-            run = RunFolder(folder, check=mine.check)
-            with run.checkpoint(1):
+        FolderLock.acquire(folder).release()
+        with lock_folder(folder, lambda text: None) as mine:
+            run = RunFolder(folder, check_lock=mine.check_owned)
+            with run.write_checkpoint(1):
                 pass
             wait_until(lambda: b"3" in (folder / LOCK).read_bytes().rpartition(b"beat")[2], "it beats")
             self.write(folder, 5)
             with (
                 pytest.raises(ClosedError, match=r"the driver with pid 1 on n7 \(job 42\) has taken it"),
-                run.checkpoint(2),
+                run.write_checkpoint(2),
             ):
                 pass
-            assert [step for step, _ in run.checkpoints()] == [1]
+            assert [step for step, _ in run.list_checkpoints()] == [1]
 
     def test_nothing_is_written_when_it_is_released(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """By a beat that was about to be: another file may have its descriptor then."""
-        mine = FolderLock.take(folder)
-        looks, goes_on, check = threading.Event(), threading.Event(), FolderLock.check
+        mine = FolderLock.acquire(folder)
+        looks, goes_on, check = threading.Event(), threading.Event(), FolderLock.check_owned
 
         def slow(self: FolderLock) -> None:
             check(self)
             looks.set()
             goes_on.wait()
 
-        monkeypatch.setattr(FolderLock, "check", slow)
+        monkeypatch.setattr(FolderLock, "check_owned", slow)
         assert looks.wait(PATIENCE_S)
         (beater,) = (each for each in threading.enumerate() if each.name == "colocate-lock")
         releasing = threading.Thread(target=mine.release)
@@ -281,8 +281,8 @@ class TestOtherMachines:
     def test_a_lock_that_says_nothing(self, folder: Path, text: bytes) -> None:
         """One that was cut short as its driver died."""
         (folder / LOCK).write_bytes(text)
-        with locked(folder, lambda text: None), pytest.raises(ConfigError, match=f"pid {os.getpid()} "):
-            FolderLock.take(folder)
+        with lock_folder(folder, lambda text: None), pytest.raises(ConfigError, match=f"pid {os.getpid()} "):
+            FolderLock.acquire(folder)
         assert not (folder / LOCK).exists()
 
 

@@ -15,7 +15,7 @@ from colocate import Role, method
 from colocate.executor import Boot
 from colocate.testing.waiting import wait_until
 from colocate_run import logs
-from colocate_run.logs import WorkerLogs, log_files
+from colocate_run.logs import WorkerLogs, list_logs
 
 CONFIG = """
     executor: {use: local, with: {processes: PROCESSES}}
@@ -142,10 +142,10 @@ def test_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MOST_BYTES", 300)
     found = WorkerLogs(tmp_path)
     for number in range(200):
-        found.heard(boot(0), "actor 0", f"line {number}")
+        found.on_line(boot(0), "actor 0", f"line {number}")
         time.sleep(0.001)
     found.close()
-    files = log_files(tmp_path)
+    files = list_logs(tmp_path)
     assert [(each.group, each.slot, each.older) for each in files] == [("policy", 0, older) for older in (3, 2, 1, 0)]
     lines = [int(text.split()[-1]) for each in files for text in texts(each.path)]
     assert lines == [*range(lines[0], 200)]
@@ -156,13 +156,13 @@ def test_what_is_written_over_and_what_does_not_end(tmp_path: Path) -> None:
     """The last state of a bar is kept, also where a worker ends amid it; a new generation begins with its name."""
     found = WorkerLogs(tmp_path)
     for text in ("1 %\r", "50 %\r", "100 %"):
-        found.heard(boot(0), "actor 0", text)
-    found.heard(boot(0, generation=1), None, "again")
-    found.heard(boot(0, generation=1), "actor 0", "7 %\r")
+        found.on_line(boot(0), "actor 0", text)
+    found.on_line(boot(0, generation=1), None, "again")
+    found.on_line(boot(0, generation=1), "actor 0", "7 %\r")
     found.close()
     assert texts(tmp_path / "logs" / "policy-0.txt") == ["[actor 0] 100 %", "again", "[actor 0] 7 %"]
     assert ", after 1 restarts" in (tmp_path / "logs" / "policy-0.txt").read_text()
-    found.heard(boot(0), None, "too late")
+    found.on_line(boot(0), None, "too late")
     assert "too late" not in (tmp_path / "logs" / "policy-0.txt").read_text()
 
 
@@ -170,7 +170,7 @@ def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
     """Logs end then, and not the run; why is told."""
     (tmp_path / "logs").write_text("a file")
     found = WorkerLogs(tmp_path)
-    found.heard(boot(0), None, "hello")
+    found.on_line(boot(0), None, "hello")
     found.close()
     assert found.fault is not None
     assert "logs" in found.fault

@@ -21,7 +21,7 @@ from tests.docs.outputs import matches
 from tests.docs.pages import _commands
 
 from colocate_run.cli.cluster import Cluster, find_strays
-from colocate_run.cli.doctor import _devices
+from colocate_run.cli.doctor import _describe_devices
 
 PAGE = ROOT / "docs" / "out-of-memory.md"
 GIB = 1 << 30
@@ -50,16 +50,16 @@ def played(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     """The output of colocate's commands in the container of the page, in which no other test is at work."""
     host = psutil.virtual_memory()._replace(total=256 * GIB, available=200 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
-    monkeypatch.setattr("colocate_run.cli.doctor.free_memory", lambda: 5 * GIB // 2)
+    monkeypatch.setattr("colocate_run.cli.doctor.read_free_memory", lambda: 5 * GIB // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 << 20, free=3 << 20))
-    monkeypatch.setattr("colocate.driver.of_this_machine", list)
+    monkeypatch.setattr("colocate.driver.list_strays", list)
 
     def audit() -> str:
         assert find_strays(Cluster(), json=False) == 0
         return capsys.readouterr().out
 
     def doctor() -> str:
-        return "\n".join(f"{name} {text}" for name, text in _devices().items())
+        return "\n".join(f"{name} {text}" for name, text in _describe_devices().items())
 
     return {"colocate audit": audit, "colocate doctor": doctor}
 

@@ -57,7 +57,7 @@ def test_executors(colocate: CommandLine) -> None:
     local = shown(colocate, "local")
     assert local["capabilities"] == {"OwnProcess": "local with processes=True", "SharedSlots": "local"}
     assert list(local["options"]) == ["processes", "cpus", "gpus", "strict"]
-    assert local["options"]["cpus"]["about"] == "CPUs to hand out; None doesn't count them."
+    assert local["options"]["cpus"]["about"] == "Number of CPUs for slots; None doesn't count CPUs."
     dask = shown(colocate, "dask")
     assert dask["capabilities"] == {
         **dict.fromkeys(("Detachable", "Watchable", "Labelled", "Growing"), "dask with address=…"),

@@ -13,7 +13,7 @@ from colocate.errors import ColocateError, GroupRestarted
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_run.folder import RunFolder
-from colocate_run.recording import _until_done
+from colocate_run.recording import _run_until_done
 from colocate_run.run import Run, StopSignals
 from colocate_run.screen import Screen
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
             "critic": pool[1:].spawn(roles, "critic"),
         }
         folder, screen = RunFolder.create("demo", tmp_path / "runs"), Screen()
-        yield Run("demo", runtime, groups, folder.path, None, folder, screen, StopSignals(screen.stopping), [])
+        yield Run("demo", runtime, groups, folder.path, None, folder, screen, StopSignals(screen.show_signal), [])
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def policy(run: Run) -> ColocatedGroup:
 
 def fail(group: ColocatedGroup) -> None:
     """Have a group fail, and so begin its restart."""
-    group._node.fail(ColocateError("on purpose", group=group.name))
+    group._node.fail_group(ColocateError("on purpose", group=group.name))
 
 
 def write(run: Run, step: int, error: BaseException | None = None, group: str = "policy") -> None:
@@ -60,7 +60,7 @@ def test_another_group_that_can_not_begin_anew(run: Run, policy: ColocatedGroup)
         policy.role("lasting", Lasting).add()
 
     with pytest.raises(GroupRestarted) as caught:
-        _until_done(run, job)
+        _run_until_done(run, job)
     assert "needs on_failure: restart in every group, which critic lacks" in caught.value.__notes__[0]
     assert critic.role("lasting", Lasting).add() == [2]
     policy.wait_ready(PATIENCE_S)
@@ -81,7 +81,7 @@ def test_a_group_that_goes_on_is_restored_too(run: Run, policy: ColocatedGroup) 
         fail(policy)
         policy.role("lasting", Lasting).add()
 
-    _until_done(run, job)
+    _run_until_done(run, job)
     assert calls == [[1, 1], [2, 2]]
 
 
@@ -106,7 +106,7 @@ def test_a_group_that_is_back_from_a_checkpoint_which_came_to_nothing(
             role.add()
 
     run.groups = {"policy": policy}
-    _until_done(run, job)
+    _run_until_done(run, job)
     assert calls == [[1], [2 if complete else 1]]
 
 

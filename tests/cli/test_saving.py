@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.suite.probes.halves import Halved
+from tests.suite.probes.halves import HalfSaver
 
 import colocate
 from colocate import ColocatedGroup, Runtime
@@ -23,7 +23,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-class Told:
+class RankReport:
     """What observers are told of checkpoints."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def runtime() -> Iterator[Runtime]:
 
 @pytest.fixture
 def group(runtime: Runtime) -> ColocatedGroup:
-    return runtime.reserve(2).spawn({"halved": colocate.role(Halved)}, name="policy")
+    return runtime.reserve(2).spawn({"halved": colocate.role(HalfSaver)}, name="policy")
 
 
 def write(run: colocate.Run, group: ColocatedGroup, step: int) -> None:
@@ -64,7 +64,7 @@ def steps(run: colocate.Run) -> list[str]:
 
 def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
     """It counts when they have written; the next one waits for that, and observers are told of each."""
-    role, told = group.role("halved", Halved), Told()
+    role, told = group.role("halved", HalfSaver), RankReport()
     with colocate.record(runtime, tmp_path / "run", observe=[told]) as run, ThreadPoolExecutor(1) as pool:
         with Gate() as gate:
             role.become(gate=gate.address)
@@ -94,7 +94,7 @@ def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGr
 
 def test_what_a_group_could_not_write_is_told(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
     """By the next checkpoint, or the end; the one before stays, and is what the group goes on from."""
-    role = group.role("halved", Halved)
+    role = group.role("halved", HalfSaver)
 
     def job() -> None:
         with colocate.record(runtime, tmp_path / "run") as run:
@@ -121,7 +121,7 @@ def test_a_notice_is_answered_by_a_checkpoint_that_counts(
     runtime: Runtime, group: ColocatedGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While groups write none is due; one that they couldn't write is no answer."""
-    role = group.role("halved", Halved)
+    role = group.role("halved", HalfSaver)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 300)))
     with colocate.record(runtime, tmp_path / "run") as run:
         wait_until(lambda: run.leaving is not None, "it is noticed")
@@ -139,7 +139,7 @@ def test_a_notice_is_answered_by_a_checkpoint_that_counts(
         assert run.is_due(2)
         write(run, group, 2)
         assert not run.is_due(2)
-        run._checkpoints.settle()
+        run._checkpoints.wait_pending()
         assert not run.is_due(2)
         assert steps(run) == ["step-000002"]
 
@@ -184,7 +184,7 @@ def test_a_fork_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_
     with Gate() as gate:
         try:
             with colocate.record(runtime, tmp_path / "run") as run:
-                group.role("halved", Halved).become(gate=gate.address)
+                group.role("halved", HalfSaver).become(gate=gate.address)
                 write(run, group, 1)
                 saving = checkpoints_of(group).saving
                 assert saving is not None
@@ -212,7 +212,7 @@ def test_a_fork_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_
 def job(run: colocate.Run, *, gate: Gate) -> None:
     """Is asked to end while its group writes."""
     group = run.groups["policy"]
-    group.role("halved", Halved).become(gate=gate.address)
+    group.role("halved", HalfSaver).become(gate=gate.address)
     write(run, group, 1)
     gate.wait_for(2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -226,7 +226,7 @@ def test_a_job_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = {
         "name": "asked",
         "pools": {"main": {"slots": 2}},
-        "groups": {"policy": {"pool": "main", "roles": {"halved": f"{Halved.__module__}:Halved"}}},
+        "groups": {"policy": {"pool": "main", "roles": {"halved": f"{HalfSaver.__module__}:HalfSaver"}}},
     }
     with Gate() as gate, colocate.launch(load_config(config | {"job": f"{__name__}:ends"})) as launched:
         GATES.append(gate)

@@ -34,7 +34,7 @@ def test_what_is_right(path: Path) -> None:
 
 
 def test_written_out() -> None:
-    assert mistakes(colocate.load_config({"observe": ["tensorboard"], "executor": "local"}).plain()) == []
+    assert mistakes(colocate.load_config({"observe": ["tensorboard"], "executor": "local"}).to_dict()) == []
 
 
 @pytest.mark.parametrize(

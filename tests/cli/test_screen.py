@@ -11,7 +11,7 @@ from rich.console import Console
 from colocate._calls.records import CallRecord, TransferRecord
 from colocate.testing.waiting import becomes_true
 from colocate_report.calls import CallLog, Span, Total
-from colocate_report.contention import HandedOver
+from colocate_report.contention import Handover
 from colocate_report.record import RunRecord
 from colocate_run.log import RunLog
 from colocate_run.screen import PLAIN_WIDTH, Screen
@@ -49,7 +49,7 @@ def record(**changes: object) -> RunRecord:
 def test_starting_says_what_it_does_on_a_terminal_and_off_it() -> None:
     for make in (terminal, plain):
         console, out = make()
-        with Screen(console).starting("demo") as stage:
+        with Screen(console).show_start("demo") as stage:
             with stage("connect", "connecting to ray"):
                 if make is terminal:
                     becomes_true(lambda out=out: "demo: connecting to ray  0s" in out.getvalue())  # type: ignore[misc]
@@ -68,14 +68,14 @@ def test_on_a_terminal_the_log_has_what_is_printed_and_no_drawing(
     console, out = terminal()
     monkeypatch.setattr("sys.stdout", console.file)
     screen, log = Screen(console), RunLog()
-    log.write("early\n")
-    with log.listening(), screen.logging(log):
-        log.open(tmp_path / "log.txt")
-        with screen.starting("demo") as stage, stage("connect", "connecting to ray"):
+    log.write_text("early\n")
+    with log.capture_output(), screen.log_to(log):
+        log.open_file(tmp_path / "log.txt")
+        with screen.show_start("demo") as stage, stage("connect", "connecting to ray"):
             print("while it starts")
-        with screen.running("demo", Path("/elsewhere/demo"), None):
+        with screen.show_progress("demo", Path("/elsewhere/demo"), None):
             print("while it runs")
-            screen.logged({"step": 1, "reward": 0.5})
+            screen.show_step({"step": 1, "reward": 0.5})
     log.close()
     print("afterwards")
     lines = (tmp_path / "log.txt").read_text().splitlines()
@@ -95,9 +95,9 @@ def test_a_step_is_a_narrow_line_of_a_log() -> None:
     console, out = plain()
     losses = {f"policy/some_loss_{number}": 0.123456 for number in range(30)}
     screen = Screen(console)
-    screen.logged({"step": 7, **losses, "reward": 0.5, "eval_accuracy": 0.25, "seconds": {"rollout": 1.0}})
-    screen.logged({"step": 8, "reward": 0.5, "seconds": {"rollout": 1.0, "update": 2.0}})
-    screen.logged({"step": 9, "x" * 200: 1})
+    screen.show_step({"step": 7, **losses, "reward": 0.5, "eval_accuracy": 0.25, "seconds": {"rollout": 1.0}})
+    screen.show_step({"step": 8, "reward": 0.5, "seconds": {"rollout": 1.0, "update": 2.0}})
+    screen.show_step({"step": 9, "x" * 200: 1})
     narrow, whole, long = out.getvalue().splitlines()
     assert len(narrow) <= 100
     assert narrow.startswith("step 7  eval_accuracy 0.25  reward 0.5  policy/some_loss_0 0.1235  ")
@@ -109,8 +109,8 @@ def test_a_step_is_a_narrow_line_of_a_log() -> None:
 
 def test_a_disk_that_is_full_ends_the_log_and_not_the_run() -> None:
     log = RunLog()
-    log.open(Path("/dev/full"))
-    log.write("one")
+    log.open_file(Path("/dev/full"))
+    log.write_text("one")
     assert "No space left" in str(log.fault)
     log.close()
 
@@ -118,10 +118,10 @@ def test_a_disk_that_is_full_ends_the_log_and_not_the_run() -> None:
 def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:
     console, out = terminal()
     screen = Screen(console)
-    with screen.running("demo", Path("/elsewhere/demo"), 3):
-        screen.total(80)
-        screen.logged({"step": 4, "reward": 0.5, "eval_accuracy": 0.25, "seconds": {"rollout": 0.5}})
-        screen.logged({"step": 5, "reward": 0.75, "seconds": {"rollout": 0.25}})
+    with screen.show_progress("demo", Path("/elsewhere/demo"), 3):
+        screen.set_total(80)
+        screen.show_step({"step": 4, "reward": 0.5, "eval_accuracy": 0.25, "seconds": {"rollout": 0.5}})
+        screen.show_step({"step": 5, "reward": 0.75, "seconds": {"rollout": 0.25}})
     shown = out.getvalue()
     assert "going on after step 3" in shown
     last = shown[shown.rindex("reward") :]
@@ -132,18 +132,18 @@ def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:
 
 def test_a_quiet_screen_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     screen = Screen(quiet=True)
-    with screen.running("demo", Path("demo"), None):
-        screen.total(2)
-        screen.logged({"step": 1, "reward": 1})
-        screen.stopping("SIGINT")
-    screen.finished(record())
-    screen.reported(Path("report.html"))
+    with screen.show_progress("demo", Path("demo"), None):
+        screen.set_total(2)
+        screen.show_step({"step": 1, "reward": 1})
+        screen.show_signal("SIGINT")
+    screen.show_record(record())
+    screen.show_report_path(Path("report.html"))
     assert capfd.readouterr() == ("", "")
 
 
 def test_the_end_shows_tables_times_and_owners() -> None:
     console, out = plain()
-    Screen(console).finished(record())
+    Screen(console).show_record(record())
     assert out.getvalue() == (
         "\nanswers\nquestion   after\n[bold]cat  tac\n"
         "\ntime per phase\nphase    seconds  share\nrollout      7.5  75%\nupdate       2.5  25%\n"
@@ -155,7 +155,7 @@ def test_the_end_shows_tables_times_and_owners() -> None:
 
 def test_the_end_says_what_fusing_saved() -> None:
     console, out = plain()
-    Screen(console).finished(record(handed_over=[HandedOver("policy", "actor", "critic", 1 << 20)]))
+    Screen(console).show_record(record(handed_over=[Handover("policy", "actor", "critic", 1 << 20)]))
     assert "would have copied them: actor to critic 1 MiB.\n" in out.getvalue()
 
 
@@ -173,28 +173,28 @@ def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
     calls.colocate_call_finished(call("narrow", "go", [(0, 2.0, 3.0)]))
     calls.colocate_call_finished(call("wide", "go", [(0, 5.0, 6.0)]))
     calls.colocate_call_finished(call("any", "go", [(1, 5.0, 6.0)], group="made by the job"))
-    assert calls.totals() == (
+    assert calls.method_totals() == (
         Total("policy", "wide", "go", 2, 4.0),  # as long as the slowest rank
         Total("policy", "narrow", "go", 1, 1.0),
         Total("made by the job", "any", "go", 1, 1.0),
     )
     calls.colocate_call_finished(attrs.evolve(call("wide", "go", []), handed_over={"narrow": 8}, transfers=(COMES,)))
     calls.colocate_call_finished(attrs.evolve(call("wide", "go", []), handed_over={"narrow": 2}, transfers=(COMES,)))
-    assert calls.handed_over() == (HandedOver("policy", "narrow", "wide", 10),)
-    assert [(use.role, use.transferred) for use in calls.contention() if use.transferred] == [("wide", 14)]
-    assert calls.spans()[2] == Span("policy", 2, "narrow", "go", 2.0, 3.0)
-    assert [span.slot for span in calls.spans()] == [0, 1, 2, 0, 1]
+    assert calls.list_handovers() == (Handover("policy", "narrow", "wide", 10),)
+    assert [(use.role, use.transferred) for use in calls.measure_contention() if use.transferred] == [("wide", 14)]
+    assert calls.last_spans()[2] == Span("policy", 2, "narrow", "go", 2.0, 3.0)
+    assert [span.slot for span in calls.last_spans()] == [0, 1, 2, 0, 1]
 
 
 def test_a_bar_that_counts_more_than_steps() -> None:
     """A job that does more than its logged steps says how much is done; also one that goes on."""
     console, out = terminal()
     screen = Screen(console)
-    with screen.running("demo", Path("/elsewhere/demo"), 2):
-        screen.total(10)
-        screen.progress(502, 510)
+    with screen.show_progress("demo", Path("/elsewhere/demo"), 2):
+        screen.set_total(10)
+        screen.set_progress(502, 510)
         assert (screen._bar.tasks[0].completed, screen._bar.tasks[0].total) == (502, 510)
-        screen.logged({"step": 3})
+        screen.show_step({"step": 3})
         assert screen._bar.tasks[0].completed == 502
-        screen.progress(503, 510)
+        screen.set_progress(503, 510)
     assert "503/510" in out.getvalue()

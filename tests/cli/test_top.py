@@ -19,9 +19,9 @@ from colocate._system.recent import RECENT_S
 from colocate.features.looking import glance
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate_report.jobs import Job, jobs
+from colocate_report.jobs import Job, list_jobs
 from colocate_run.cli.cluster import Cluster
-from colocate_run.cli.top import _page, show_top
+from colocate_run.cli.top import _render_page, show_top
 
 JOB = """
 import sys
@@ -77,7 +77,7 @@ class Waiting(library.Role):
 
 def test_since_when_a_call_runs() -> None:
     """Not since it was asked for: another one was ahead of it."""
-    recent = glance.Recent(lambda group, role, rank: rank)
+    recent = glance.RecentCalls(lambda group, role, rank: rank)
     with library.connect() as runtime, Gate() as first, Gate() as second:
         runtime.observe(recent)
         group = runtime.reserve().spawn({"waiting": library.role(Waiting)}, name="policy")
@@ -88,14 +88,14 @@ def test_since_when_a_call_runs() -> None:
         first.open()
         ahead.result(PATIENCE_S)
         second.wait_for(1)
-        runtime._node.services.settle()
-        (told,) = glance.glance(runtime._node, recent)
+        runtime._node.services.flush_observers()
+        (told,) = glance.describe_groups(runtime._node, recent)
         (slot,) = told["slots"]
         assert (slot["call"], slot["queue"]) == ("waiting.wait", 0)
-        assert 0 <= slot["age"] <= time.time() - recent.ends()["policy", "waiting", 0] + 0.001
-        recent.add(("policy", "", 0), ended := time.time(), ended)  # as if a function had been ahead of it
-        recent.shares(ended + 10 * RECENT_S)  # and all that is long ago
-        (told,) = glance.glance(runtime._node, recent)
+        assert 0 <= slot["age"] <= time.time() - recent.get_ends()["policy", "waiting", 0] + 0.001
+        recent.add_span(("policy", "", 0), ended := time.time(), ended)  # as if a function had been ahead of it
+        recent.get_shares(ended + 10 * RECENT_S)  # and all that is long ago
+        (told,) = glance.describe_groups(runtime._node, recent)
         assert 0 <= told["slots"][0]["age"] <= time.time() - ended + 0.001
         second.open()
         behind.result(PATIENCE_S)
@@ -103,7 +103,7 @@ def test_since_when_a_call_runs() -> None:
 
 def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) -> None:
     """By its name or process: what runs, for how long, and what is behind it; then it goes on as if nobody had."""
-    (found,) = [job for job in jobs() if job.pid == running.pid]
+    (found,) = [job for job in list_jobs() if job.pid == running.pid]
     assert found == Job("watched-2", running.pid)
     told = json.loads(colocate("top", str(running.pid), "--json").stdout)
     (group,) = told["groups"]
@@ -128,7 +128,7 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     assert "did you mean 'watched-2'" in wrong.stderr
     assert running.communicate("\n")[1] == ""
     assert running.returncode == 0
-    assert not [job for job in jobs() if job.pid == running.pid]
+    assert not [job for job in list_jobs() if job.pid == running.pid]
     ended = colocate("top", str(running.pid))
     assert ended.returncode == 1
 
@@ -140,8 +140,8 @@ def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch) -> None
     terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
     module = sys.modules[show_top.__module__]
     monkeypatch.setattr(module, "console", lambda: terminal)
-    monkeypatch.setattr(module, "jobs", lambda: looks.pop(0))
-    monkeypatch.setattr(module, "_show", lambda sight, *how: shown.append(sight.name))
+    monkeypatch.setattr(module, "list_jobs", lambda: looks.pop(0))
+    monkeypatch.setattr(module, "_show_view", lambda sight, *how: shown.append(sight.name))
     assert show_top(None, Cluster(), once=False, every=0.0, json=False) == 0
     assert (shown, looks) == (["demo"], [])
     assert isinstance(terminal.file, io.StringIO)
@@ -160,7 +160,7 @@ def test_an_executor_that_there_is_not(colocate: CommandLine) -> None:
 
 def test_a_rank_that_is_ahead() -> None:
     """What it has done counts though the call isn't over: the other rank is the one that all wait for."""
-    recent = glance.Recent(lambda group, role, rank: rank)
+    recent = glance.RecentCalls(lambda group, role, rank: rank)
     with library.connect() as runtime, Gate() as soon, Gate() as late, Gate() as second:
         runtime.observe(recent)
         group = runtime.reserve(2).spawn({"waiting": library.role(Waiting)}, name="policy")
@@ -175,7 +175,7 @@ def test_a_rank_that_is_ahead() -> None:
         opened = time.time()
         soon.open()
         second.wait_for(1)  # rank 0 is in the next call
-        (told,) = glance.glance(runtime._node, recent)
+        (told,) = glance.describe_groups(runtime._node, recent)
         now, (ahead, behind) = time.time(), told["slots"]
         assert (ahead["call"], ahead["queue"], behind["call"], behind["queue"]) == (
             "waiting.wait",
@@ -221,6 +221,6 @@ def narrow(width: int, held: list[tuple[str, int, int]]) -> list[str]:
     slot |= {"call": "actor.update_weights", "age": 1.5, "roles": roles}
     group = {"group": "policy", "state": "ready", "slots": [slot]}
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(_page({"job": "ppo", "node": "n", "pid": 7, "seconds": 3.0, "groups": [group]}, width))
+    console.print(_render_page({"job": "ppo", "node": "n", "pid": 7, "seconds": 3.0, "groups": [group]}, width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()

@@ -57,7 +57,7 @@ class OnMachines:
     def driver(self, script: Path | str, *args: str, on: int = 0, **env: str) -> subprocess.Popen[str]:
         """Start a Python program on a machine; its arguments are the engine, its address, and more."""
         command = ["python", str(script), self.engine, self.address, *args]
-        return self.machines[on].start(*command, env=env)
+        return self.machines[on].start_driver(*command, env=env)
 
 
 def ray_on(
@@ -103,12 +103,14 @@ def dask_on(
     head = machines[0]
     address = f"tcp://{head.address}:8786"
     books = ["dask", "scheduler", "--host", head.address, "--port", "8786", "--no-dashboard", *scheduler]
-    head.start(*books, log=machines.state / "scheduler.log", env={**SPARSE, **env})
+    head.start_driver(*books, log=machines.state / "scheduler.log", env={**SPARSE, **env})
 
     def join(machine: Machine) -> None:
         command = ["dask", "worker", address, "--host", machine.address, "--nworkers", str(workers), "--nthreads", "2"]
         more = ["--no-dashboard", "--memory-limit", "2GB", "--local-directory", "/tmp", *options]
-        machine.start(*command, *more, *own(machine), log=machines.state / f"{machine.name}.log", env={**SPARSE, **env})
+        machine.start_driver(
+            *command, *more, *own(machine), log=machines.state / f"{machine.name}.log", env={**SPARSE, **env}
+        )
 
     def count() -> int:
         done = head.run("python", "-c", _COUNTS_DASKS.format(address), check=False)

@@ -174,7 +174,7 @@ class Machine:
             assert done.returncode == 0, f"{self.name}: {command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def start(
+    def start_driver(
         self,
         *command: str,
         log: Path | None = None,

@@ -78,7 +78,7 @@ class Image:
         all_env = [f"{name}={value}" for name, value in env.items()]
         words = [*user, "env", "-i", path, f"HOME={self.job}", "LANG=C.UTF-8", *all_env]
         # what it complains of among what it says
-        return self.machine.start(*words, "sh", "-c", f"exec {command} 2>&1", cwd=self.job)
+        return self.machine.start_driver(*words, "sh", "-c", f"exec {command} 2>&1", cwd=self.job)
 
     def run(self, command: str, **env: str) -> str:
         """Run one to its end."""

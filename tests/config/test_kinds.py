@@ -12,7 +12,7 @@ import colocate
 from colocate import Context
 from colocate.signatures import options_of
 from colocate_local.plugin import colocate_executor
-from colocate_rollout.child import _Serving
+from colocate_rollout.child import _EngineServer
 from colocate_rollout.role import EngineRole
 
 MODULE = """
@@ -206,7 +206,7 @@ def test_what_a_role_gets() -> None:
     for name, value, _ in MADE:
         together.setdefault(name, value)
     loaded = colocate.load_config(config(together, processes=True))
-    assert colocate.load_config(loaded.plain()) == loaded
+    assert colocate.load_config(loaded.to_dict()) == loaded
     with colocate.launch(loaded) as job:
         taker = job.groups["group"]["taker"]
         for name, value, made in MADE:
@@ -250,7 +250,7 @@ def test_of_executors() -> None:
         def connect(cls, folder: Path | None = None, **more: Any) -> Any: ...
 
     options = options_of(Placed)
-    assert options.built({"folder": "/a"}) == {"folder": Path("/a")}
+    assert options.convert({"folder": "/a"}) == {"folder": Path("/a")}
     assert [each.message for each in options.problems({"folder": 3})] == ["must be a path, not 3"]
 
 
@@ -268,8 +268,8 @@ def test_of_engines() -> None:
     """In the role's process, and in one of their own."""
     options: dict[str, Any] = {"path": "/a", "names": ["x"]}
     made: Any = EngineRole(Engine, **options).engine
-    serving = _Serving(None)  # type: ignore[arg-type]
-    serving.make(Engine, options, {"device": "cpu", "role": "r", "group": "g", "node": "n"})
+    serving = _EngineServer(None)  # type: ignore[arg-type]
+    serving.make_engine(Engine, options, {"device": "cpu", "role": "r", "group": "g", "node": "n"})
     for engine in (made, serving._engine):
         assert engine.given == (Path("/a"), {"x"})
     with pytest.raises(colocate.ConfigError, match=r"path: must be a path, not 3"):

@@ -99,7 +99,7 @@ def changed(change: Callable[[dict[str, Any]], object], where: str = "roles") ->
 def test_they_are_made(tmp_path: Path) -> None:
     """Nested, in lists, in mappings and where they are one of several kinds; the config itself stays plain."""
     config = colocate.load_config(CONFIG)
-    assert colocate.load_config(config.plain()) == config
+    assert colocate.load_config(config.to_dict()) == config
     with colocate.launch(config) as job:
         (row,) = job.run(quiet=True).tables["told"]
     assert row["told"] == (

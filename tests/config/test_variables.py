@@ -11,7 +11,7 @@ import pytest
 from tests.config.test_mistakes import mistakes, only
 
 from colocate.config import load_config
-from colocate_run.cli.check import plan_of, show_plan as check
+from colocate_run.cli.check import describe_config, show_plan as check
 
 Write = Callable[[str], Path]
 TOP = """
@@ -69,7 +69,7 @@ def test_what_is_filled_in(write: Write, written: str, wanted: object) -> None:
     assert found(write, "x: 1", set=[f"groups.policy.roles.other.with.x={written}"]) == {"x": wanted}
     config = load_config(write(TOP + f"              x: {written}\n"))
     assert load_config(write(config.dump())) == config
-    assert load_config(config.plain()) == config
+    assert load_config(config.to_dict()) == config
 
 
 def test_in_every_part(write: Write) -> None:
@@ -134,7 +134,7 @@ def test_secrets_stay_where_they_are(write: Write, capsys: pytest.CaptureFixture
     assert config.pools["main"].env == {"HF": "hf_secret"}
     assert load_config(write(config.dump())) == config
     check(path, None, changes, json=False)
-    shown = [config.dump(), repr(config.plain()), json.dumps(plan_of(config)), capsys.readouterr().out]
+    shown = [config.dump(), repr(config.to_dict()), json.dumps(describe_config(config)), capsys.readouterr().out]
     for text in shown:
         assert "hf_secret" not in text
         assert "https://me:${HF_TOKEN}@host" in text

@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 
 from colocate.testing import leaks
-from colocate.testing.leaks import Watch, shared
+from colocate.testing.leaks import LeakWatch, share_between_tests
 
 
 def test_what_is_shared_is_no_leak() -> None:
     """What several tests share is its maker's to close."""
-    outer = Watch()
-    with shared():
+    outer = LeakWatch()
+    with share_between_tests():
         read, write = os.pipe()
-    assert outer.leaked() == []
+    assert outer.describe_leaks() == []
     os.close(read)
     os.close(write)
-    outer.check()
+    outer.check_leaks()
 
 
 def test_what_a_gpu_needs_is_no_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CUDA opens its devices when it is first used, and closes them when the process ends."""
-    watch = Watch()
+    watch = LeakWatch()
     with (tmp_path / "nvidia0").open("w"):
-        assert any("nvidia0" in words for words in watch.leaked())
+        assert any("nvidia0" in words for words in watch.describe_leaks())
         monkeypatch.setattr(leaks, "_OF_GPUS", (*leaks._OF_GPUS, str(tmp_path / "nvidia")))
-        assert watch.leaked() == []
-    watch.check()
+        assert watch.describe_leaks() == []
+    watch.check_leaks()
 
 
 def test_the_plugin_loads_nothing() -> None:

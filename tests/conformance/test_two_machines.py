@@ -172,7 +172,7 @@ def test_a_cable_that_is_pulled(cable: Cable) -> None:
                 error = call.exception(PATIENCE_S)
                 assert isinstance(error, WorkerDied)
                 assert "node there)" in str(error)
-                workers.wait()
+                workers.wait_all()
                 pool.close()
                 late = both.role("echo", Echo).noop.submit()
             finally:

@@ -77,7 +77,7 @@ def other(cluster: str) -> Iterator[Any]:
 
     made: Any = Client
     with made(cluster, set_as_default=False) as client:
-        undocumented.ask_for_nothing(client)
+        undocumented.stop_polling(client)
         at_the_same_time(lambda: client.run(os.getpid))
         yield client
 
@@ -99,16 +99,16 @@ def planted(client: Any, label: str) -> Iterator[str]:
     """A block in which a Dask worker is held for a client that there isn't; its address."""
 
     from colocate_dask import reservations, undocumented
-    from colocate_dask.offers import Wanted
+    from colocate_dask.offers import SlotRequest
 
     async def plant(label: str, dask_scheduler: Any) -> str:  # inside, so that it goes to the scheduler by value
-        table = undocumented.plugin_of(dask_scheduler, reservations.NAME)
-        wanted = Wanted("planted", "Client-that-is-gone", "lost", 1, label=label)
+        table = undocumented.find_plugin(dask_scheduler, reservations.NAME)
+        wanted = SlotRequest("planted", "Client-that-is-gone", "lost", 1, label=label)
         free = next(offer for offer in await table.offers() if not offer.taken)
         return str(table._hold(wanted, free).worker)
 
     async def pull_out(dask_scheduler: Any) -> None:
-        await undocumented.plugin_of(dask_scheduler, reservations.NAME).release("planted")
+        await undocumented.find_plugin(dask_scheduler, reservations.NAME).release("planted")
 
     worker: str = client.run_on_scheduler(plant, label)
     try:

@@ -20,7 +20,7 @@ def test_a_config_names_the_cluster(
     cluster: str, other: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command joins what a config joins; without an address it says that it has looked at no cluster."""
-    monkeypatch.setattr("colocate.driver.of_this_machine", list)
+    monkeypatch.setattr("colocate.driver.list_strays", list)
     config = tmp_path / "audited.yaml"
     config.write_text("executor: {use: dask, with: {address: 'tcp://127.0.0.1:1', timeout: 1}}\n")
     change = [f"executor.with.address={cluster}", "executor.with.timeout=30"]

@@ -16,10 +16,10 @@ import colocate
 from colocate import Pool, Runtime
 from colocate._api.detached import close_detached
 from colocate.errors import ClusterError, ConfigError, WorkerDied
-from colocate.keeper import Lease, PoolKeepers, listed
+from colocate.keeper import Lease, PoolKeepers, list_pools
 from colocate.testing import leaks
 from colocate.testing.probes.counting import Counting
-from colocate.testing.waiting import Processes, send, wait_until
+from colocate.testing.waiting import Processes, send_signal, wait_until
 from colocate_run.cli.cluster import Cluster, show_groups
 
 
@@ -66,10 +66,10 @@ def test_the_lead_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
     """Nobody can be granted a pool without its lead: all of it is freed, at once."""
     _, pids, there = detached(runtime, name)
     workers = Processes(pids)
-    with leaks.shared():  # a nanny replaces it
+    with leaks.share_between_tests():  # a nanny replaces it
         os.kill(process_of(cluster, there[0]), signal.SIGKILL)
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
         wait_until(lambda: not runtime.detached(), "it isn't listed any more")
         everything_is_free(runtime)
 
@@ -82,10 +82,10 @@ def test_another_slot_is_lost(cluster: str, runtime: Runtime, name: str) -> None
     """
     _, pids, there = detached(runtime, name)
     worker = Processes(pids[1:])
-    with leaks.shared():  # a nanny replaces it
+    with leaks.share_between_tests():  # a nanny replaces it
         os.kill(process_of(cluster, there[1]), signal.SIGKILL)
-        worker.wait()
-        worker.close()
+        worker.wait_all()
+        worker.release_all()
         with runtime.attach(name, own=True) as mine:
             with pytest.raises(WorkerDied, match=r"keeper can't be had|has left the cluster") as caught:
                 mine.groups["counting"].role("counting", Counting).add()
@@ -102,8 +102,8 @@ def test_the_lead_is_stopped(
     monkeypatch.setenv("COLUMNS", "200")
     _, pids, there = detached(runtime, name)
     workers = Processes(pids)
-    with leaks.shared():  # a nanny replaces it
-        send(process_of(cluster, there[0]), signal.SIGSTOP)
+    with leaks.share_between_tests():  # a nanny replaces it
+        send_signal(process_of(cluster, there[0]), signal.SIGSTOP)
         (found,) = runtime.detached()
         assert (found["name"], found["answers"], found["driver"], found["left_s"]) == (name, False, None, None)
         assert (found["slots"], found["groups"]) == (2, {"counting": ["counting"]})
@@ -115,8 +115,8 @@ def test_the_lead_is_stopped(
             close_detached(runtime._node, name, force=False)
         close_detached(runtime._node, name, force=True)
         assert runtime.detached() == []
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
         everything_is_free(runtime)
 
 
@@ -168,14 +168,14 @@ def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypat
     """A detach that fails in its last step leaves the pool to its driver, and to nobody else."""
     registrations: list[Any] = []
     executor: Any = other._node.services.executor
-    failing(monkeypatch, lambda: registrations.append(executor.registration(name)))
+    failing(monkeypatch, lambda: registrations.append(executor.find_registration(name)))
     pool, view = new(runtime)
     with pytest.raises(ClusterError, match="it was told to"):
         pool.detach(name, ttl=300)
     assert view.add() == [1, 1]
     with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
         other.attach(name, own=True)
-    assert listed(executor._keepers, [registrations[0]]) == []  # also for who knows it from before
+    assert list_pools(executor._keepers, [registrations[0]]) == []  # also for who knows it from before
     assert view.add() == [2, 2]
     runtime.close()
     everything_is_free(other)

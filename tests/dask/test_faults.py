@@ -16,7 +16,7 @@ from colocate import ColocatedGroup, Pool, Runtime
 from colocate.errors import ColocateError
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, find_starter, send_signal, wait_until
 
 STOPPED_IS_LONG = pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
@@ -27,7 +27,7 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], id
 @pytest.fixture
 def cluster() -> Iterator[tuple[str, psutil.Process]]:
     """Two workers with their nannies; the address, and the process of the scheduler and the nannies."""
-    with leaks.shared(), running([{"host": "127.0.0.1", "nthreads": 1}] * 2) as address:
+    with leaks.share_between_tests(), running([{"host": "127.0.0.1", "nthreads": 1}] * 2) as address:
         port = int(address.rpartition(":")[2])
         (scheduler,) = (child for child in psutil.Process().children() if port in ports(child))
         everything = [scheduler, *scheduler.children(recursive=True)]
@@ -58,18 +58,18 @@ def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) 
     address, scheduler = cluster
     runtime = colocate.connect("dask", address=address)
     pool, group, workers = spawned(runtime)
-    send(scheduler.pid, number)
+    send_signal(scheduler.pid, number)
     if number == signal.SIGSTOP:
         assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
     wrong = ended(pool.close, grace=1.0)
-    workers.wait()
-    workers.close()
+    workers.wait_all()
+    workers.release_all()
     assert pool.state == "closed"
     if number == signal.SIGSTOP:
         assert wrong == []
         with pytest.raises(ColocateError, match=r"the Dask scheduler at .* didn't answer in time"):
             runtime.reserve(1)
-        send(scheduler.pid, signal.SIGCONT)
+        send_signal(scheduler.pid, signal.SIGCONT)
         runtime.reserve(2, timeout=PATIENCE_S).close()
     else:
         with pytest.raises(ColocateError, match=rf"the Dask scheduler at {address} is (lost|gone)"):
@@ -87,8 +87,8 @@ def test_scheduler_that_is_started_anew(cluster: tuple[str, psutil.Process], awa
         connection: Any = runtime._node.services.executor._connection
         client = connection._client
         heard: list[Any] = []
-        connection._heard = heard.append
-        send(scheduler.pid, signal.SIGKILL)
+        connection._on_event = heard.append
+        send_signal(scheduler.pid, signal.SIGKILL)
         wait_until(lambda: client.status != "running", "it is missed")
         if away == "for long":
             wait_until(lambda: client.status == "closed", "it is given up")
@@ -96,11 +96,11 @@ def test_scheduler_that_is_started_anew(cluster: tuple[str, psutil.Process], awa
             wait_until(lambda: client.status != "connecting", "it is found again")
             pool, group, workers = spawned(runtime)
             (pid, *_), *_ = group.role("echo", Echo).place()
-            send(starter_of(pid), signal.SIGKILL)
+            send_signal(find_starter(pid), signal.SIGKILL)
             wait_until(lambda: any("lost" in event for event in heard), "it is told")
             ended(pool.close, grace=0.0)
-            workers.wait()
-            workers.close()
+            workers.wait_all()
+            workers.release_all()
 
 
 @pytest.mark.long
@@ -118,8 +118,8 @@ def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signa
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().strip("[]\n").split(",")]
         workers = Processes(pids)
-        send(starter_of(pids[0]), number)
+        send_signal(find_starter(pids[0]), number)
         driver.kill()
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
         other.reserve(2, cpus=1, timeout=PATIENCE_S).close()

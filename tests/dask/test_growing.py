@@ -15,7 +15,7 @@ from tests.clusters import started
 import colocate
 from colocate import Runtime
 from colocate.errors import PlacementError, PlacementTimeout
-from colocate.testing.leaks import Watch
+from colocate.testing.leaks import LeakWatch
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import reservations
@@ -27,7 +27,7 @@ Tell = Callable[[str], None]
 
 
 @pytest.fixture(autouse=True)
-def workers_come_and_go(_colocate_watch: Watch) -> None:
+def workers_come_and_go(_colocate_watch: LeakWatch) -> None:
     """The cluster's own affair."""
     _colocate_watch.shares_engines = True
 
@@ -75,7 +75,7 @@ def waited_for(client: Any) -> int:
     """How many reservations the scheduler knows of that wait."""
 
     def look(dask_scheduler: Any) -> int:
-        return len(reservations._table(dask_scheduler)._waiting)
+        return len(reservations._get_plugin(dask_scheduler)._waiting)
 
     return int(client.run_on_scheduler(look))
 
@@ -99,15 +99,15 @@ def test_workers_that_are_just_starting(tell: Tell, runtime: Runtime, client: An
         from distributed import Status
 
         from colocate_dask import reservations
-        from colocate_dask.offers import Wanted
+        from colocate_dask.offers import SlotRequest
 
-        table = reservations._table(dask_scheduler)
+        table = reservations._get_plugin(dask_scheduler)
         (worker,) = dask_scheduler.workers.values()
-        table._waiting["one"] = Wanted("one", "nobody", "", 2, grow=True)
+        table._waiting["one"] = SlotRequest("one", "nobody", "", 2, grow=True)
         found = {}
         for status in (Status.init, Status.running, Status.paused):
             worker.status = status
-            found[status.name] = table._target(0)
+            found[status.name] = table._target_size(0)
         worker.status = Status.running
         del table._waiting["one"]
         return found
@@ -152,19 +152,19 @@ def test_workers_that_come_together(tell: Tell, runtime: Runtime, client: Any) -
 
         from colocate_dask import far, reservations, undocumented
 
-        table, call = reservations._table(dask_scheduler), undocumented.call
+        table, call = reservations._get_plugin(dask_scheduler), undocumented.call_worker
         asked = dask_scheduler.asked = []
 
         async def asks(scheduler: Any, worker: str, function: Any, *args: Any, **how: Any) -> Any:
             asked.append(worker)
-            while function is far.describe and len(table._seen) < 2:
+            while function is far.describe and len(table._offers_by_worker) < 2:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0)
             dask_scheduler.together = len(set(asked)) == 2
-            undocumented.call = call
+            undocumented.call_worker = call
             return await call(scheduler, worker, function, *args, **how)
 
-        undocumented.call = asks
+        undocumented.call_worker = asks
 
     client.run_on_scheduler(wait_for_the_second)
     with ThreadPoolExecutor(1) as threads:

@@ -26,7 +26,7 @@ from colocate.errors import PlacementError, PlacementTimeout, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send_signal, wait_until
 from colocate_dask import undocumented
 from colocate_run.cli.cluster import Cluster, find_strays
 
@@ -66,7 +66,7 @@ def test_nodes(runtime: Runtime) -> None:
 
 def test_sockets(cluster: str, other: Any) -> None:
     """Where a client of Dask keeps its connections to the scheduler, which its documentation doesn't promise."""
-    sockets = undocumented.sockets_of(other)
+    sockets = undocumented.find_sockets(other)
     assert {"tcp://{}:{}".format(*sock.getpeername()) for sock in sockets} == {cluster}
     assert len(sockets) >= 2  # its stream, and what it has asked by
 
@@ -82,9 +82,9 @@ def test_connections(runtime: Runtime) -> None:
 
         await asyncio.sleep(1.5)
 
-    with leaks.shared():  # the one connection of the pool is made by whoever asks first, and stays
-        connection.on_scheduler(slow)  # and, meanwhile, whether it is there
-    assert len(undocumented.sockets_of(connection._client)) == 2
+    with leaks.share_between_tests():  # the one connection of the pool is made by whoever asks first, and stays
+        connection.run_on_scheduler(slow)  # and, meanwhile, whether it is there
+    assert len(undocumented.find_sockets(connection._client)) == 2
 
 
 def test_pack_and_spread(runtime: Runtime) -> None:
@@ -148,14 +148,14 @@ def test_a_stopped_worker(cluster: str, runtime: Runtime, other: Any) -> None:
     pids = other.run(os.getpid)
     worker, pid = next((address, pid) for address, pid in sorted(pids.items()) if "127.0.0.1" in address)
     with colocate.connect("dask", address=cluster) as driver:  # one that opens as many connections as it needs
-        send(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         try:
             with pytest.raises(PlacementTimeout, match=f"1 that doesn't answer: {worker}"):
                 driver.reserve(5, cpus=0, timeout=0)
             with driver.reserve(4, cpus=0, timeout=0) as pool:
                 assert echo(pool).noop() == [None] * 4
         finally:
-            send(pid, signal.SIGCONT)
+            send_signal(pid, signal.SIGCONT)
         driver.reserve(5, cpus=0, timeout=PATIENCE_S).close()
 
 
@@ -263,10 +263,10 @@ def waiting(runtime: Runtime) -> int:
     def count(dask_scheduler: Any) -> int:  # sent by value: this module can't be imported there
         from colocate_dask import reservations
 
-        return len(reservations._table(dask_scheduler)._waiting)
+        return len(reservations._get_plugin(dask_scheduler)._waiting)
 
     executor: Any = runtime._node.services.executor
-    found: int = executor._connection.on_scheduler(count)
+    found: int = executor._connection.run_on_scheduler(count)
     return found
 
 
@@ -310,8 +310,8 @@ def test_nanny(cluster: str, runtime: Runtime, other: Any, tmp_path: Path) -> No
         assert isinstance(group._node.failure, WorkerDied)
         assert group._node.failure.rank == there
         ended(pool.close, grace=0.0)
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
         everything_is_free(runtime, timeout=PATIENCE_S)
 
 
@@ -363,7 +363,7 @@ def test_what_is_logged_of_questions(tmp_path: Path) -> None:
         assert before, "who asks once is logged, as ever"
         for _ in range(10):
             assert executor.leaving() == {}
-        executor._connection.on_scheduler(slow)
+        executor._connection.run_on_scheduler(slow)
         assert lines() == before
 
 

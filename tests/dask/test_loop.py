@@ -36,7 +36,7 @@ def test_a_task_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     loop = LoopThread()
     waiting = waiter(loop, lambda: endless(asyncio.Event()))
-    wait_until(lambda: loop._asked, "it is waited for")
+    wait_until(lambda: loop._futures, "it is waited for")
     with pytest.raises(ClusterError, match="it is left behind"):
         loop.close()
     assert waiting.get(timeout=PATIENCE_S) == "it was cancelled"
@@ -51,7 +51,7 @@ def waiter(loop: LoopThread, what: Callable[[], Coroutine[None, None, None]]) ->
 
     def wait() -> None:
         try:
-            loop.run(what())
+            loop.run_coroutine(what())
         except TimeoutError as error:
             told.put(str(error))
 
@@ -70,7 +70,7 @@ def test_a_fork_in_which_something_is_closed_already() -> None:
             while os.dup(0) != watched:  # it is the lowest number that is free
                 pass
             os.close(watched)
-            loop.forget()
+            loop.close_after_fork()
             os._exit(0 if os.readlink(f"/proc/self/fd/{watched}") == os.devnull else 1)
         finally:
             os._exit(2)
@@ -93,7 +93,7 @@ def test_a_worker_that_starts_as_its_cluster_is_closed(no_leaks: None, monkeypat
 
     monkeypatch.setattr(Worker, "start", slow)
     with ThreadPoolExecutor(2) as threads:
-        started = threads.submit(cluster.start, 1, 1.0, 0)
+        started = threads.submit(cluster.start_workers, 1, 1.0, 0)
         assert starting.wait(PATIENCE_S)
         closed = threads.submit(cluster.close)
         wait_until(lambda: cluster._closed, "it is being closed")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from colocate_dask.offers import Offer, Wanted, choose
+from colocate_dask.offers import Offer, SlotRequest, choose_workers
 
 
 def offer(address: str, cpus: float = 1, gpus: int = 0, **more: Any) -> Offer:
     return Offer(f"tcp://{address}", address.partition(":")[0], cpus, gpus, **more)
 
 
-def wanted(slots: int, **more: Any) -> Wanted:
-    return Wanted("id", "client", "pool", slots, **more)
+def wanted(slots: int, **more: Any) -> SlotRequest:
+    return SlotRequest("id", "client", "pool", slots, **more)
 
 
-def chosen(offers: list[Offer], request: Wanted) -> list[str] | None:
-    found = choose(offers, request)
+def chosen(offers: list[Offer], request: SlotRequest) -> list[str] | None:
+    found = choose_workers(offers, request)
     return None if found is None else [each.worker.removeprefix("tcp://") for each in found]
 
 

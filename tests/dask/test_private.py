@@ -111,5 +111,5 @@ def test_killed_driver() -> None:
         assert driver.stdout is not None
         workers = Processes(json.loads(driver.stdout.readline()))
         driver.kill()
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()

@@ -98,8 +98,8 @@ def test_who_has_a_wheel(built: Path, tmp_path: Path) -> None:
     assert said.startswith("error: words.py, words.yaml: there already, and nothing was copied; use another folder\n")
     assert "did you mean 'words'?" in said
     say = (
-        "from colocate._system.installed import pip_line, same_line; "
-        "print(pip_line('ray'), pip_line('ppo'), same_line(), sep='\\n')"
+        "from colocate._system.installed import get_pip_line, get_same_line; "
+        "print(get_pip_line('ray'), get_pip_line('ppo'), get_same_line(), sep='\\n')"
     )
     ray, ppo, same = typed(f'python -c "{say}"', work, site, **path).splitlines()
     assert re.fullmatch(r"pip install 'ray>=[\d.]+'", ray)

@@ -15,7 +15,7 @@ import colocate
 from colocate import Context, errors
 from colocate.features.looking.graph import Graph
 from colocate_run.config import schema
-from colocate_run.config.schema import key_of, keys
+from colocate_run.config.schema import yaml_fields, yaml_key
 from colocate_run.config.trust import HARMLESS_VARIABLES
 
 SITE = ROOT / "build" / "site"
@@ -71,7 +71,9 @@ def test_every_attribute_of_the_context_is_listed(site: Path) -> None:
 def test_every_key_is_listed(site: Path) -> None:
     page = (site / "reference" / "config.html").read_text(encoding="utf-8")
     kinds = [cls for name, cls in vars(schema).items() if name.endswith("Config")]
-    assert [key_of(f.name) for cls in kinds for f in keys(cls) if f"<code>{key_of(f.name)}</code>" not in page] == []
+    assert [
+        yaml_key(f.name) for cls in kinds for f in yaml_fields(cls) if f"<code>{yaml_key(f.name)}</code>" not in page
+    ] == []
 
 
 def test_every_variable_that_a_config_of_others_may_set_is_listed(site: Path) -> None:

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 import colocate  # noqa: E402
 from colocate import First, Role, method  # noqa: E402
 from colocate.errors import CallTimeout, ColocateError  # noqa: E402
-from colocate.features.memory.offload import pinned  # noqa: E402
+from colocate.features.memory.offload import allocate_pinned  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 
 pytestmark = [
@@ -201,7 +201,7 @@ class TestPinning:
         torch.empty(size, dtype=torch.uint8, pin_memory=True)
         record_property("2 GiB of the host pinned by torch", f"{time.perf_counter() - began:.2f} s")
         began = time.perf_counter()
-        (memory,) = pinned(size, DEVICE)
+        (memory,) = allocate_pinned(size, DEVICE)
         record_property("the same for what sleeps", f"{time.perf_counter() - began:.2f} s")
         assert memory.is_pinned()
         source = torch.arange(size // 8, device=DEVICE)

@@ -31,7 +31,7 @@ from tests.suite.checkpoints.saving import SavingBeside  # noqa: E402
 from tests.suite.children.suite import Children  # noqa: E402
 from tests.suite.memory.sleeping import SleepingAmidSteps  # noqa: E402
 from tests.suite.probes.sleepers import Dozing  # noqa: E402
-from tests.suite.probes.trainers import Kind, Renewing, Where, alone  # noqa: E402
+from tests.suite.probes.trainers import Kind, Renewing, Where, train_alone  # noqa: E402
 from tests.suite.profiling.suite import Profiling  # noqa: E402
 from tests.suite.rows.suite import Streams  # noqa: E402
 from tests.suite.weights.suite import WeightSyncs, WeightSyncsBetween  # noqa: E402
@@ -60,7 +60,7 @@ from colocate.torch import host_copy  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
 from colocate_local.threads import LocalThreads  # noqa: E402
 from colocate_rollout import Sampling  # noqa: E402
-from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, changed, log_probs  # noqa: E402
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, change_weights, log_probs  # noqa: E402
 
 DRY = os.environ.get("COLOCATE_GPU_DRY") == "1" and not torch.cuda.is_available()
 DEVICE = "cpu" if DRY else "cuda:0"
@@ -75,21 +75,21 @@ class OneGpu(LocalProcesses):
 
     def __init__(self) -> None:
         super().__init__(attrs.evolve(ALL, gpus=0))
-        self._node, self._ledger = ALL, Ledger([ALL], self._device)
+        self._node, self._ledger = ALL, Ledger([ALL], self._device_name)
         self._gpus = gpus.names(1) * SLOTS
 
     @staticmethod
-    def _device(devices: tuple[int, ...]) -> str:
+    def _device_name(devices: tuple[int, ...]) -> str:
         return DEVICE
 
 
 class OneGpuOfThreads(LocalThreads):
     def __init__(self) -> None:
         super().__init__(attrs.evolve(ALL, gpus=0), strict=False)
-        self._node, self._ledger = ALL, Ledger([ALL], self._device)
+        self._node, self._ledger = ALL, Ledger([ALL], self._device_name)
 
     @staticmethod
-    def _device(devices: tuple[int, ...]) -> str:
+    def _device_name(devices: tuple[int, ...]) -> str:
         return DEVICE
 
 
@@ -102,7 +102,7 @@ class GpuRuntime(Runtime):
 
 def connect(seed: int = 0, strict: bool = False, threads: bool = False) -> Runtime:
     executor = OneGpuOfThreads() if threads else OneGpu()
-    return GpuRuntime._of(Connection("local", executor, seed, strict, None, 60.0, None, None, None))
+    return GpuRuntime._wrap(Connection("local", executor, seed, strict, None, 60.0, None, None, None))
 
 
 @contextlib.contextmanager
@@ -208,7 +208,7 @@ class OnDevice(Trainer):
     @method
     def step(self) -> None:
         """Change all weights."""
-        changed(host := copy.deepcopy(self.model).cpu(), 1)
+        change_weights(host := copy.deepcopy(self.model).cpu(), 1)
         self.model.load_state_dict(host.state_dict())
 
     @method
@@ -314,7 +314,7 @@ class TestSharing(Sharing):
             runtime.observe(observer)
             with maker.make.keep(count) as kept:
                 assert torch.equal(user.echo(kept.ref).cpu(), torch.arange(count).float())
-            runtime._node.services.settle()
+            runtime._node.services.flush_observers()
         assert [(each.refusal, each.lent) for each in told] == [("", 0 if DRY else 4 * count)]
 
 
@@ -441,18 +441,18 @@ class TestDevices:
 
     def test_digests_are_those_of_the_host(self) -> None:
         """By them weights of a GPU are compared with those of a CPU, converted ones, too."""
-        from colocate.features.weights.digests import Digests
+        from colocate.features.weights.digests import TensorDigests
 
         generator = torch.Generator().manual_seed(0)
         for size in (1, 7, 1000, (1 << 23) + 5):  # more than is mixed at once
             numbers = torch.randn(size, generator=generator)
             for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8):
-                found = Digests("one")
-                found.add("host", numbers.to(dtype))
-                found.add("host, converted", numbers, dtype)
-                found.add("device", numbers.to(dtype).to(DEVICE))
-                found.add("device, converted", numbers.to(DEVICE), dtype)
-                told = found.told()
+                found = TensorDigests("one")
+                found.add_tensor("host", numbers.to(dtype))
+                found.add_tensor("host, converted", numbers, dtype)
+                found.add_tensor("device", numbers.to(dtype).to(DEVICE))
+                found.add_tensor("device, converted", numbers.to(DEVICE), dtype)
+                told = found.collect_digests()
                 assert told["device"].content == told["host"].content
                 assert told["device, converted"].content == told["host, converted"].content
 
@@ -508,7 +508,7 @@ class TestDevices:
                     made = group.role("maker", Maker).chain(x, 1).cpu()
                     assert torch.allclose(made, torch.tanh(x @ x).repeat(slots, 1))
                     pids = [row.pid for row in group._node.workforce.workers]
-                    template = forks.own_process()
+                    template = forks._forks.current and forks._forks.current.pid
                     assert template is not None
                     assert {_begin_of_code(pid) for pid in pids} == {_begin_of_code(template)}
         with open(f"/proc/{template}/maps") as maps:
@@ -591,7 +591,7 @@ class TestTrainers:
             (found,) = sharded.cut()
             assert found == ("cpu:gloo,cuda:gloo" if DRY else "cpu:gloo,cuda:nccl", [])
             losses += [sharded.step(number)[0] for number in range(2, 4)]
-            assert losses == pytest.approx(alone()[0], rel=1e-3)
+            assert losses == pytest.approx(train_alone()[0], rel=1e-3)
 
     @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group", "fsdp2", "tp"])
     @pytest.mark.parametrize("where", ["forward", "backward", "after"])
@@ -603,7 +603,7 @@ class TestTrainers:
             with pytest.raises(RoleError, match="Failure"):
                 trainer.step(1, 0, where)
             losses += [trainer.step(number)[0] for number in range(1, 4)]
-            assert losses == pytest.approx(alone()[0], rel=1e-3)
+            assert losses == pytest.approx(train_alone()[0], rel=1e-3)
 
 
 def fingerprint(*tensors: Any) -> str:
@@ -644,7 +644,7 @@ class Sleeper(Dozing):
         return self._weights(), fingerprint(*(each for each in rest if each is not None))
 
     def _weights(self) -> str:
-        return fingerprint(self.net.weight, self.tied.weight, *self.seen.values())
+        return fingerprint(self.net.weight, self.tied.weight, *self.views.values())
 
     @method(awake=())
     def fill(self, gib: float) -> None:
@@ -1157,7 +1157,7 @@ class TestPpo:
                 "reward": colocate.role(Reward),
             }
             group = runtime.reserve().spawn(roles, name="policy")
-            team = Team.of(group)
+            team = Team.from_group(group)
             alone = Team(Actor(**SMALL), Critic(), Reference(), Reward(), team.scope)
             weights = alone.actor.weights()
             found, expected = (learn(each, problems, weights, 4) for each in (team, alone))
@@ -1186,7 +1186,7 @@ class TestLending:
             for turn in range(turns):
                 with maker.make.keep(count + turn) as kept:
                     assert torch.equal(user.echo(kept.ref).cpu(), torch.arange(count + turn).float())
-            runtime._node.services.settle()
+            runtime._node.services.flush_observers()
         return told
 
     @pytest.mark.alone

@@ -105,8 +105,8 @@ def test_source_travels_once(program: Program, blind: str) -> None:
 from colocate._definitions import sources
 import one
 
-asked, answer = [], sources.answer
-sources.answer = lambda name: asked.append(name) or answer(name)
+asked, answer = [], sources.collect_sources
+sources.collect_sources = lambda name: asked.append(name) or answer(name)
 
 class Actor(Role):
     @method

@@ -122,7 +122,7 @@ class Actor(Role):
 with CONNECT as runtime, runtime.reserve(1) as pool:
     assert pool.spawn({"actor": colocate.role(Actor)})["actor"].look() == [2]
     import acme, linked_in
-    assert [sources.answer(name) for name in ("acme", "acme.words", "linked_in")] == [{}, {}, {}]
+    assert [sources.collect_sources(name) for name in ("acme", "acme.words", "linked_in")] == [{}, {}, {}]
 """,
         python=python,
     )

@@ -1,11 +1,11 @@
 """Both halves of order and hold on one thread: N ranks under random schedules, failures, deadlines and deaths.
 
 The driver's half is `CallOrder` with what features add, `Pauses` and `GroupsOfGroup`, the worker's is `LaneOrder` with
-`Scope` and `Usable`, as they are. Here are the lanes between them, one of them a background role's, what a worker does
-about each message, and process groups, as far as it matters who waits for whom: operations are counted, whoever waits
-in vain cuts, what is cut is of no use (`features/process_groups`). Roles renew what was dropped, together, or can't;
-and some programs train: a rank that raises between the operation and the update leaves the ranks with different models.
-What happens next is drawn from a seed, which is enough to have it happen again.
+`Scope` and `UsableGroups`, as they are. Here are the lanes between them, one of them a background role's, what a worker
+does about each message, and process groups, as far as it matters who waits for whom: operations are counted, whoever
+waits in vain cuts, what is cut is of no use (`features/process_groups`). Roles renew what was dropped, together, or
+can't; and some programs train: a rank that raises between the operation and the update leaves the ranks with different
+models. What happens next is drawn from a seed, which is enough to have it happen again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from colocate._calls.pending import PendingCall
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.requests import Request
 from colocate.errors import CallCancelled, CallTimeout, ColocateError, RenewalError, WorkerDied
-from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
+from colocate.features.pausing.messages import Pause, PauseAfter, PauseBegun, ResumeRole, RoleAtRest
 from colocate.features.pausing.pauses import Pauses
 from colocate.features.process_groups.driver import NAME, GroupsOfGroup
-from colocate.features.process_groups.messages import DropGroups, GroupsDropped, Left, Told
-from colocate.features.process_groups.usable import Usable
+from colocate.features.process_groups.messages import DropGroups, GroupsDropped, LeftGroups, RankReport
+from colocate.features.process_groups.usable import UsableGroups
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
 from colocate.worker.serving.scope import Scope
@@ -73,18 +73,18 @@ class Plan:
 class Work:
     """A call on a rank."""
 
-    stands: ClassVar[bool] = False
+    is_barrier: ClassVar[bool] = False
     seq: int
     plan: Plan
     concurrency: int
     on_drop: Callable[[], None] | None = None
-    given_up: bool = False
+    is_abandoned: bool = False
     steps: int = 0  # which it has gone, of a background role
     rests: bool = False  # at a pause point
     arrived: tuple[str, int, int] | None = None  # at which operation: group, instance, number
     updates: int = 0  # beginnings and ends of updates of its role's model
 
-    def drop(self) -> None:
+    def drop_call(self) -> None:
         """Hear that it will never begin."""
         if self.on_drop is not None:
             self.on_drop()
@@ -93,7 +93,7 @@ class Work:
 class Stand(Work):
     """What a lane does about a call of another one."""
 
-    stands = True
+    is_barrier = True
 
 
 @attrs.define(order=True)
@@ -118,11 +118,11 @@ class Timers:
         self._coming: list[Timer] = []
         self._soon: deque[Callable[[], object]] = deque()
 
-    def soon(self, job: Callable[[], object]) -> None:
+    def call_soon(self, job: Callable[[], object]) -> None:
         """Do something next."""
         self._soon.append(job)
 
-    def after(self, delay_s: float, job: Callable[[], object]) -> Timer:
+    def call_later(self, delay_s: float, job: Callable[[], object]) -> Timer:
         """Do something later."""
         timer = Timer(self.now + delay_s, len(self._coming), job)
         heapq.heappush(self._coming, timer)
@@ -149,7 +149,7 @@ class Timers:
 class Lane:
     """One lane of a rank."""
 
-    def __init__(self, rank: Rank, name: str) -> None:
+    def __init__(self, rank: RankTrace, name: str) -> None:
         self.rank, self.name = rank, name
         self.order: Any = LaneOrder(rank.scope)
         self.queue: deque[Any] = deque()
@@ -171,26 +171,26 @@ class Lane:
             self._begin(taken)
             return True
         runs = len(tasks) + len(self.computing)
-        if not runs and order.is_plain:
+        if not runs and order.is_clear:
             if self.queue:
                 self._take(self.queue.popleft())
                 return True
             return False
-        stands = bool(self.computing) and self.computing[-1].stands
-        work = None if stands else order.next_stand(runs) if self.computing else order.next(runs)
+        stands = bool(self.computing) and self.computing[-1].is_barrier
+        work = None if stands else order.pop_next_barrier(runs) if self.computing else order.pop_next(runs)
         if work is not None:
             self._take(work)
             return True
-        if (back := order.back(runs)) is not None:
+        if (back := order.take_hold_report(runs)) is not None:
             self.rank.is_back(self, *back)
             return True
-        if (pause := order.rests(runs)) is not None:
+        if (pause := order.take_rest_report(runs)) is not None:
             pause.on_rest()
             return True
         if self.queue:
             item = self.queue.popleft()
             if isinstance(item, Work):
-                order.note(item)
+                order.handle_item(item)
             else:
                 self._take(item)
             return True
@@ -200,27 +200,27 @@ class Lane:
 
     def stays(self, work: Work) -> bool:
         """Whether a call stays at its pause point, or stands still for another lane's."""
-        return work.seq not in self.rank.over if work.stands else self.order.keeps and not work.given_up
+        return work.seq not in self.rank.over if work.is_barrier else self.order.is_pausing and not work.is_abandoned
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Work):
             self.taken = item  # something may be heard before it begins
         elif isinstance(item, tuple):  # nobody waits for it any more
             for work in (*self.tasks.values(), *self.computing):
-                work.given_up = work.given_up or (work.seq == item[0] and (work.concurrency > 0 or work.rests))
+                work.is_abandoned = work.is_abandoned or (work.seq == item[0] and (work.concurrency > 0 or work.rests))
         elif isinstance(item, DropGroups):
             self.rank.drop(item)
         else:
-            self.order.note(item)
+            self.order.handle_item(item)
 
     def _begin(self, work: Work) -> None:
-        runs = [each for each in (*self.tasks.values(), *self.computing) if not (each.rests and work.stands)]
-        if not self.order.begins(work, len(self.tasks) + len(self.computing)):
+        runs = [each for each in (*self.tasks.values(), *self.computing) if not (each.rests and work.is_barrier)]
+        if not self.order.begin_call(work, len(self.tasks) + len(self.computing)):
             return
         if len(runs) >= max(1, work.concurrency):
             raise BrokenLaw(f"call {work.seq} has begun on slot {self.rank.slot} beside {[each.seq for each in runs]}")
         self.order_of_all.append(work.seq)
-        if not work.stands and work.seq not in self.journal[-1:]:  # it may have been put back
+        if not work.is_barrier and work.seq not in self.journal[-1:]:  # it may have been put back
             self.journal.append(work.seq)
         if work.concurrency:
             self.tasks[work.seq] = work
@@ -238,21 +238,21 @@ class Lane:
     def rest(self, work: Work) -> None:
         """A call stops at a pause point."""
         work.rests = True
-        if work.stands:
-            self.order.standing += 1
+        if work.is_barrier:
+            self.order.barrier_calls += 1
         else:
-            self.order.resting += 1
+            self.order.paused_calls += 1
 
     def go_from(self, work: Work) -> None:
         """A call goes on from a pause point, if it is at one."""
-        if work.stands:
-            self.order.standing -= work.rests
+        if work.is_barrier:
+            self.order.barrier_calls -= work.rests
         else:
-            self.order.resting -= work.rests
+            self.order.paused_calls -= work.rests
         work.rests = False
 
 
-class Rank:
+class RankTrace:
     """One worker: its lanes, and its process groups."""
 
     def __init__(self, world: World, slot: int) -> None:
@@ -265,13 +265,13 @@ class Rank:
         self.outbox: deque[Any] = deque()
         # Process groups: operations begun on each, by its name and instance; updates of each role's model.
         self.begun: dict[str, tuple[int, int]] = {}
-        self.usable = Usable()
+        self.usable = UsableGroups()
         self.renewing: tuple[int, deque[str]] | None = None  # the hold, and roles that are to renew their groups
         self.updates = dict.fromkeys(SLOTS, 0)
 
     def _lane_of(self, seq: int) -> str:
         work = self.lanes[BESIDE].order.running.get(seq)
-        return "" if work is None or work.stands else BESIDE
+        return "" if work is None or work.is_barrier else BESIDE
 
     # -- messages
 
@@ -284,35 +284,35 @@ class Rank:
         if isinstance(message, Work):
             self._receive(message)
         elif isinstance(message, to_worker.Hold):
-            self.outbox.append(from_worker.Alive(message.number, message.lane))
+            self.outbox.append(from_worker.Heartbeat(message.number, message.lane))
             item = lane.order.hold(message.number, message.failed)
             lane.queue += [(message.failed,), item]
-            self.scope.end(message.failed, "a call has failed", message.lane)
+            self.scope.end_waits(message.failed, "a call has failed", message.lane)
             if message.cut and not message.lane and any(seq >= message.failed for seq in lane.order.running):
                 self._cut(name for name, (_, count) in self.begun.items() if count)
-        elif isinstance(message, Left):
-            self.usable.left(message.number, message.slot, message.operations)
+        elif isinstance(message, LeftGroups):
+            self.usable.on_peer_left(message.number, message.slot, message.operations)
         elif isinstance(message, DropGroups):
-            self.scope.resume()
+            self.scope.resume_waits()
             lane.queue.append(message)
         elif isinstance(message, to_worker.Resume):
-            self.scope.resume(message.lane)
+            self.scope.resume_waits(message.lane)
             lane.queue.append(lane_order.Resume(message.number, frozenset(message.withdrawn)))
-        elif isinstance(message, to_worker.Unwanted):
+        elif isinstance(message, to_worker.CancelCall):
             for each in self.lanes.values():
                 each.queue.append((message.seq,))
-        elif isinstance(message, to_worker.Withdraw):
-            can = lane.order.hold_up(message.token, message.seq)
-            self.outbox.append(from_worker.CanWithdraw(message.token, can))
-        elif isinstance(message, to_worker.Decided):
-            lane.queue.append(lane_order.Decided(message.token, message.seq if message.drop else None))
+        elif isinstance(message, to_worker.OfferCancel):
+            can = lane.order.defer_call(message.token, message.seq)
+            self.outbox.append(from_worker.CancelVote(message.token, can))
+        elif isinstance(message, to_worker.CancelDecision):
+            lane.queue.append(lane_order.Decision(message.token, message.seq if message.drop else None))
         elif isinstance(message, Pause):
-            self.outbox.append(Pausing(message.token, lane.order.pause(message.token)))
+            self.outbox.append(PauseBegun(message.token, lane.order.pause(message.token)))
         elif isinstance(message, PauseAfter):
-            rests = partial(self.outbox.append, Paused(message.token))
+            rests = partial(self.outbox.append, RoleAtRest(message.token))
             lane.queue.append(lane_order.Pause(message.number, message.last, message.keeps, rests))
-        elif isinstance(message, GoOn):
-            lane.queue.append(lane_order.GoOn(message.number))
+        elif isinstance(message, ResumeRole):
+            lane.queue.append(lane_order.EndPause(message.number))
         elif isinstance(message, to_worker.AskStack):
             running = tuple(seq for each in self.lanes.values() for seq in each.order.running)
             self.outbox.append(from_worker.Stack(message.token, "", running))
@@ -339,11 +339,11 @@ class Rank:
     def is_back(self, lane: Lane, number: int, begun: int) -> None:
         """A lane runs nothing, in a hold."""
         if lane.name:
-            self.outbox.append(from_worker.Held(number, begun, {}, lane.name))
+            self.outbox.append(from_worker.HoldReached(number, begun, {}, lane.name))
             return
-        self.usable.back(number)
-        told = Told(operations=self.operations(), cuts=sorted(self.usable.cuts))
-        self.outbox.append(from_worker.Held(number, begun, _parts(told)))
+        self.usable.on_back(number)
+        told = RankReport(operations=self.operations(), cuts=sorted(self.usable.cuts))
+        self.outbox.append(from_worker.HoldReached(number, begun, _parts(told)))
 
     def drop(self, message: DropGroups) -> None:
         """Drop process groups, and have roles renew theirs."""
@@ -373,7 +373,7 @@ class Rank:
         """Go on with a call that runs; False where it waits."""
         plan = work.plan
         fails = self.slot in plan.fails
-        if work.stands:
+        if work.is_barrier:
             if work.rests:
                 lane.end(work)
             else:
@@ -387,14 +387,14 @@ class Rank:
                 lane.rest(work)
                 return True
             lane.go_from(work)
-            if self.world.is_paused and not work.given_up:
+            if self.world.is_paused and not work.is_abandoned:
                 raise BrokenLaw(f"call {work.seq} goes on on slot {self.slot} though its role is paused")
-            if not work.given_up and work.steps < 2:
+            if not work.is_abandoned and work.steps < 2:
                 work.steps += 1
                 return True
         if work.seq not in lane.order.running:
             pass  # it was put back
-        elif work.given_up:
+        elif work.is_abandoned:
             self._fail(work, secondary=True)
         elif fails and not plan.late:
             self._fail(work)
@@ -407,8 +407,8 @@ class Rank:
         else:
             self._update(work)
             self.outbox.append(
-                from_worker.Done(
-                    work.seq, None, 0.0, 0.0, None, _parts(Told(work.updates, begins=work.arrived is not None))
+                from_worker.CallEnded(
+                    work.seq, None, 0.0, 0.0, None, _parts(RankReport(work.updates, begins=work.arrived is not None))
                 )
             )
             lane.end(work)
@@ -417,7 +417,7 @@ class Rank:
 
     def _all_stand(self, lane: Lane, work: Work) -> bool:
         """Whether what has its place in all lanes goes on: it is done, or put back before the others stand still."""
-        if self.missing[work.seq] and self.scope.why(work.seq) is not None:
+        if self.missing[work.seq] and self.scope.get_wait_refusal(work.seq) is not None:
             del lane.order.running[work.seq]
             lane.computing.remove(work)
             lane.order_of_all.remove(work.seq)
@@ -434,9 +434,9 @@ class Rank:
         lost = secondary or (groups and (bool(self.usable.cuts) or any(map(self._is_broken, self.begun))))
         kind = "colocate._protocol.consequence.Consequence" if secondary else "Boom"
         failure = from_worker.Failure(kind, f"{work.seq} on {self.slot}", "", False, lost, work.plan.role, None)
-        told = Told(work.updates, self.operations() if groups else {}, work.arrived is not None)
+        told = RankReport(work.updates, self.operations() if groups else {}, work.arrived is not None)
         self.outbox.append(from_worker.Failed(work.seq, failure, _parts(told), 0.0, 0.0, (), lane.name))
-        lane.order.failed(work)
+        lane.order.on_failed(work)
         lane.end(work)
         self.over.add(work.seq)
 
@@ -478,7 +478,7 @@ class Rank:
         if None not in there and there >= set(SLOTS[name]):
             self.begun[name] = self.usable.epoch, 0
             return True
-        if None in there or self.scope.why(seq) is not None:
+        if None in there or self.scope.get_wait_refusal(seq) is not None:
             there.add(None)  # the others don't make it either
             return False
         return None
@@ -494,7 +494,7 @@ class Rank:
         return (name, instance) in self.world.cut
 
     def _free_those_that_wait(self) -> None:
-        self._cut(self.usable.vain(self.operations(), SLOTS.__getitem__))
+        self._cut(self.usable.find_hopeless(self.operations(), SLOTS.__getitem__))
 
     def _cut(self, names: Iterable[str]) -> None:
         new = set(names) - self.usable.cuts
@@ -503,9 +503,9 @@ class Rank:
         self.world.cut.update((name, self.begun[name][0]) for name in new)
 
 
-def _parts(told: Told) -> dict[str, Any]:
+def _parts(told: RankReport) -> dict[str, Any]:
     """Return what a rank says of process groups as it travels."""
-    plain = told.plain()
+    plain = told.encode()
     return {} if plain is None else {NAME: plain}
 
 
@@ -525,21 +525,21 @@ class Link(SimpleNamespace):
         )
         self.world = world
 
-    def halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
+    def on_rank_halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
         """Tell what a rank says that begins nothing more."""
-        self.world.groups.halted(hold, slot, told.get(NAME), is_back)
+        self.world.groups.on_rank_halted(hold, slot, told.get(NAME), is_back)
 
-    def ended(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
+    def on_call_report(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
         """Tell what a rank says of a call that has ended."""
         if NAME in told:
-            self.world.groups.ended(call, slot, told[NAME])
+            self.world.groups.on_call_report(call, slot, told[NAME])
 
     def report_unfinished(self, back: Any) -> None:
         pass
 
-    def all_back(self, hold: Any) -> bool:
+    def on_all_halted(self, hold: Any) -> bool:
         """Have groups be dropped, if there are such."""
-        return self.world.groups.all_back(hold)
+        return self.world.groups.on_all_halted(hold)
 
     def send(self, slots: Sequence[int], message: Any, body: Any = None) -> None:
         """Send a message to some ranks."""
@@ -548,11 +548,11 @@ class Link(SimpleNamespace):
         for slot in slots:
             self.world.ranks[slot].received_definitions.append(message)
 
-    def live(self) -> list[int]:
+    def live_slots(self) -> list[int]:
         """Those that live."""
         return [rank.slot for rank in self.world.ranks if rank.slot not in self.world.dead]
 
-    def stood(self, since: float) -> float:
+    def paused_seconds(self, since: float) -> float:
         """Nobody has had ranks stand still."""
         return 0.0
 
@@ -560,7 +560,7 @@ class Link(SimpleNamespace):
         """Whether one doesn't."""
         return slot in self.world.dead
 
-    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
+    def inspect_worker(self, slot: int, then: Callable[[str | None], None]) -> None:
         """Nothing is seen from outside."""
         then(None)
 
@@ -568,11 +568,11 @@ class Link(SimpleNamespace):
         """Where a rank is."""
         return "here"
 
-    def fail(self, error: ColocateError) -> None:
+    def fail_group(self, error: ColocateError) -> None:
         """The group can't go on."""
         self.world.failure = self.world.failure or error
         self.world.order.fail_all(error)
-        self.world.pauses.fail(error)
+        self.world.pauses.fail_requests(error)
 
 
 class World:
@@ -591,7 +591,7 @@ class World:
         self.trains = kinds.random() < 0.2
         self.waits = kinds.random() < 0.8  # for operations, in the calls that begin them
         self.arrivals = 0  # how often a rank that waits has done what others wait for
-        self.ranks = [Rank(self, slot) for slot in range(RANKS)]
+        self.ranks = [RankTrace(self, slot) for slot in range(RANKS)]
         self.link: Any = Link(self, self.timers)
         self.order = self.link.order = CallOrder(cast("Any", self.link))
         self.groups = GroupsOfGroup(cast("Any", self.link))
@@ -608,7 +608,7 @@ class World:
         call = PendingCall(f"{plan.role}.{plan.kind}", plan.role, plan.kind, plan.targets)
         call.lane, call.is_for_all = plan.role if plan.role == BESIDE else "", plan.kind == "everywhere"
         with self.order.lock:
-            seq = self.order.enter(call)
+            seq = self.order.enqueue_call(call)
             self.plans[seq] = plan, call
             for slot in plan.targets:
                 self.ranks[slot].received_definitions.append(Work(seq, plan, 2 if plan.kind == "overlapping" else 0))
@@ -616,27 +616,27 @@ class World:
             self.late.append(call)
         return call
 
-    def hear(self, rank: Rank) -> bool:
+    def hear(self, rank: RankTrace) -> bool:
         """Take a rank's next message, on the driver; whether there was one."""
         if not rank.outbox or rank.slot in self.dead:
             return False
         message, slot, order = rank.outbox.popleft(), rank.slot, self.order
-        if isinstance(message, from_worker.Done):
-            order.done(slot, message, None)
+        if isinstance(message, from_worker.CallEnded):
+            order.on_call_done(slot, message, None)
         elif isinstance(message, from_worker.Failed):
-            order.failed(slot, message, None)
-        elif isinstance(message, from_worker.Alive):
-            order.alive(slot, message)
-        elif isinstance(message, from_worker.Held):
-            order.held(slot, message)
+            order.on_call_failed(slot, message, None)
+        elif isinstance(message, from_worker.Heartbeat):
+            order.on_heartbeat(slot, message)
+        elif isinstance(message, from_worker.HoldReached):
+            order.on_hold_reached(slot, message)
         elif isinstance(message, GroupsDropped):
-            self.groups.heard(cast("Any", SimpleNamespace(slot=slot)), message, None)
-        elif isinstance(message, from_worker.CanWithdraw):
-            order.can_withdraw(slot, message)
-        elif isinstance(message, Pausing | Paused):
-            self.pauses.answered(slot, message)
+            self.groups.on_message(cast("Any", SimpleNamespace(slot=slot)), message, None)
+        elif isinstance(message, from_worker.CancelVote):
+            order.on_cancel_vote(slot, message)
+        elif isinstance(message, PauseBegun | RoleAtRest):
+            self.pauses.on_answer(slot, message)
         elif isinstance(message, from_worker.Stack):
-            order.stacks.answered(slot, message)
+            order.stacks.on_stack(slot, message)
         else:
             raise TypeError(message)
         return True
@@ -644,22 +644,22 @@ class World:
     def kill(self, slot: int) -> None:
         """A rank ends: its group fails."""
         self.dead.add(slot)
-        self.order.gone(slot)
-        self.link.fail(WorkerDied(f"worker {slot} is gone"))
+        self.order.on_worker_exited(slot)
+        self.link.fail_group(WorkerDied(f"worker {slot} is gone"))
 
     def cancel(self, call: PendingCall) -> None:
         """Cancel a call, while everything goes on."""
         self.cancelled.add(call.seq)
-        self.order.cancel(call)
+        self.order.cancel_call(call)
 
     def pause(self, how: str) -> None:
         """Pause the background role, while everything goes on; or have it go on."""
         try:
             if self.is_paused:
                 self.is_paused = False
-                self.pauses.resume(BESIDE)
+                self.pauses.resume_role(BESIDE)
             else:
-                self.pauses.pause(BESIDE, how, None)
+                self.pauses.pause_role(BESIDE, how, None)
                 self.is_paused = True
         except (WorkerDied, RenewalError):
             pass
@@ -671,7 +671,7 @@ class World:
             return False
         call = self.random.choice(calls)
         self.late.remove(call)
-        self.order.break_off(call, CallTimeout(f"{call.label} is late"))
+        self.order.abort_call(call, CallTimeout(f"{call.label} is late"))
         return True
 
     def happen(self) -> bool:
@@ -720,9 +720,9 @@ def run(seed: int) -> None:
     rng, plans = world.random, deque(draw(world.random))
     deadly = rng.random() < 0.1
     waits: Any = Request  # whoever waits here has everything else happen meanwhile
-    original = waits.wait
+    original = waits.wait_over
     try:
-        waits.wait = lambda request, timeout=None: _pump(world, request)
+        waits.wait_over = lambda request, timeout=None: _pump(world, request)
         while plans and world.failure is None:
             draws = rng.random()
             if draws < 0.25:
@@ -744,13 +744,13 @@ def run(seed: int) -> None:
         if world.failure is None:
             check_that_it_goes_on(world)
     finally:
-        waits.wait = original
+        waits.wait_over = original
 
 
 def _pump(world: World, request: Request[Any, Any]) -> bool:
     for _ in range(STEPS):
-        if request.over or not (world.happen() or world.timers.go_on()):
-            return request.over
+        if request.is_over or not (world.happen() or world.timers.go_on()):
+            return request.is_over
     raise BrokenLaw("a question has no answer")
 
 

@@ -14,8 +14,8 @@ from tests.laws.simulator import BrokenLaw, Link
 from colocate._calls.order import CallOrder, Hold
 from colocate.features.process_groups import driver
 from colocate.features.process_groups.driver import GroupsOfGroup, HoldState
-from colocate.features.process_groups.messages import Left, Told
-from colocate.features.process_groups.usable import Usable
+from colocate.features.process_groups.messages import LeftGroups, RankReport
+from colocate.features.process_groups.usable import UsableGroups
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
 
@@ -65,7 +65,7 @@ def _forgets_pending(does: Any) -> Any:
 
 def _limits_nothing(does: Any) -> Any:
     def hold(self: LaneOrder, number: int, failed: int) -> Any:
-        self._held = max(self._held, number)
+        self._last_hold = max(self._last_hold, number)
         return lane_order.Hold(number)
 
     return hold
@@ -74,7 +74,7 @@ def _limits_nothing(does: Any) -> Any:
 def _does_not_look_again(does: Any) -> Any:
     def begins(self: LaneOrder, call: Any, overlapping: int) -> bool:
         self.running[call.seq] = call
-        self._begun = call.seq
+        self._last_begun = call.seq
         return True
 
     return begins
@@ -82,10 +82,10 @@ def _does_not_look_again(does: Any) -> Any:
 
 def _is_back_too_early(does: Any) -> Any:
     def back(self: LaneOrder, overlapping: int) -> Any:
-        if self.reported >= self._held:
+        if self.last_reported >= self._last_hold:
             return None
-        self.reported = self._held
-        return self._held, self._begun
+        self.last_reported = self._last_hold
+        return self._last_hold, self._last_begun
 
     return back
 
@@ -125,74 +125,78 @@ def _forgets_failed(does: Any) -> Any:
 
 
 def _keeps_what_it_heard(does: Any) -> Any:
-    def back(self: Usable, hold: int) -> None:
+    def back(self: UsableGroups, hold: int) -> None:
         self.epoch = hold
 
     return back
 
 
 def _whole(plain: Any) -> Any:
-    return None if plain is None else Told(*plain)._replace(cuts=())
+    return None if plain is None else RankReport(*plain)._replace(cuts=())
 
 
 def _unless_left(does: Any) -> Any:
-    return lambda self, slots, message: None if isinstance(message, Left) else does(self, slots, message)
+    return lambda self, slots, message: None if isinstance(message, LeftGroups) else does(self, slots, message)
 
 
 MUTANTS: dict[str, tuple[Any, str, Wrap]] = {
-    "process groups outlive a failed call": (HoldState, "broken", lambda does: lambda self: []),
+    "process groups outlive a failed call": (HoldState, "broken_groups", lambda does: lambda self: []),
     "what was cut isn't noted": (
         GroupsOfGroup,
-        "halted",
+        "on_rank_halted",
         lambda does: lambda self, hold, slot, plain, is_back: does(self, hold, slot, _whole(plain), is_back),
     ),
-    "groups are dropped only where they were cut": (HoldState, "broken", lambda does: lambda self: sorted(self.cut)),
-    "who is done doesn't miss those that haven't begun": (driver, "stranded", lambda does: lambda *_: ()),
-    "one rank's renewal is all ranks'": (CallOrder, "phase_over", _does_not_wait_for_all),
+    "groups are dropped only where they were cut": (
+        HoldState,
+        "broken_groups",
+        lambda does: lambda self: sorted(self.cut),
+    ),
+    "who is done doesn't miss those that haven't begun": (driver, "find_stranded", lambda does: lambda *_: ()),
+    "one rank's renewal is all ranks'": (CallOrder, "finish_phase", _does_not_wait_for_all),
     "a renewal that raised is none": (
         CallOrder,
-        "phase_over",
+        "finish_phase",
         lambda does: lambda self, slot, number, error: does(self, slot, number),
     ),
-    "who is late disturbs a renewal": (CallOrder, "break_off", _disturbs),
-    "models that differ go on": (driver, "diverged_update", _nothing),
-    "updates of a call that has failed aren't noted": (CallOrder, "_tell_ended", _forgets_failed),
-    "who waits in vain cuts nothing": (Usable, "vain", lambda does: lambda self, begun, members: set()),
+    "who is late disturbs a renewal": (CallOrder, "abort_call", _disturbs),
+    "models that differ go on": (driver, "find_diverged", _nothing),
+    "updates of a call that has failed aren't noted": (CallOrder, "_report_call_end", _forgets_failed),
+    "who waits in vain cuts nothing": (UsableGroups, "find_hopeless", lambda does: lambda self, begun, members: set()),
     "who cuts knows nothing of operations": (
-        Usable,
-        "vain",
-        lambda does: lambda self, begun, members: set(begun) if self._gone else set(),
+        UsableGroups,
+        "find_hopeless",
+        lambda does: lambda self, begun, members: set(begun) if self._left_slots else set(),
     ),
-    "what was heard of ranks outlives a hold": (Usable, "back", _keeps_what_it_heard),
+    "what was heard of ranks outlives a hold": (UsableGroups, "on_back", _keeps_what_it_heard),
     "what ranks say late counts in the next hold": (
-        Usable,
-        "left",
+        UsableGroups,
+        "on_peer_left",
         lambda does: lambda self, hold, slot, told: does(self, self.epoch + 1, slot, told),
     ),
-    "a call that failed after another isn't withdrawn": (CallOrder, "failed", _forgets_withdrawn),
-    "a hold isn't lowered to an earlier call": (CallOrder, "_lower", _nothing),
+    "a call that failed after another isn't withdrawn": (CallOrder, "on_call_failed", _forgets_withdrawn),
+    "a hold isn't lowered to an earlier call": (CallOrder, "_lower_failed", _nothing),
     "nobody hears that a rank has left": (Link, "send", _unless_left),
-    "what failed later isn't told": (CallOrder, "_resume", _drops_later),
+    "what failed later isn't told": (CallOrder, "_finish_hold", _drops_later),
     "calls of a group that fails are forgotten": (CallOrder, "fail_all", _forgets_pending),
     "a hold limits nothing": (LaneOrder, "hold", _limits_nothing),
-    "a rank that failed goes on": (LaneOrder, "failed", _nothing),
-    "what begins isn't looked at again": (LaneOrder, "begins", _does_not_look_again),
-    "a rank is back before earlier calls": (LaneOrder, "back", _is_back_too_early),
-    "withdrawn calls are begun": (LaneOrder, "_drop", _nothing),
-    "a sync call is no barrier": (LaneOrder, "_may_begin", lambda does: lambda self, call, n: does(self, call, 0)),
-    "a pause limits nothing": (LaneOrder, "pause", lambda does: lambda self, number: self._begun),
-    "a pause rests while calls go on": (LaneOrder, "rests", lambda does: lambda self, n: does(self, 0)),
+    "a rank that failed goes on": (LaneOrder, "on_failed", _nothing),
+    "what begins isn't looked at again": (LaneOrder, "begin_call", _does_not_look_again),
+    "a rank is back before earlier calls": (LaneOrder, "take_hold_report", _is_back_too_early),
+    "withdrawn calls are begun": (LaneOrder, "_drop_calls", _nothing),
+    "a sync call is no barrier": (LaneOrder, "_can_begin", lambda does: lambda self, call, n: does(self, call, 0)),
+    "a pause limits nothing": (LaneOrder, "pause", lambda does: lambda self, number: self._last_begun),
+    "a pause rests while calls go on": (LaneOrder, "take_rest_report", lambda does: lambda self, n: does(self, 0)),
     "the end of a pause ends the next one": (LaneOrder, "_end_pauses", lambda does: lambda self, n: does(self, n + 99)),
     "what comes before a pause is different on each rank": (
         LaneOrder,
-        "_place",
+        "_get_place",
         lambda does: lambda self, call: call.seq if len(self._waiting) % 2 else does(self, call),
     ),
-    "a call may be withdrawn though it was begun": (LaneOrder, "hold_up", lambda does: lambda *_: does(*_) or True),
-    "nobody hears how a cancelling was decided": (CallOrder, "can_withdraw", _nothing),
+    "a call may be withdrawn though it was begun": (LaneOrder, "defer_call", lambda does: lambda *_: does(*_) or True),
+    "nobody hears how a cancelling was decided": (CallOrder, "on_cancel_vote", _nothing),
     "a call is dropped that a rank has begun": (
         CallOrder,
-        "can_withdraw",
+        "on_cancel_vote",
         lambda does: lambda self, slot, answer: does(self, slot, type(answer)(answer.token, True)),
     ),
 }

@@ -28,10 +28,10 @@ TELL
 """
 VERSION = """
 import sys
-from colocate_run.environment import environment
-from colocate_run.cli.installed import versions
-print([*versions()][1])
-print(*environment())
+from colocate_run.environment import describe_environment
+from colocate_run.cli.installed import version_lines
+print([*version_lines()][1])
+print(*describe_environment())
 TELL
 """
 

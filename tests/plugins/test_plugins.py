@@ -226,7 +226,7 @@ def test_messages_that_name_what_is_installed(with_distributions: Put) -> None:
             "; a class of a module is named with a colon: my_package.roles:Reward",
         ),
         # `all` stands for any extra: an executor that is one is found by its entry point when it is installed.
-        (find_executor, "all", "", f"; install it: {installed.pip_line('all')}"),
+        (find_executor, "all", "", f"; install it: {installed.get_pip_line('all')}"),
         (
             find_role,
             "roles.function",
@@ -320,14 +320,14 @@ def test_no_line_installs_what_is_called_colocate_elsewhere() -> None:
     said = [path for top in ("core", "executors", "plugins", "docs") for path in (root / top).rglob("*")]
     texts = {path: path.read_text() for path in [*said, root / "README.md"] if path.suffix in (".py", ".md")}
     assert [path for path, text in texts.items() if re.search(r"pip install ['\"]?colocate\b", text)] == []
-    assert installed.version_line("colocate", "1.0") == installed.same_line()
-    assert installed.distribution_line("colocate", "ppo") == installed.pip_line("ppo")
-    assert installed.distribution_line("acme", None) == "pip install acme"
+    assert installed.get_version_line("colocate", "1.0") == installed.get_same_line()
+    assert installed.get_distribution_line("colocate", "ppo") == installed.get_pip_line("ppo")
+    assert installed.get_distribution_line("acme", None) == "pip install acme"
 
 
 @pytest.mark.parametrize("from_checkout", [True, False])
 def test_the_line_for_an_extra_holds_for_wheels_too(monkeypatch: pytest.MonkeyPatch, from_checkout: bool) -> None:
     """What an extra consists of is installed beside a checkout and a wheel alike."""
-    monkeypatch.setattr(installed, "_from_checkout", lambda: from_checkout)
-    assert re.fullmatch(r"pip install 'ray>=[\d.]+'", installed.pip_line("ray"))
-    assert ("checkout" in installed.pip_line()) == from_checkout
+    monkeypatch.setattr(installed, "_is_from_checkout", lambda: from_checkout)
+    assert re.fullmatch(r"pip install 'ray>=[\d.]+'", installed.get_pip_line("ray"))
+    assert ("checkout" in installed.get_pip_line()) == from_checkout

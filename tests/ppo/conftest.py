@@ -27,7 +27,7 @@ def problems() -> Problems:
     """Twelve problems of different lengths, whose answers are scored as reasoning-gym does."""
     chance = random.Random(0)
     words = ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 6))) for _ in range(12)]
-    return Problems.of(
+    return Problems.from_list(
         Problem(
             f"{word} backward", word[::-1], {"answer": word[::-1], "metadata": {"source_dataset": "spell_backward"}}
         )

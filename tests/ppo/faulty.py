@@ -57,7 +57,7 @@ class FaultyActor(Actor):
         if named["number"] == self.step:
             if self._fails("before"):
                 self._fail()
-            step, done = self.learner.step, 0
+            step, done = self.learner.update_weights, 0
 
             def failing(*args: Any, **numbers: Any) -> None:
                 nonlocal done
@@ -71,11 +71,11 @@ class FaultyActor(Actor):
                 done += 1
 
             instead: Any = self.learner
-            instead.step = failing
+            instead.update_weights = failing
             try:
                 return super().update(rollout, log_probs, estimates, *more, **named)
             finally:
-                del instead.step
+                del instead.update_weights
         return super().update(rollout, log_probs, estimates, *more, **named)
 
     def _fail_in_backward(self) -> None:

@@ -25,7 +25,7 @@ class Judged(Reward):
         return score
 
 
-class Whole(Reward):
+class JoinedCall(Reward):
     """Score a batch at once, its last row by no number."""
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
@@ -64,4 +64,4 @@ class Spoiled(GroupActor):
     @method
     def numbers(self) -> list[float]:
         """Return the sum of each weight."""
-        return [float(each.sum()) for each in self.model.weights().values()]
+        return [float(each.sum()) for each in self.model.copy_weights().values()]

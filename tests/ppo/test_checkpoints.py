@@ -41,7 +41,7 @@ def test_from_two_ranks(problems: Problems, tmp_path: Path, slots: int) -> None:
     """In another layout too: whole models, outside of any worker. Weights and moments are the same to the last bit."""
     folders = [tmp_path / name for name in ("of two", "of others")]
     with group(2, "fsdp2") as found:
-        team = Team.of(found)
+        team = Team.from_group(found)
         learn(team, problems, team.actor.weights(), minibatch=4)
         found.checkpoint(folders[0])
         if slots == 1:  # the same beside steps, of which each begins as many operations

@@ -14,11 +14,13 @@ from colocate import ConfigError, First, method
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.rollout import Rollout
 from colocate_ppo.task import Problem, Problems
-from colocate_ppo.tokenizer import character_tokenizer
+from colocate_ppo.tokenizer import make_character_tokenizer
 from colocate_rollout.role import EngineRole
 
 LENGTH = 16
-WORDS = Problems.of(Problem("".join(chr(97 + (7 * a + b) % 26) for b in range(1 + a % 4)), "", {}) for a in range(12))
+WORDS = Problems.from_list(
+    Problem("".join(chr(97 + (7 * a + b) % 26) for b in range(1 + a % 4)), "", {}) for a in range(12)
+)
 # By case: `eos_token_id` of the generation config, and the actor's option `stop`.
 CASES: dict[str, tuple[Any, tuple[str | int, ...]]] = {
     "several": ([2, *range(10, 40)], ()),
@@ -46,7 +48,7 @@ def make_folder(folder: Path, eos: Any) -> str:
     """Write a model whose answers are long, with its tokenizer; return the folder."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = character_tokenizer()
+    tokenizer = make_character_tokenizer()
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(
@@ -123,7 +125,7 @@ def test_demonstrations_end_where_answers_do(tmp_path: Path) -> None:
     for case, end in (("several", 2), ("none", 2), ("others", 10), ("stop", 2)):
         eos, stop = CASES[case]
         actor = GroupActor(model=make_folder(tmp_path, eos), stop=stop)
-        shown = actor.tokenizer.answers(["ab"], torch.device("cpu"))
+        shown = actor.tokenizer.encode_answers(["ab"], torch.device("cpu"))
         assert shown.tokens[0, -1] == end
 
 

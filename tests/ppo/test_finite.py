@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.conformance.shared import cluster
 from tests.ppo import test_job
-from tests.ppo.judged import Judged, Spoiled, Whole
+from tests.ppo.judged import JoinedCall, Judged, Spoiled
 from tests.ppo.stored import tensors_of
 from tests.ppo.test_grpo import ENGINE, TINY
 from tests.ppo.test_job import EXAMPLES
@@ -32,7 +32,7 @@ BAD = [math.nan, math.inf, -math.inf, None, "0.5", 1e39, 10**400, np.float32("na
 @pytest.fixture
 def rollout(actor: Actor) -> Rollout:
     entry = {"question": "", "answer": ""}
-    problems = Problems.of(Problem(f"{name}: ", "a", entry) for name in ("first", "second", "third"))
+    problems = Problems.from_list(Problem(f"{name}: ", "a", entry) for name in ("first", "second", "third"))
     return actor.generate(problems, max_new_tokens=3)
 
 
@@ -52,7 +52,7 @@ def test_a_score_that_is_one(monkeypatch: pytest.MonkeyPatch, rollout: Rollout, 
 
 def test_scores_of_a_whole_batch(rollout: Rollout) -> None:
     """A reward that scores by itself is told by what every job asks it for."""
-    reward = Whole()
+    reward = JoinedCall()
     with pytest.raises(ValueError, match=r"gives row 2 the score nan, .* to 'third: '"):
         reward.summary(rollout, reward.score(rollout))
 

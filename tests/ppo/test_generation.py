@@ -8,16 +8,16 @@ import torch
 from colocate_ppo.actor import Actor
 from colocate_ppo.generation import generate
 from colocate_ppo.task import Problems
-from colocate_ppo.tokenizer import Padded
+from colocate_ppo.tokenizer import PaddedRows
 
 R = 9
 
 
-def prompts(actor: Actor, problems: Problems) -> Padded:
-    return actor.tokenizer.prompts(problems.questions, torch.device("cpu"))
+def prompts(actor: Actor, problems: Problems) -> PaddedRows:
+    return actor.tokenizer.encode_prompts(problems.questions, torch.device("cpu"))
 
 
-def greedy(actor: Actor, prompts: Padded) -> Padded:
+def greedy(actor: Actor, prompts: PaddedRows) -> PaddedRows:
     pad, ends = actor.tokenizer.pad, actor.tokenizer.ends
     return generate(actor.model, prompts, max_new_tokens=R, ends=ends, pad=pad)
 
@@ -49,7 +49,7 @@ def test_after_its_end_an_answer_is_padding(actor: Actor, problems: Problems) ->
     generator = torch.Generator().manual_seed(0)
     answers = generate(
         actor.model,
-        prompts(actor, Problems.of([*problems] * 20)),
+        prompts(actor, Problems.from_list([*problems] * 20)),
         max_new_tokens=R,
         ends=ends,
         pad=pad,
@@ -76,7 +76,7 @@ def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: Pr
 
 def test_samples_follow_the_distribution(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems[:1])
-    many = Padded(batch.tokens.expand(4_000, -1), batch.mask.expand(4_000, -1))
+    many = PaddedRows(batch.tokens.expand(4_000, -1), batch.mask.expand(4_000, -1))
     generator = torch.Generator().manual_seed(0)
     pad, ends = actor.tokenizer.pad, actor.tokenizer.ends
     sampled = generate(

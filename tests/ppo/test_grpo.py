@@ -21,11 +21,11 @@ from colocate_ppo import maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.grpo import train
-from colocate_ppo.model import small_llama
-from colocate_ppo.parallel import even_minibatches
+from colocate_ppo.model import make_small_llama
+from colocate_ppo.parallel import split_evenly
 from colocate_ppo.reference import Reference
 from colocate_ppo.task import Problems
-from colocate_ppo.tokenizer import character_tokenizer
+from colocate_ppo.tokenizer import make_character_tokenizer
 
 PHRASE = "Spell this word backward (example: sun -> nus): "
 TINY = [
@@ -44,8 +44,8 @@ ENGINE = ["+job.with.rollout=rollout"]
 
 def engine(**sizes: Any) -> list[str]:
     """Have an engine with a model of its own generate, of the actor's sizes."""
-    tokenizer = character_tokenizer(sizes.pop("phrases", ()))
-    config = small_llama(tokenizer, **sizes).to_dict()
+    tokenizer = make_character_tokenizer(sizes.pop("phrases", ()))
+    config = make_small_llama(tokenizer, **sizes).to_dict()
     model = {key: value for key, value in config.items() if isinstance(value, int | str)}
     use = {"use": "rollout.engine", "with": {"engine": "transformers", "model": model, "max_length": 64}}
     return [f"groups.policy.roles.rollout={use}"]
@@ -107,7 +107,7 @@ def test_weights_are_truncated() -> None:
 def test_minibatches_have_as_many_tokens(tokens: list[int], k: int, epochs: int) -> None:
     """But for one row; every epoch uses every row once."""
     lengths = torch.tensor(tokens, dtype=torch.int64)
-    batches = even_minibatches(lengths, k, epochs)
+    batches = split_evenly(lengths, k, epochs)
     assert len(batches) == k * epochs
     for epoch in range(epochs):
         own = batches[epoch * k : (epoch + 1) * k]

@@ -206,9 +206,11 @@ def test_no_warm_up_of_a_trained_model(example: str, tmp_path: Path) -> None:
 def test_a_question_without_room(tmp_path: Path) -> None:
     """The error says which question, how long it is, and which option to change."""
     actor = GroupActor(layers=1, hidden=16, heads=2, feed_forward=32)
-    long = Problems.of([Problem("q" * 600, "a", {}), Problem("short", "a", {})])
+    long = Problems.from_list([Problem("q" * 600, "a", {}), Problem("short", "a", {})])
     with pytest.raises(colocate.ConfigError, match=r"the question 'qqq.* of 60\d tokens .* takes 512: give shorter"):
         actor.sample(long, 2, 3)
     empty, some = Sampled((), ()), Sampled((5,), (-1.0,))
     with pytest.raises(colocate.ConfigError, match=r"'qqq.* of \d+ tokens .*: raise max_length of its role"):
-        actor.read(Problems.of([Problem("q" * 300, "a", {}), Problem("b", "a", {})]), [(some, empty), (some, some)], 3)
+        actor.read(
+            Problems.from_list([Problem("q" * 300, "a", {}), Problem("b", "a", {})]), [(some, empty), (some, some)], 3
+        )

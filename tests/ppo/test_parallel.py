@@ -28,7 +28,7 @@ sizes = st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any)
 
 def rows_of(counts: list[int], size: int, epochs: int) -> list[list[int]]:
     """The rows of each minibatch by their numbers in the whole batch."""
-    shares = [parallel.minibatches(counts, rank, size, epochs) for rank in range(len(counts))]
+    shares = [parallel.split_minibatches(counts, rank, size, epochs) for rank in range(len(counts))]
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     together = zip(*shares, strict=True)
     return [[start + int(row) for start, rows in zip(starts, parts, strict=True) for row in rows] for parts in together]
@@ -96,7 +96,7 @@ def two_ranks() -> Iterator[Team]:
             "reference": colocate.role(Reference),
             "reward": colocate.role(Reward),
         }
-        yield Team.of(pool.spawn(roles, name="policy"))
+        yield Team.from_group(pool.spawn(roles, name="policy"))
 
 
 @pytest.mark.in_make_test("11-4")
@@ -116,7 +116,7 @@ def test_two_ranks_learn_what_one_learns(two_ranks: Team, problems: Problems, ro
 
 
 def test_aligned_ranks_are_equal_and_stay_so(two_ranks: Team, problems: Problems) -> None:
-    two_ranks.align()
+    two_ranks.align_models()
     two_ranks.actor.warm_up(problems)
     one, other = (two_ranks.actor.weights.options(ranks=[rank])()["state"] for rank in (0, 1))
     torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -25,7 +25,7 @@ from colocate import ConfigError
 from colocate_ppo.group_actor import GroupActor
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problem, Problems, Question, Task
-from colocate_ppo.tokenizer import Tokenizer, character_tokenizer
+from colocate_ppo.tokenizer import Tokenizer, make_character_tokenizer
 from colocate_rollout import Row
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {"own": own_tokenizer, "deepseek": deepseek_tokenizer}
@@ -43,7 +43,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def ask(*questions: Question) -> Problems:
-    return Problems.of(Problem(each, "", {}) for each in questions)
+    return Problems.from_list(Problem(each, "", {}) for each in questions)
 
 
 def rendered(inner: Any, messages: Any, **options: Any) -> tuple[str, list[int]]:
@@ -76,22 +76,22 @@ def test_chats(tmp_path: Path, kind: str, processes: bool) -> None:
 def test_texts(adds: str) -> None:
     """A text has one beginning, if the tokenizer begins texts so, and no end but one that it has itself."""
     inner = own_tokenizer(adds)
-    tokenizer = Tokenizer.of(inner)
+    tokenizer = Tokenizer.from_transformers(inner)
     begin = [1] if adds in ("begin", "both") else []
     for text in ("ab", " a\n", "", "<think>", "a</s>", "</s>"):
         own = inner(text, add_special_tokens=False)["input_ids"]
         if begin or own:  # there are other tests of questions without tokens
-            assert tokenizer.prompt(text) == [*begin, *own]
-        assert tokenizer.prompt(f"<s>{text}") == [1, *own]
+            assert tokenizer.make_prompt(text) == [*begin, *own]
+        assert tokenizer.make_prompt(f"<s>{text}") == [1, *own]
 
 
 def test_template_options() -> None:
     """Options of the template arrive; an answer that the last message has begun is gone on with."""
     inner = own_tokenizer()
-    tokenizer = attrs.evolve(Tokenizer.of(inner), template_options={"thinking": True})
-    assert tokenizer.prompt(CHATS[0]) == rendered(inner, CHATS[0], thinking=True)[1]
+    tokenizer = attrs.evolve(Tokenizer.from_transformers(inner), template_options={"thinking": True})
+    assert tokenizer.make_prompt(CHATS[0]) == rendered(inner, CHATS[0], thinking=True)[1]
     begun = [*CHATS[0], {"role": "assistant", "content": "It is"}]
-    text = inner.decode(tokenizer.prompt(begun), skip_special_tokens=False)
+    text = inner.decode(tokenizer.make_prompt(begun), skip_special_tokens=False)
     assert text.endswith(f"{ASSISTANT}It is")
 
 
@@ -122,13 +122,13 @@ def test_the_template_is_applied_once(tmp_path: Path) -> None:
 def test_questions_that_cannot_be_asked(question: Any, words: str) -> None:
     """An error says what the question has, and what the model lacks."""
     with pytest.raises(ConfigError, match=words):
-        Tokenizer.of(own_tokenizer()).prompt(question)
+        Tokenizer.from_transformers(own_tokenizer()).make_prompt(question)
 
 
 def test_without_a_template() -> None:
     """A tokenizer without a chat template is named, rather than one made up."""
     with pytest.raises(ConfigError, match=r"chat template of the model's tokenizer can't ask .* is not set"):
-        character_tokenizer().prompt(CHATS[0])
+        make_character_tokenizer().make_prompt(CHATS[0])
 
 
 def test_questions_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_answers(tmp_path: Path, kind: str, processes: bool) -> None:
     """A reward gets the text as the policy wrote it, but for the token that ended it, and the tokens beside it."""
     texts = ["<think>1+1</think>2", "    return x", "x\n", "a  b , c", "\t", "", "</think>"]
     if kind == "characters":
-        inner, options = character_tokenizer().inner, {}
+        inner, options = make_character_tokenizer().inner, {}
         texts = [*(text for text in texts if "\t" not in text), "<pad>a"]
     else:
         inner = TOKENIZERS[kind]()
@@ -171,7 +171,7 @@ def test_answers(tmp_path: Path, kind: str, processes: bool) -> None:
     with colocate.connect(**({"processes": True} if processes else {})) as runtime, runtime.reserve(slots=1) as pool:
         group = pool.spawn({"actor": colocate.role(GroupActor, **options), "reward": colocate.role(Format)})
         actor, reward = group.role("actor", GroupActor), group.role("reward", Format)
-        problems = Problems.of(Problem("?", text, {}) for text in texts)
+        problems = Problems.from_list(Problem("?", text, {}) for text in texts)
         rows = [
             tuple(Row(at, sample, ids, (0.0,) * len(ids), "stop", ()) for sample, ids in enumerate(pair))
             for at, pair in enumerate(zip(ended, open_ended, strict=True))
@@ -187,11 +187,11 @@ def test_answers(tmp_path: Path, kind: str, processes: bool) -> None:
 def test_leading_blanks_of_sentencepiece(letters: str) -> None:
     """The blank that begins an answer isn't lost; where there is no letter "a", texts are decoded plainly."""
     inner = sentencepiece_tokenizer(letters)
-    tokenizer = Tokenizer.of(inner)
+    tokenizer = Tokenizer.from_transformers(inner)
     bodies = [inner.convert_tokens_to_ids([*tokens]) for tokens in ("▁bc", "b▁c", "▁▁b", "bc", "")]
-    answers = tokenizer.padded([[*body, inner.eos_token_id] for body in bodies], torch.device("cpu"), side="right")
+    answers = tokenizer.pad_rows([[*body, inner.eos_token_id] for body in bodies], torch.device("cpu"), side="right")
     begun = "" if letters == "bc" else " "
-    assert tokenizer.texts(answers) == [f"{begun}bc", "b c", f"{begun} b", "bc", ""]
+    assert tokenizer.decode_responses(answers) == [f"{begun}bc", "b c", f"{begun} b", "bc", ""]
 
 
 def test_sampled_answers(actor: GroupActor, problems: Problems) -> None:

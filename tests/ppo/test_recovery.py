@@ -50,11 +50,11 @@ def test_a_part_is_done_again_so_often() -> None:
     run: Any = FakeRun()
     recovery = Recovery("retry", 3)
     do, called = failing(3)
-    assert recovery.part(run, "rollout", do) == "done"
-    assert (len(called), recovery.told(), recovery.told()) == (4, {"failed_calls": 3}, {})
+    assert recovery.run_part(run, "rollout", do) == "done"
+    assert (len(called), recovery.step_metrics(), recovery.step_metrics()) == (4, {"failed_calls": 3}, {})
     do, called = failing(4)
     with pytest.raises(RoleError, match="no"):
-        recovery.part(run, "rollout", do)
+        recovery.run_part(run, "rollout", do)
     assert len(called) == 4
 
 
@@ -73,7 +73,7 @@ def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: Callable[[s
     run: Any = FakeRun()
     do, called = failing(1, error)
     with pytest.raises(RoleError, match="no"):
-        Recovery(how, limit).part(run, "rollout", do)
+        Recovery(how, limit).run_part(run, "rollout", do)
     assert len(called) == 1
 
 
@@ -82,10 +82,10 @@ def test_a_checkpoint_is_gone_back_to_so_often() -> None:
     recovery, error, restored = Recovery("restore", 2), RoleError("no"), list[int]()
     for _ in range(2):  # each new checkpoint has its own number
         for _ in range(2):
-            recovery.restore(run, error, lambda: restored.append(1))
+            recovery.restore_checkpoint(run, error, lambda: restored.append(1))
         with pytest.raises(RoleError):
-            recovery.restore(run, error, lambda: restored.append(1))
-        recovery.progressed()
+            recovery.restore_checkpoint(run, error, lambda: restored.append(1))
+        recovery.on_checkpoint()
     assert len(restored) == 4
 
 
@@ -97,7 +97,7 @@ def test_nothing_is_gone_back_to(how: OnStepFailure, step: int | None, error: Ca
     """Where nobody wants that, there is no checkpoint, or the group can't go on."""
     run: Any = FakeRun(step)
     with pytest.raises(RoleError) as caught:
-        Recovery(how, 3).restore(run, error("no"), lambda: pytest.fail("it was restored"))
+        Recovery(how, 3).restore_checkpoint(run, error("no"), lambda: pytest.fail("it was restored"))
     notes = getattr(caught.value, "__notes__", [])
     assert bool(notes) == (step is None)
 

@@ -18,12 +18,12 @@ from colocate_ppo import maths
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
 from colocate_ppo.group_actor import GroupActor
-from colocate_ppo.model import pretrained_model
+from colocate_ppo.model import load_pretrained_model
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.rollout import Estimates, Rollout
 from colocate_ppo.task import Problems
-from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
+from colocate_ppo.tokenizer import load_tokenizer, make_character_tokenizer
 
 
 @attrs.frozen(eq=False)
@@ -223,7 +223,7 @@ def test_scores_are_those_of_the_task(problems: Problems) -> None:
         "tokens": torch.zeros(4, 6, dtype=torch.long),
         "attention": torch.ones(4, 6, dtype=torch.bool),
         "mask": torch.tensor([[True, True, True]] * 3 + [[True, False, False]]),
-        "problems": Problems.of([problem] * 4),
+        "problems": Problems.from_list([problem] * 4),
         "answers": answers,
         "token_ids": [[] for _ in answers],
     }
@@ -277,7 +277,7 @@ def no_progress_bars() -> Iterator[None]:
 @pytest.mark.usefixtures("no_progress_bars")
 def test_a_model_from_a_folder(tmp_path: Path, problems: Problems) -> None:
     """Any causal language model of transformers, with its own tokenizer."""
-    tokenizer = character_tokenizer()
+    tokenizer = make_character_tokenizer()
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -318,8 +318,8 @@ def test_code_of_a_model_is_not_asked_for(
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
     (folder / "own.py").write_text(f"from pathlib import Path; Path({str(tmp_path / 'ran')!r}).touch()")
     for load in (
-        lambda: pretrained_model(str(folder), torch.device(device)),
-        lambda: pretrained_tokenizer(str(folder)),
+        lambda: load_pretrained_model(str(folder), torch.device(device)),
+        lambda: load_tokenizer(str(folder)),
         lambda: reference.restore(str(folder)),
     ):
         with pytest.raises(ValueError, match="contains custom code"):

@@ -20,7 +20,7 @@ from colocate_ppo.spread import Dtype
 from colocate_ppo.task import Problem, Problems
 from colocate_rollout.role import EngineRole
 
-QUESTIONS = Problems.of(Problem("ab" * (1 + number), "", {}) for number in range(4))
+QUESTIONS = Problems.from_list(Problem("ab" * (1 + number), "", {}) for number in range(4))
 
 
 class Watched(GroupActor):

@@ -16,7 +16,7 @@ import torch
 from tests.ppo import test_grpo, test_job
 
 import colocate
-from colocate_ppo.task import Task, difference_of_rows, is_held_out
+from colocate_ppo.task import Task, compare_rows, is_held_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,7 +156,7 @@ def test_rows_that_differ(kind: str, words: str | None) -> None:
     """A task's rows are told from those before by what differs."""
     before = json.loads(json.dumps(Task(f"{__name__}:own_rows").describe_rows()))
     now = Task(f"{__name__}:own_rows", {"kind": kind}).describe_rows()
-    difference = difference_of_rows(before, now)
+    difference = compare_rows(before, now)
     assert difference is words or (words is not None and str(difference).startswith(words))
 
 
@@ -187,12 +187,12 @@ def test_rows_of_another_process() -> None:
 def test_generated_rows() -> None:
     """Options and the seed make other rows."""
     before = Task("spell_backward").describe_rows()
-    assert difference_of_rows(before, Task("spell_backward").describe_rows()) is None
+    assert compare_rows(before, Task("spell_backward").describe_rows()) is None
     options = {"min_word_len": 9}
     assert "`options` was [], and is [('min_word_len', 9)]" in str(
-        difference_of_rows(before, Task("spell_backward", options).describe_rows())
+        compare_rows(before, Task("spell_backward", options).describe_rows())
     )
-    assert "`seed` was 0, and is 1" in str(difference_of_rows(before, Task("spell_backward", seed=1).describe_rows()))
+    assert "`seed` was 0, and is 1" in str(compare_rows(before, Task("spell_backward", seed=1).describe_rows()))
 
 
 @pytest.mark.parametrize("job", ["ppo", "grpo"])

@@ -7,17 +7,17 @@ import string
 import torch
 from hypothesis import given, strategies as st
 
-from colocate_ppo.tokenizer import character_tokenizer
+from colocate_ppo.tokenizer import make_character_tokenizer
 
 PHRASE = "Spell this word backward (example: sun -> nus): "
-TOKENIZER = character_tokenizer([PHRASE])
+TOKENIZER = make_character_tokenizer([PHRASE])
 INNER = TOKENIZER.inner
 CHARACTERS = "\n " + string.ascii_letters + string.digits + string.punctuation
 
 
 @given(st.text(alphabet=CHARACTERS))
 def test_every_text_comes_back(text: str) -> None:
-    plain = character_tokenizer().inner
+    plain = make_character_tokenizer().inner
     tokens = plain(text)["input_ids"]
     assert len(tokens) == len(text)
     assert plain.decode(tokens) == text
@@ -36,11 +36,11 @@ def test_unknown_characters_are_marked() -> None:
 
 def test_a_batch_is_padded() -> None:
     """Prompts, which are lines, on the left; answers, which end, on the right."""
-    prompts = TOKENIZER.prompts(["ab", "a"], torch.device("cpu"))
+    prompts = TOKENIZER.encode_prompts(["ab", "a"], torch.device("cpu"))
     assert prompts.mask.tolist() == [[True, True, True], [False, True, True]]
     assert prompts.tokens[1, 0] == TOKENIZER.pad
     assert INNER.decode(prompts.tokens[0]) == "ab\n"
-    answers = TOKENIZER.answers(["ab", "a"], torch.device("cpu"))
+    answers = TOKENIZER.encode_answers(["ab", "a"], torch.device("cpu"))
     assert answers.mask.tolist() == [[True, True, True], [True, True, False]]
     assert answers.tokens[1, 1:].tolist() == [*TOKENIZER.ends, TOKENIZER.pad]
-    assert TOKENIZER.texts(answers) == ["ab", "a"]
+    assert TOKENIZER.decode_responses(answers) == ["ab", "a"]

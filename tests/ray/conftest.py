@@ -13,7 +13,7 @@ from tests.clusters import NONE_IDLE, SPARING, started
 
 import colocate
 from colocate import Runtime
-from colocate.testing.leaks import Watch
+from colocate.testing.leaks import LeakWatch
 from colocate.testing.probes.plain import Echo
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -81,6 +81,6 @@ def tls(patch: pytest.MonkeyPatch, folder: Path, authority: str = "good", own: s
 
 
 @pytest.fixture(autouse=True)
-def may_start_what_it_needs_later(_colocate_watch: Watch) -> None:
+def may_start_what_it_needs_later(_colocate_watch: LeakWatch) -> None:
     """A runtime that tests share has Ray start the actors that hold its keepers when it needs them, on each machine."""
     _colocate_watch.shares_engines = True

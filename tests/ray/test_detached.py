@@ -78,8 +78,8 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
     gone = Processes([*pids, owner.pid])
     os.kill(envoy, signal.SIGKILL)
     driver.kill()
-    gone.wait()
-    gone.close()
+    gone.wait_all()
+    gone.release_all()
     driver.communicate(timeout=PATIENCE_S)
     with runtime.reserve(3, cpus=0, gpus=1):
         pass
@@ -111,8 +111,8 @@ def test_owner_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
     pids, owner = detached(runtime, cluster, name)
     workers = Processes(pids)
     owner.kill()
-    workers.wait()
-    workers.close()
+    workers.wait_all()
+    workers.release_all()
     wait_until(lambda: not runtime.detached(), "it isn't listed any more")
     with pytest.raises(ConfigError, match="no pool"):
         runtime.attach(name)
@@ -170,9 +170,10 @@ def test_store(cluster: Any) -> None:
     from colocate_ray import names
     ray.init(address=sys.argv[1], log_to_driver=False)
     key = b"colocate/test"
-    print([names._put(key, b"1", overwrite=False), names._put(key, b"2", overwrite=False), names._get(key)])
-    print([names._put(key, b"3", overwrite=True), names._get(key), names._list(b"colocate/te")])
-    print([names._delete(key), names._get(key), names._list(b"colocate/te"), names.owner_of("nobody")])
+    put, get = names._put_value, names._get_value
+    print([put(key, b"1", overwrite=False), put(key, b"2", overwrite=False), get(key)])
+    print([names._put_value(key, b"3", overwrite=True), names._get_value(key), names._list_keys(b"colocate/te")])
+    print([names._delete_key(key), names._get_value(key), names._list_keys(b"colocate/te"), names.find_owner("nobody")])
     """
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
     run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text), cluster.address]

@@ -19,7 +19,7 @@ import colocate
 from colocate import Runtime
 from colocate.errors import ClusterError, ColocateError, PlacementTimeout
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, send, starter_of, wait_until
+from colocate.testing.waiting import Processes, find_starter, send_signal, wait_until
 from colocate.worker.birth import supervisor
 from colocate_ray import janitor
 
@@ -65,15 +65,15 @@ def test_engine(name: str, number: signal.Signals) -> None:
     group = pool.spawn({"echo": colocate.role(Echo)})
     workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
     everything = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
-    send(of_ray(runtime, name).pid, number)
+    send_signal(of_ray(runtime, name).pid, number)
     ended(pool.close, grace=1.0)
-    workers.wait()
+    workers.wait_all()
     assert pool.state == "closed"
     ended(runtime.close)
-    everything.wait()
+    everything.wait_all()
     assert not Path(envoy(runtime).folder).exists()
-    workers.close()
-    everything.close()
+    workers.release_all()
+    everything.release_all()
 
 
 @pytest.mark.long
@@ -83,11 +83,11 @@ def test_stopped_envoy() -> None:
     pool = runtime.reserve(2)
     group = pool.spawn({"echo": colocate.role(Echo)})
     processes = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
-    send(envoy(runtime)._process.pid, signal.SIGSTOP)
+    send_signal(envoy(runtime)._process.pid, signal.SIGSTOP)
     assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
     assert ended(pool.close) == []
-    processes.wait()
-    processes.close()
+    processes.wait_all()
+    processes.release_all()
     with pytest.raises(ColocateError, match="the connection to Ray has ended"):
         runtime.reserve(1)
     assert ended(runtime.close) == []
@@ -111,15 +111,15 @@ def test_driver_and_envoy(number: signal.Signals) -> None:
         memory = [Path("/dev/shm", name) for name in names]
         assert [path.exists() for path in memory] == [True, True]
         processes = Processes(child.pid for child in psutil.Process(driver.pid).children(recursive=True))
-        send(int(pid), number)
+        send_signal(int(pid), number)
         driver.kill()
-        processes.wait()
-        processes.close()
+        processes.wait_all()
+        processes.release_all()
     wait_until(lambda: not Path(folder).exists(), "the folder is gone")
     wait_until(lambda: not any(path.exists() for path in memory), "shared memory is removed")
 
 
-@pytest.mark.parametrize("tracks", [supervisor.tracks, janitor._tracks], ids=["supervisor", "janitor"])
+@pytest.mark.parametrize("tracks", [supervisor.is_tracker, janitor._is_tracker], ids=["supervisor", "janitor"])
 def test_trackers_are_known_from_their_start(tracks: Callable[[int], bool]) -> None:
     """Whoever has started one goes on while the kernel still executes it: on one processor, nearly always."""
     processors = os.sched_getaffinity(0)
@@ -156,10 +156,10 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
         pool = runtime.reserve(2, cpus=1)
         group = pool.spawn({"echo": colocate.role(Echo)})
         workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
-        send(envoy(runtime)._process.pid, number)
+        send_signal(envoy(runtime)._process.pid, number)
         ended(pool.close, grace=1.0)
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
         words = rf"Ray cluster \(address='{cluster.address}'\) has ended: .*connect again"
         with pytest.raises(ClusterError, match=words):
             runtime.reserve(1)
@@ -172,7 +172,7 @@ def test_an_envoy_that_is_asked_to_end(joined: Runtime) -> None:
     """As all processes of a batch job are at once, and all of a systemd unit: the driver decides when it ends."""
     with joined.reserve(3, cpus=1) as pool:
         echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-        send(envoy(joined)._process.pid, signal.SIGTERM)
+        send_signal(envoy(joined)._process.pid, signal.SIGTERM)
         with pytest.raises(PlacementTimeout):
             joined.reserve(1, cpus=1, timeout=5)
         assert echo.echo(1) == [1, 1, 1]
@@ -185,10 +185,10 @@ def test_actor_in_a_cluster(joined: Runtime, number: signal.Signals) -> None:
     pool = joined.reserve(3, cpus=1)
     group = pool.spawn({"echo": colocate.role(Echo)})
     (pid, *_), *_ = group.role("echo", Echo).place()
-    actor = starter_of(pid)
+    actor = find_starter(pid)
     processes = Processes([pid, actor])
-    send(actor, number)
+    send_signal(actor, number)
     ended(pool.close, grace=0.0)
-    processes.wait()
-    processes.close()
+    processes.wait_all()
+    processes.release_all()
     joined.reserve(3, cpus=1, timeout=0).close()

@@ -80,8 +80,8 @@ def test_where_an_owner_is(monkeypatch: pytest.MonkeyPatch) -> None:
     head = {"node:__internal_head__": 1.0}
     every = [{**address, "NodeID": f"{each:032}", "Resources": head if each == 50 else {}} for each in range(100)]
     monkeypatch.setattr("ray.nodes", lambda: every)
-    monkeypatch.setattr("colocate_ray.silence.answering", lambda servers, within_s: set(servers))
-    assert Nodes().one_that_answers(stays=True) == f"{50:032}"
+    monkeypatch.setattr("colocate_ray.silence.find_answering", lambda servers, within_s: set(servers))
+    assert Nodes().choose_answering(stays=True) == f"{50:032}"
 
 
 def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     from ray.autoscaler.v2 import schema, sdk
 
-    from colocate_ray.growing import autoscaler
+    from colocate_ray.growing import read_autoscaler
 
     report: dict[str, Any] = {}
     status: Any = schema.ClusterStatus()
@@ -104,7 +104,7 @@ def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(gcs_address="")
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     monkeypatch.setattr(sdk, "get_cluster_status", lambda address: status)
-    assert autoscaler() is None
+    assert read_autoscaler() is None
 
     why = UnavailableNodeInformation("OutOfCapacity", "none left")
     availability = NodeAvailabilitySummary({"big": NodeAvailabilityRecord("big", False, 0.0, why)})
@@ -117,27 +117,27 @@ def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
         node_availability_summary=availability,
     )
     report["autoscaler_report"] = asdict(said)
-    found = autoscaler()
+    found = read_autoscaler()
     assert found is not None
-    assert found.words == (
+    assert found.describe == (
         "Ray's autoscaler has 1 head, and waits for 3 cpu; a node cpu failed; no big is to be had: none left"
     )
     report["autoscaler_report"] |= {"active_nodes": {"node_12ab": 1}, "pending_nodes": [], "pending_launches": {}}
-    assert autoscaler() is None
+    assert read_autoscaler() is None
     nodes: dict[str, int] = report["autoscaler_report"]["active_nodes"]
     nodes.clear()  # as long as it has seen no node, not even the head
     monkeypatch.setattr("colocate_ray.growing.time.sleep", lambda seconds: nodes.update(head=1))
-    assert autoscaler() is None  # by then
-    found = autoscaler(within_s=60)
+    assert read_autoscaler() is None  # by then
+    found = read_autoscaler(within_s=60)
     assert found is not None
     assert found.nodes == {"head": 1}
 
     # The first status of a cluster that has just started has no report.
     first = report.pop("autoscaler_report")
     report["monitor_pid"] = 1
-    assert autoscaler() is None
+    assert read_autoscaler() is None
     monkeypatch.setattr("colocate_ray.growing.time.sleep", lambda seconds: report.update(autoscaler_report=first))
-    found = autoscaler(within_s=60)
+    found = read_autoscaler(within_s=60)
     assert found is not None
     assert found.nodes == {"head": 1}
 
@@ -147,10 +147,10 @@ def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     status.idle_nodes.append(node(ray_node_type_name="headgroup", node_id=""))
     status.pending_launches.append(launch)
     status.failed_launches.append(replace(launch, details="no quota"))
-    assert autoscaler() is None  # nothing is said by one
+    assert read_autoscaler() is None  # nothing is said by one
     status.stats.autoscaler_version = "7"
-    found = autoscaler()
+    found = read_autoscaler()
     assert found is not None
-    assert found.words == (
+    assert found.describe == (
         "Ray's autoscaler has 1 headgroup, and waits for 2 cpu; 2 cpu couldn't be launched: no quota"
     )

@@ -29,7 +29,7 @@ from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send_signal, wait_until
 
 SCRIPT = """
 import json, os, sys
@@ -98,8 +98,8 @@ def test_killed_by_ray(runtime: Runtime, cluster: Any) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
         with script(text, cluster, **token, KEEPERS=f"{runtime._node.services.id}/keepers-") as stranger:
             assert stranger.wait(PATIENCE_S) == 0
-        family.wait()
-        family.close()
+        family.wait_all()
+        family.release_all()
         assert death_of(group).rank == 0
 
 
@@ -144,8 +144,8 @@ def test_without_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(placing, "placement_group", lambda bundles, strategy="PACK", bundle_label_selector=None: None)
     with pytest.raises(CapabilityError, match=r"together='zone'\): Ray 2\.60 can"):
-        placing._where(Request(2, together="zone"))
-    assert placing._where(Request(2, labels={"zone": "a"}, strategy="strict_spread")) == {
+        placing._placement_options(Request(2, together="zone"))
+    assert placing._placement_options(Request(2, labels={"zone": "a"}, strategy="strict_spread")) == {
         "strategy": "STRICT_SPREAD",
         "bundle_label_selector": [{"zone": "a"}] * 2,
     }
@@ -340,12 +340,12 @@ def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool
     (head,) = (
         each for each in psutil.Process(cluster.process.pid).children(recursive=True) if each.name() == "gcs_server"
     )
-    send(head.pid, signal.SIGSTOP)
+    send_signal(head.pid, signal.SIGSTOP)
     try:
         with pytest.raises(ClusterError, match=rf"the head .* at {cluster.address} doesn't answer .*still runs"):
             runtime.reserve(3, cpus=1, timeout=0, detachable=detachable)
     finally:
-        send(head.pid, signal.SIGCONT)
+        send_signal(head.pid, signal.SIGCONT)
     runtime.reserve(3, cpus=1, timeout=PATIENCE_S).close()
 
 
@@ -355,7 +355,7 @@ def test_a_machine_that_is_silent(cluster: Any, runtime: Runtime) -> None:
     before = _raylets(cluster)
     cluster.tell("add")
     (third,) = _raylets(cluster) - before
-    send(third, signal.SIGSTOP)
+    send_signal(third, signal.SIGSTOP)
     try:
         for detachable in (False, True):
             runtime.reserve(2, strategy="spread", detachable=detachable).close()
@@ -363,7 +363,7 @@ def test_a_machine_that_is_silent(cluster: Any, runtime: Runtime) -> None:
             runtime.reserve(4, timeout=0)
         assert [row["free"] for row in caught.value.nodes].count("doesn't answer") == 1
     finally:
-        send(third, signal.SIGCONT)
+        send_signal(third, signal.SIGCONT)
         cluster.tell("remove")
     everything_is_free(runtime)
 

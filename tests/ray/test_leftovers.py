@@ -17,7 +17,7 @@ import pytest
 import colocate
 from colocate.testing.waiting import wait_until
 from colocate_ray.envoy import MARK
-from colocate_ray.leftovers import SERVICE, left_here
+from colocate_ray.leftovers import SERVICE, find_leftovers
 from colocate_ray.private import PREFIX
 
 WAIT = "import sys; sys.stdin.read()"
@@ -45,12 +45,12 @@ def gone() -> int:
 
 
 def found(pid: int) -> list[str]:
-    return [each.kind for each in left_here() if each.pid == pid]
+    return [each.kind for each in find_leftovers() if each.pid == pid]
 
 
 def test_envoy_without_its_driver(gone: int) -> None:
     with pretending("-m", SERVICE, "3", str(gone)) as pid:
-        (stray,) = (each for each in left_here() if each.pid == pid)
+        (stray,) = (each for each in find_leftovers() if each.pid == pid)
         assert stray.kind == "Ray envoy"
         assert f"on behalf of driver {gone}" in stray.detail
     with pretending("-m", SERVICE, "3", str(os.getpid())) as pid:
@@ -61,7 +61,7 @@ def test_processes_without_their_envoy() -> None:
     """By the folder on their command line, or by the mark in their environment; a janitor is none of them."""
     folder = f"{tempfile.gettempdir()}/{PREFIX}{uuid.uuid4().hex[:8]}"
     with pretending(f"--session-dir={folder}/r/session_1") as pid:
-        (stray,) = (each for each in left_here() if each.pid == pid)
+        (stray,) = (each for each in find_leftovers() if each.pid == pid)
         assert stray.kind == "process of an envoy"
         assert f"its folder is {folder}" in stray.detail
     with pretending("anything", **{MARK: "abc"}) as pid:
@@ -73,9 +73,9 @@ def test_processes_without_their_envoy() -> None:
 def test_folder_that_nobody_uses() -> None:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        assert str(folder) in {each.id for each in left_here()}
+        assert str(folder) in {each.id for each in find_leftovers()}
         with pretending("janitor.py", str(folder)):
-            assert str(folder) not in {each.id for each in left_here()}
+            assert str(folder) not in {each.id for each in find_leftovers()}
     finally:
         folder.rmdir()
 
@@ -83,11 +83,11 @@ def test_folder_that_nobody_uses() -> None:
 @pytest.mark.long
 def test_living_private_ray() -> None:
     """Nothing of one is found, while it starts, while it runs and when it has ended."""
-    before = {each.id for each in left_here()}
+    before = {each.id for each in find_leftovers()}
     with colocate.connect("ray", cpus=1) as runtime, runtime.reserve(1):
         executor: Any = runtime._node.services.executor
         pids = {each.pid for each in executor.running()}
         assert pids
         assert Path(executor._envoy.folder).is_dir()
-        assert [each for each in left_here() if each.id not in before] == []
-    assert [each for each in left_here() if each.id not in before] == []
+        assert [each for each in find_leftovers() if each.id not in before] == []
+    assert [each for each in find_leftovers() if each.id not in before] == []

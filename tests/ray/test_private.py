@@ -24,7 +24,7 @@ from colocate import ColocatedGroup, Runtime, gpus
 from colocate.errors import ClusterError, ColocateError
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, wait_until
-from colocate_ray.leftovers import left_here
+from colocate_ray.leftovers import find_leftovers
 
 SCRIPT = """
 import json, os, sys
@@ -104,13 +104,13 @@ def test_clean_end(tmp_path: Path) -> None:
         assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
         assert hear(process) == [[[0], [1]], ["5", "3"]]
         ours = {str(folder), *(str(each.pid) for each in psutil.Process(process.pid).children(recursive=True))}
-        assert not ours & {text for each in left_here() for text in (each.id, str(each.pid))}
+        assert not ours & {text for each in find_leftovers() for text in (each.id, str(each.pid))}
         processes = below(process)
         printed = process.communicate("\n", timeout=60)
         assert not [line for text in printed for line in text.splitlines() if not line.startswith("[colocate] ")]
         assert process.returncode == 0
-    processes.wait()
-    processes.close()
+    processes.wait_all()
+    processes.release_all()
     assert not folder.exists()
     assert list(home.iterdir()) == []
 
@@ -125,8 +125,8 @@ def test_killed_driver() -> None:
         family = psutil.Process(process.pid)
         processes = Processes(each.pid for each in family.children(recursive=True) if each != child)
         process.kill()
-        processes.wait()
-        processes.close()
+        processes.wait_all()
+        processes.release_all()
         wait_until(lambda: not folder.exists(), "the folder is gone")
         assert child.is_running()
 
@@ -138,8 +138,8 @@ def test_killed_while_it_starts() -> None:
         wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 2, "Ray is being started")
         processes = below(process)
         process.kill()
-        processes.wait()
-        processes.close()
+        processes.wait_all()
+        processes.release_all()
 
 
 @pytest.mark.long
@@ -177,8 +177,8 @@ def _lose_the_envoy(runtime: Runtime, group: ColocatedGroup) -> None:
     with pytest.raises(ColocateError, match="the connection to Ray has ended"):
         runtime.reserve(1)
     runtime.close()
-    processes.wait()
-    processes.close()
+    processes.wait_all()
+    processes.release_all()
     assert not Path(envoy(runtime).folder).exists()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from colocate.errors import ClusterError, ColocateError, ConfigError
-from colocate.testing.waiting import Processes, send, wait_until
+from colocate.testing.waiting import Processes, send_signal, wait_until
 from colocate_ray import proxy
 from colocate_ray.proxy import DriverProxy
 
@@ -23,9 +23,9 @@ WAIT_S = 60.0
 SIDE = """
 import os, threading
 from colocate.errors import ConfigError
-from colocate_ray.proxy import Proxied
+from colocate_ray.proxy import ProxyProcess
 
-class Side(Proxied):
+class Side(ProxyProcess):
     engine = "Toy"
 
     def open(self, left):
@@ -35,7 +35,7 @@ class Side(Proxied):
         self.main = threading.current_thread() is threading.main_thread()
 
     def add(self, one, other):
-        self.say("adding", one, other)
+        self.notify_driver("adding", one, other)
         return one + other
 
     def opened_on_main(self):
@@ -87,8 +87,8 @@ def test_called_and_heard(toy: Toy) -> None:
     assert toy.proxy.call("add", 1, 2, within_s=WAIT_S) == 3
     assert toy.heard == [("adding", 1, 2)]
     assert toy.proxy.call("opened_on_main", within_s=WAIT_S) is True
-    posted = [toy.proxy.post("add", number, 1) for number in range(3)]
-    assert toy.proxy.wait(posted)
+    posted = [toy.proxy.call_soon("add", number, 1) for number in range(3)]
+    assert toy.proxy.wait_for(posted)
     assert [each.result() for each in posted] == [[1], [2], [3]]
     with pytest.raises(ColocateError, match="Toy failed: OSError: the engine's own"):
         toy.proxy.call("fail", within_s=WAIT_S)
@@ -105,7 +105,7 @@ def test_one_that_does_not_open(toy: Toy) -> None:
     with Processes([toy.proxy.pid]) as process:
         with pytest.raises(ConfigError, match="no file is given"):
             toy.proxy.open(None, within_s=WAIT_S)
-        process.wait()
+        process.wait_all()
 
 
 def test_one_that_ends(toy: Toy, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_one_that_ends(toy: Toy, tmp_path: Path) -> None:
     (folder / "log").write_text("out of memory")
 
     class Logged(DriverProxy):
-        def lost(self, why: str) -> ClusterError:
+        def make_lost_error(self, why: str) -> ClusterError:
             return ClusterError(why, logs={"log": (folder / "log").read_text()})
 
     with contextlib.closing(Logged("toy_side", engine="Toy", folder=str(folder))) as logged:
@@ -135,7 +135,7 @@ def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "SILENCE_S", 0.1)
     monkeypatch.setattr(proxy, "_PONG_WITHIN_S", 0.1)
     assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
-    send(toy.proxy.pid, signal.SIGSTOP)
+    send_signal(toy.proxy.pid, signal.SIGSTOP)
     with pytest.raises(ClusterError, match="the connection to Toy has ended"):
         toy.proxy.call("add", 1, 2, within_s=WAIT_S)
 
@@ -161,7 +161,7 @@ def test_it_ends_with_the_driver(toy: Toy, tmp_path: Path, stopped: bool) -> Non
         pid = int(driver.stdout.readline())
         with Processes([pid]) as process:
             if stopped:
-                send(pid, signal.SIGSTOP)
+                send_signal(pid, signal.SIGSTOP)
             driver.kill()
-            process.wait()
+            process.wait_all()
     wait_until(lambda: stopped or (tmp_path / "other").exists(), "it has left")

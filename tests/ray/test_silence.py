@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from colocate_ray.silence import HELLO, Silence, answering
+from colocate_ray.silence import HELLO, SilentNodes, find_answering
 
 
 @pytest.fixture
@@ -38,22 +38,22 @@ def test_who_answers(server: socket.socket) -> None:
             "refuses": ("127.0.0.1", port),
             "nowhere": ("192.0.2.1", 1),  # for examples, of no network
         }
-        assert answering(servers, 1.0) == {"answers"}
+        assert find_answering(servers, 1.0) == {"answers"}
     thread.join()
 
 
 def test_it_is_remembered(server: socket.socket) -> None:
     """Who was silent is given less time, until it answers: then nobody is silent any more."""
-    silence, servers = Silence(), {"one": server.getsockname()}
+    silence, servers = SilentNodes(), {"one": server.getsockname()}
     began = time.monotonic()
-    assert silence.among(servers) == {"one"}
+    assert silence.find_silent(servers) == {"one"}
     first = time.monotonic() - began
     began = time.monotonic()
-    assert silence.among(servers) == {"one"}
+    assert silence.find_silent(servers) == {"one"}
     assert time.monotonic() - began < first
     for _ in range(2):  # those that have gone again
         server.accept()[0].close()
     answers = threading.Thread(target=_answer, args=(server,))
     answers.start()
-    assert not silence.among(servers)
+    assert not silence.find_silent(servers)
     answers.join()

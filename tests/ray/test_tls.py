@@ -15,7 +15,7 @@ from tests.ray.conftest import tls
 import colocate
 from colocate.errors import ClusterError, ConfigError
 from colocate.testing.probes.plain import Echo
-from colocate_report.window import look_at
+from colocate_report.window import inspect_cluster_job
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_right_certificates(
         (window,) = executor.windows()
         here, there = window.address.split(",")
         assert (here.partition(":")[0], there.partition(":")[0]) == ("unix", "tls")
-        assert look_at(attrs.evolve(window, address=there), executor)["job"] == "demo"
+        assert inspect_cluster_job(attrs.evolve(window, address=there), executor)["job"] == "demo"
 
 
 @pytest.mark.long

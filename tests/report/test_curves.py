@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from colocate_report.curves import HEIGHT, WIDTH, Chart, Curves, curves, headline, series_of
+from colocate_report.curves import HEIGHT, WIDTH, Chart, Curves, collect_series, headline_series, make_curves
 
 
 def drawn(*rows: Mapping[str, Any]) -> Curves:
-    return curves(series_of(rows))
+    return make_curves(collect_series(rows))
 
 
 def labels(chart: Chart) -> list[str]:
@@ -27,7 +27,7 @@ def places(path: str) -> list[tuple[int, int]]:
 class TestWhichAreLarge:
     def test_held_out_results_come_first_then_rewards_then_successes(self) -> None:
         names = ["loss", "accuracy", "kl", "reward", "eval_score", "eval_accuracy"]
-        found = headline(series_of([dict.fromkeys(names, 0.5) | {"step": 1}]))
+        found = headline_series(collect_series([dict.fromkeys(names, 0.5) | {"step": 1}]))
         assert [each.name for each in found] == ["eval_accuracy", "eval_score", "reward", "accuracy"]
 
     def test_fractions_share_an_axis_from_0_to_1_and_others_have_their_own(self) -> None:

@@ -12,7 +12,7 @@ from tests.report.sample import Page, calls, graph, record, totals
 
 from colocate import GroupMemory, RoleMemory, SlotMemory
 from colocate_report.calls import KEPT_SPANS, Span
-from colocate_report.contention import HandedOver, RoleUse
+from colocate_report.contention import Handover, RoleUse
 from colocate_run.config.source import config_text
 
 PARTS = ["curves", "answers", "times", "timeline", "memory", "ownership", "setup"]
@@ -258,7 +258,7 @@ def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> Non
 
 def test_what_fusing_saves_of_copies(tmp_path: Path) -> None:
     """Also where nobody waited, and on threads."""
-    over = [HandedOver("policy", "actor", "critic", 3 << 20), HandedOver("policy", "", "reward", 1 << 20)]
+    over = [Handover("policy", "actor", "critic", 3 << 20), Handover("policy", "", "reward", 1 << 20)]
     text = (
         "Of kept results, 4 MiB were used where they lay; processes of their own would have copied them: "
         "actor to critic 3 MiB, functions to reward 1 MiB."
@@ -266,5 +266,5 @@ def test_what_fusing_saves_of_copies(tmp_path: Path) -> None:
     page = Page(tmp_path, record(memory=(), handed_over=over)).text
     assert text in page
     assert "Who waited for whom" not in page
-    several = [*over, HandedOver("other", "actor", "critic", 1 << 20)]
+    several = [*over, Handover("other", "actor", "critic", 1 << 20)]
     assert "other: actor to critic 1 MiB." in Page(tmp_path, record(handed_over=several)).text

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 from tests.report.sample import Page, graph, record
 
-from colocate_report.ownership import ownership
-from colocate_report.scale import Axis, duration, number, offset, time_ticks, words
+from colocate_report.ownership import ownership_tree
+from colocate_report.scale import Axis, format_duration, format_number, format_offset, humanize, make_time_ticks
 
 ROLES = {"actor": 0, "critic": 1}
 FLOATS = st.floats(-1e12, 1e12)
@@ -20,7 +20,7 @@ FLOATS = st.floats(-1e12, 1e12)
 class TestNumbers:
     def test_as_text(self) -> None:
         for value, text in [(0, "0"), (1234567, "1,234,567"), (0.123456, "0.1235"), (-0.5, "\u22120.5")]:
-            assert number(value) == text
+            assert format_number(value) == text
         for seconds, text in [
             (0, "0 ms"),
             (0.00042, "0.42 ms"),
@@ -28,16 +28,23 @@ class TestNumbers:
             (59.96, "1 min 0 s"),
             (3723, "1 h 2 min"),
         ]:
-            assert duration(seconds) == text
+            assert format_duration(seconds) == text
         for name, text in [("eval_accuracy", "Held-out accuracy"), ("kl", "KL"), ("_", "_")]:
-            assert words(name) == text
-        assert words("policy/grad_norm") == "Policy gradient norm"
+            assert humanize(name) == text
+        assert humanize("policy/grad_norm") == "Policy gradient norm"
 
     def test_an_axis_of_time_has_one_unit(self) -> None:
-        assert [label for _, label in time_ticks(0.25, 5)] == ["0 ms", "50 ms", "100 ms", "150 ms", "200 ms", "250 ms"]
-        assert time_ticks(600, 3) == ((0.0, "0 min"), (50.0, "5 min"), (100.0, "10 min"))
-        assert offset(7200, 36_000) == "2 h"
-        assert time_ticks(0.0, 5) == ()
+        assert [label for _, label in make_time_ticks(0.25, 5)] == [
+            "0 ms",
+            "50 ms",
+            "100 ms",
+            "150 ms",
+            "200 ms",
+            "250 ms",
+        ]
+        assert make_time_ticks(600, 3) == ((0.0, "0 min"), (50.0, "5 min"), (100.0, "10 min"))
+        assert format_offset(7200, 36_000) == "2 h"
+        assert make_time_ticks(0.0, 5) == ()
 
     @example(-989999989749.0, -988999999988.0, 2)
     @example(0.0, 5e-324, 2)
@@ -45,13 +52,13 @@ class TestNumbers:
     @given(FLOATS, FLOATS, st.integers(2, 10))
     def test_an_axis_around_holds_both_ends_with_round_ticks(self, one: float, other: float, count: int) -> None:
         low, high = sorted((one, other))
-        axis = Axis.around(low, high, count)
+        axis = Axis.with_round_ends(low, high, count)
         room = 1e-6 * (axis.high - axis.low)
         assert axis.low <= low + room
         assert high - room <= axis.high
         assert 2 <= len(axis.ticks) <= count + 2
-        assert len(set(axis.labels())) == len(axis.ticks)
-        assert max(map(len, axis.labels())) <= 15
+        assert len(set(axis.tick_labels())) == len(axis.ticks)
+        assert max(map(len, axis.tick_labels())) <= 15
 
 
 class TestMemory:
@@ -71,7 +78,7 @@ class TestMemory:
 
 class TestOwnership:
     def test_a_tree_with_facts(self) -> None:
-        root = ownership(graph(), ROLES)
+        root = ownership_tree(graph(), ROLES)
         assert root is not None
         assert (root.kind, root.name, root.facts) == ("runtime", "local", ("ready", "12.5 s", "demo.yaml:4"))
         workers = root.children[0].children[0].children

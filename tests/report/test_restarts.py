@@ -8,9 +8,9 @@ import pytest
 
 from colocate import CheckpointRecord
 from colocate.errors import RoleError, WorkerDied
-from colocate_report.calls import CallLog, lost_by
-from colocate_run.config.secrets import without_secret_values
-from colocate_run.environment import origin
+from colocate_report.calls import CallLog, describe_loss
+from colocate_run.config.secrets import hide_secret_arguments
+from colocate_run.environment import describe_origin
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from colocate_run.environment import origin
     ],
 )
 def test_what_a_group_was_lost_by(cause: WorkerDied, words: str) -> None:
-    assert lost_by("policy", cause) == words
+    assert describe_loss("policy", cause) == words
 
 
 def test_what_was_done_since_the_last_checkpoint_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,16 +37,16 @@ def test_what_was_done_since_the_last_checkpoint_is_lost(monkeypatch: pytest.Mon
         log.colocate_group_changed("policy", state, WorkerDied("", rank=1, signal="SIGKILL"))
     log.colocate_group_changed("policy", "ready", None)
     for saved, lost in (((), 14.0), ((5.0, 15.0, 22.0), 9.0)):
-        (found,) = log.restarts(saved)
+        (found,) = log.list_restarts(saved)
         assert (found.at, found.lost) == (20.0, lost)
 
 
 def test_how_a_run_was_started_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["run", "a.yaml", "--set", "pools.main.env.HF_TOKEN=a=b", "--set=x.api_key=abc", "--set", "job.with.n=3"]
     hidden = ["run", "a.yaml", "--set", "pools.main.env.HF_TOKEN=(hidden)", "--set=x.api_key=(hidden)", "--set"]
-    assert without_secret_values(command) == [*hidden, "job.with.n=3"]
+    assert hide_secret_arguments(command) == [*hidden, "job.with.n=3"]
     monkeypatch.setattr("sys.orig_argv", ["colocate", *command])
-    found = origin()
+    found = describe_origin()
     assert "abc" not in found["command"]
     assert found["command"].endswith("job.with.n=3")
     assert found["host"]

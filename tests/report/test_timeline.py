@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from colocate_report.calls import Restart, Span
-from colocate_report.timeline import LEVELS, Grid, Lane, Mark, lane, timeline
+from colocate_report.timeline import LEVELS, Grid, Lane, Mark, make_lane, make_timeline
 
 ROLES = {"actor": 0, "critic": 1, "reference": 2, "reward": 3}
 
@@ -15,7 +15,7 @@ def span(role: str, start: float, end: float, method: str = "work", slot: int = 
 
 
 def drawn(*spans: Span, end: float = 10.0, columns: int = 10) -> Lane:
-    return lane("slot 0", spans, ROLES, Grid(0.0, end, columns))
+    return make_lane("slot 0", spans, ROLES, Grid(0.0, end, columns))
 
 
 def heights(area: str, columns: int = 10) -> list[int]:
@@ -29,7 +29,7 @@ def heights(area: str, columns: int = 10) -> list[int]:
 def test_a_group_that_was_lost_is_marked_on_its_lanes() -> None:
     spans = [span("actor", 0.0, 10.0), Span("other", 0, "critic", "work", 0.0, 10.0)]
     lost = Restart("policy", "worker 0 was killed", at=2.0, ready=3.0, since=1.0)
-    found = timeline(spans, ROLES, 0.0, 10.0, [lost])
+    found = make_timeline(spans, ROLES, 0.0, 10.0, [lost])
     assert [(each.label, each.marks) for each in found.lanes] == [
         ("other 0", ()),
         ("policy 0", (Mark(20.0, 10.0, "worker 0 was killed\n2 s lost"),)),

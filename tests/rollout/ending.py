@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from colocate import method
 from colocate_rollout import Row
 from colocate_rollout.role import EngineRole
-from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, made
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, make_model
 
 # By what says them: `eos_token_id` of config.json and of generation_config.json; None: there is no such file.
 PLACES: Mapping[str, tuple[Any, Any]] = {
@@ -27,7 +27,7 @@ LENGTH = 24
 def make_folder(folder: Path, place: str) -> str:
     """Write the suite's model with the ends of `PLACES`; return the folder."""
     of_config, of_generation = PLACES[place]
-    model = made({**LLAMA, "eos_token_id": of_config})
+    model = make_model({**LLAMA, "eos_token_id": of_config})
     model.generation_config = GenerationConfig(**(of_generation or {}))
     model.save_pretrained(folder)
     if of_generation is None:

@@ -148,7 +148,7 @@ def test_nothing_is_left(runtime: colocate.Runtime, how: str) -> None:
                 group.close()
             else:
                 os.kill(group.run(_pid)[0], signal.SIGKILL)
-            child.wait()
+            child.wait_all()
 
 
 @pytest.mark.parametrize(

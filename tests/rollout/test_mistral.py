@@ -50,7 +50,7 @@ def test_chats(folder: str) -> None:
         for messages in CHATS
     ]
     actor = GroupActor(model=folder)
-    problems = Problems.of(Problem(messages, "", {}) for messages in CHATS)
+    problems = Problems.from_list(Problem(messages, "", {}) for messages in CHATS)
     assert actor.prompts(problems) == expected
     text = "  <think>a</think>\n b , c "
     body = encoder.instruct_tokenizer.tokenizer.encode(text, bos=False, eos=False)
@@ -64,10 +64,12 @@ def test_chats(folder: str) -> None:
 def test_texts(folder: str) -> None:
     """A text begins once and doesn't end; roles that Mistral doesn't know are refused."""
     actor = GroupActor(model=folder)
-    ((begin, *tokens), again) = actor.prompts(Problems.of([Problem("a  b\n", "", {}), Problem("a  b\n", "", {})]))
+    ((begin, *tokens), again) = actor.prompts(
+        Problems.from_list([Problem("a  b\n", "", {}), Problem("a  b\n", "", {})])
+    )
     assert begin == 1
     assert 1 not in tokens
     assert 2 not in tokens
     assert again == [begin, *tokens]
     with pytest.raises(ConfigError, match="the chat template of the model's tokenizer can't ask"):
-        actor.prompts(Problems.of([Problem([{"role": "nobody", "content": ""}], "", {})]))
+        actor.prompts(Problems.from_list([Problem([{"role": "nobody", "content": ""}], "", {})]))

@@ -12,7 +12,7 @@ from tests.cli.conftest import CommandLine
 from tests.distributions.install import Installed
 from tests.forked import Forks
 
-from colocate_rollout.testing import LLAMA, made
+from colocate_rollout.testing import LLAMA, make_model
 
 MIB = 1 << 20
 MODEL = {**LLAMA, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 4096}
@@ -44,7 +44,7 @@ def planned(colocate: CommandLine, options: Mapping[str, Any], **role: Any) -> d
 @pytest.mark.long
 def test_vllm(colocate: CommandLine, tmp_path: Path) -> None:
     """Its weights by the model's config, and the cache that it is given, without vLLM."""
-    model = made(MODEL)
+    model = make_model(MODEL)
     numbers = sum(each.numel() for each in model.parameters())
     vectors = sum(each.numel() for each in model.parameters() if each.ndim == 1)
     assert planned(colocate, {**VLLM, "role": "trainer"}) == {"parameters": 4 * numbers, "tensors": 5 * MIB}
@@ -62,7 +62,7 @@ def test_vllm(colocate: CommandLine, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_transformers(colocate: CommandLine) -> None:
     """Another role's model counts there, one of its own here; its cache has room for each row."""
-    numbers = sum(each.numel() for each in made(MODEL).parameters())
+    numbers = sum(each.numel() for each in make_model(MODEL).parameters())
     options = {"engine": "transformers", "max_rows": 4, "max_length": 63}
     cache = {"tensors": 4 * 2 * 2 * 4 * 8 * 64 * 32}
     assert planned(colocate, {**options, "role": "trainer"}) == cache

@@ -16,7 +16,7 @@ from colocate import CallTimeout, ConfigError, DispatchError, PluginError, RoleE
 from colocate_ppo.actor import Actor
 from colocate_rollout import Engine, Prompt, Row, Sampling
 from colocate_rollout.role import EngineRole
-from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, log_probs, made
+from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, log_probs, make_model
 
 OPTIONS: dict[str, Any] = {"engine": "transformers", "max_rows": 4, "max_batch_tokens": 16}
 SHARING = colocate.role("rollout.engine", role="actor", **OPTIONS)
@@ -135,7 +135,7 @@ def test_stream(group: colocate.ColocatedGroup) -> None:
 def test_prompts_in_workers(group: colocate.ColocatedGroup) -> None:
     """Kept prompts stay where they are, also in a pipeline; no two ranks draw the same of equal ones."""
     trainer, shares = group.role("trainer"), group.role("shares")
-    kept = trainer.prompts.keep([PROMPTS[0]] * 4)
+    kept = trainer.make_prompts.keep([PROMPTS[0]] * 4)
     with group.pipeline():
         rows = shares.generate.keep(kept.ref, 2, sampling={"max_tokens": 12, "seed": 7})
     assert len({row.token_ids for samples in rows.fetch() for row in samples}) == 8
@@ -199,7 +199,7 @@ class WithModel:
     """What has a model, and is no `Role`."""
 
     def __init__(self) -> None:
-        self.model = made(LLAMA)
+        self.model = make_model(LLAMA)
 
     @colocate.method
     def log_probs(self, prompts: Any, rows: Any) -> list[list[float]]:
@@ -372,7 +372,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "can't be reached ([Errno 111] Connection refused)" in said
         # As huggingface_hub has what it has read.
         folder = tmp_path / "models--nobody--none-such"
-        made(LLAMA).save_pretrained(folder / "snapshots" / "1")
+        make_model(LLAMA).save_pretrained(folder / "snapshots" / "1")
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text("1")
         for module in ("huggingface_hub.constants", "transformers.utils.hub", "huggingface_hub.file_download"):

@@ -11,7 +11,7 @@ from tests.rollout.long_rope import PHI
 import colocate
 from colocate import ConfigError, RoleStartError
 from colocate_rollout.role import EngineRole
-from colocate_rollout.testing import LLAMA, PROMPTS, ModelSuite, Trainer, log_probs, made
+from colocate_rollout.testing import LLAMA, PROMPTS, ModelSuite, Trainer, log_probs, make_model
 
 
 class TestTransformers(ModelSuite):
@@ -65,7 +65,7 @@ class TestInAChild(ModelSuite):
 )
 def test_weights_by_hand(given: Callable[[Any], Any]) -> None:
     """Outside of any worker a role takes weights as they come from a module; what are none is told."""
-    model, role = made(LLAMA), EngineRole("transformers", model=LLAMA)
+    model, role = make_model(LLAMA), EngineRole("transformers", model=LLAMA)
     role.load_weights(given(model), 3)
     ((row,),) = role.generate(PROMPTS[:1], sampling={"max_tokens": 8})
     assert row.versions == ((3, len(row.token_ids)),)
@@ -126,7 +126,7 @@ def test_long_rope() -> None:
     """Rows that would change those beside them are refused by name; shorter ones are the model's own."""
     with pytest.raises(ConfigError, match=r"long-rope.* more than 16 tokens .* may have 64: max_length=16"):
         EngineRole("transformers", model=PHI)
-    role, model = EngineRole("transformers", model=PHI, max_length=16, max_rows=3), made(PHI)
+    role, model = EngineRole("transformers", model=PHI, max_length=16, max_rows=3), make_model(PHI)
     role.load_weights(colocate.torch.named_weights(model), 1)
     sampling = {"max_tokens": 12, "seed": 1, "stop_token_ids": ()}
     beside = role.generate([[1, 2, 3], list(range(4, 18)), [5]], sampling=sampling)

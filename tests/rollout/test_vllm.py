@@ -23,7 +23,7 @@ from colocate import CallTimeout, ConfigError, RoleError, RoleStartError, method
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_rollout.child import ChildEngine
 from colocate_rollout.contract import Prompt, Row, Sampling
-from colocate_rollout.process import _names
+from colocate_rollout.process import _read_names
 from colocate_rollout.role import EngineRole
 from colocate_rollout.testing import (
     _NEVER,
@@ -32,12 +32,12 @@ from colocate_rollout.testing import (
     PROMPTS,
     ModelSuite,
     Trainer,
-    assert_alike,
-    by_number,
+    assert_equal_rows,
+    index_rows,
     log_probs,
-    made,
-    prompts,
-    weights_of,
+    make_model,
+    make_prompts,
+    make_weights,
 )
 from colocate_rollout.vllm import VllmEngine
 
@@ -46,8 +46,8 @@ pytest.importorskip("vllm")
 OPTIONS: dict[str, Any] = {"engine": "vllm", "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 8}
 SAMPLING = Sampling(max_tokens=12)
 CACHE = 4 * 2**20
-WEIGHTS = sum(each.numel() for each in made(LLAMA).parameters())
-VECTORS = sum(each.numel() for each in made(LLAMA).parameters() if each.ndim == 1)
+WEIGHTS = sum(each.numel() for each in make_model(LLAMA).parameters())
+VECTORS = sum(each.numel() for each in make_model(LLAMA).parameters() if each.ndim == 1)
 SEEDED = Sampling(max_tokens=12, seed=7)
 ENDLESS = Sampling(max_tokens=100, stop_token_ids=())
 
@@ -103,22 +103,22 @@ class TestVllm(ModelSuite):
 
         monkeypatch.setattr(engine._runner, method, fails)
         with pytest.raises(ArithmeticError, match="in a step"):
-            by_number(role._rows(prompts(), self.sampling, _NEVER))
+            index_rows(role._generate_rows(make_prompts(), self.sampling, _NEVER))
         assert engine.requests == 0
         monkeypatch.undo()
-        assert_alike(by_number(engine.rows(prompts(), self.sampling, _NEVER)), rows)
+        assert_equal_rows(index_rows(engine.rows(make_prompts(), self.sampling, _NEVER)), rows)
 
     @pytest.mark.usefixtures("without")
     def test_tied_weights_under_one_name(self) -> None:
         """A head that is tied gets new weights with the embedding, though vLLM has packed it apart."""
         fields = {**LLAMA, "tie_word_embeddings": True}
-        model = made(fields)
+        model = make_model(fields)
         role = EngineRole("vllm", **{**self.options, "model": fields})
-        weights = weights_of(model)
+        weights = make_weights(model)
         del weights.specs["lm_head.weight"]
-        weights._given = ((name, each) for name, each in model.state_dict().items() if name != "lm_head.weight")
+        weights._pairs = ((name, each) for name, each in model.state_dict().items() if name != "lm_head.weight")
         role.load_weights(weights, 1)
-        self._as_forward(role._engine, model, 1)
+        self._assert_as_forward(role._engine, model, 1)
         role.close()
 
     def test_what_it_manages(self, role: EngineRole) -> None:
@@ -138,11 +138,11 @@ class TestVllm(ModelSuite):
     @pytest.mark.usefixtures("without")
     def test_bfloat16(self) -> None:
         """A trainer in float32 and an engine in bfloat16 are as near as these numbers are; weights take half."""
-        model = made(LLAMA)
+        model = make_model(LLAMA)
         role = EngineRole("vllm", **self.options, dtype="bfloat16")
         assert role.managed() == {"weights": WEIGHTS * 2, "cache": CACHE}
-        role.load_weights(weights_of(model), 1)
-        for (index, _), row in by_number(role._engine.rows(prompts(), self.sampling, _NEVER)).items():
+        role.load_weights(make_weights(model), 1)
+        for (index, _), row in index_rows(role._engine.rows(make_prompts(), self.sampling, _NEVER)).items():
             assert row.log_probs == pytest.approx(log_probs(model, PROMPTS[index], row), abs=0.1)
         role.close()
 
@@ -166,7 +166,7 @@ class TestVllm(ModelSuite):
     @pytest.mark.usefixtures("without")
     def test_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is a warning."""
-        monkeypatch.setattr(VllmEngine, "known", ("0.1", "0.2"))
+        monkeypatch.setattr(VllmEngine, "tested_versions", ("0.1", "0.2"))
         with pytest.warns(UserWarning, match=r"tried with vLLM 0\.1 and 0\.2, and .* is installed"):
             EngineRole("vllm", **self.options).close()
 
@@ -194,13 +194,13 @@ class TestInAChild(ModelSuite):
         for _ in range(2):
             with pytest.raises(ConfigError, match="on a CPU vLLM packs matrices"):
                 engine.named_weights()
-        assert by_number(engine.rows(prompts(), self.sampling, _NEVER))
+        assert index_rows(engine.rows(make_prompts(), self.sampling, _NEVER))
 
 
 def state() -> dict[str, Any]:
     """What there is once in a process."""
     return {
-        "torch": _names(),
+        "torch": _read_names(),
         "environ": dict(os.environ),
         "threads": torch.get_num_threads(),
         "random": torch.random.get_rng_state().tolist(),
@@ -211,11 +211,11 @@ def state() -> dict[str, Any]:
 
 def test_the_process_is_as_before() -> None:
     """Torch, the environment and the collector are, between any two steps; groups and files are after the end."""
-    weights = weights_of(made(LLAMA))
+    weights = make_weights(make_model(LLAMA))
     before, frozen = state(), gc.get_freeze_count()
     role = EngineRole(model=LLAMA, **OPTIONS)
     role.load_weights(weights, 1)
-    for _ in role._engine.rows(prompts(), SAMPLING, _NEVER):
+    for _ in role._engine.rows(make_prompts(), SAMPLING, _NEVER):
         now = state()
         for what in ("torch", "environ", "threads", "random"):
             assert now[what] == before[what], what
@@ -316,7 +316,7 @@ class FailingRole(EngineRole):
     def tell(self, name: str, *what: Any) -> None:
         """Have a method of the engine called."""
         engine = self._engine
-        engine._ask(name, *what) if isinstance(engine, ChildEngine) else getattr(engine, name)(*what)
+        engine._call_engine(name, *what) if isinstance(engine, ChildEngine) else getattr(engine, name)(*what)
 
 
 @pytest.mark.parametrize("child", [False, True], ids=["here", "child"])
@@ -374,12 +374,12 @@ def test_after_a_failure(child: bool, tmp_path: Path) -> None:
         ):
             fails()
             engine.tell("left_nothing")
-            assert_alike(numbered(engine.generate(PROMPTS, 2, sampling=SEEDED)), numbered(fresh))
+            assert_equal_rows(numbered(engine.generate(PROMPTS, 2, sampling=SEEDED)), numbered(fresh))
         assert group.generation == 0
 
 
 def numbered(found: list[tuple[Row, ...]]) -> dict[tuple[int, int], Row]:
-    return by_number(row for rows in found for row in rows)
+    return index_rows(row for rows in found for row in rows)
 
 
 def test_wrong_places() -> None:
@@ -449,7 +449,7 @@ def test_weights_of_ranks_that_are_one_engine() -> None:
         engine, trainer = group.role("engine", Unpacked), group.role("trainer", Trainer)
         for _ in range(2):
             trainer.step()
-            assert colocate.sync_weights(trainer, engine, check=True).checked == len(made(fields).state_dict())
+            assert colocate.sync_weights(trainer, engine, check=True).checked == len(make_model(fields).state_dict())
         check(trainer, engine.generate(PROMPTS, 2, sampling=SAMPLING))
         assert colocate.compare_weights(trainer, engine).same
         engine.forget(1)
@@ -548,8 +548,8 @@ def test_long_rope() -> None:
     options = {**OPTIONS, "model": PHI}
     with pytest.raises(ConfigError, match=r"long-rope.* more than 16 tokens .* may have 64: max_model_len=16"):
         EngineRole(**options, max_model_len=64)
-    role, model = EngineRole(**options), made(PHI)  # By itself vLLM takes no longer ones.
-    role.load_weights(weights_of(model), 1)
+    role, model = EngineRole(**options), make_model(PHI)  # By itself vLLM takes no longer ones.
+    role.load_weights(make_weights(model), 1)
     for index, (row,) in enumerate(role.generate([[1, 2, 3], [*range(4, 12)]], sampling={"max_tokens": 8})):
         assert row.log_probs == pytest.approx(log_probs(model, [[1, 2, 3], [*range(4, 12)]][index], row), abs=5e-5)
     role.close()

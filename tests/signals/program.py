@@ -32,7 +32,7 @@ import psutil
 
 import colocate
 from colocate import ColocatedGroup, Role, Runtime, method
-from colocate._api.connection import live
+from colocate._api.connection import live_connections
 from colocate._signals.deferred import COURIER
 from colocate._system.lines import is_own_code
 
@@ -380,9 +380,9 @@ def run(operation: Callable[[Stage], None], engine: str, handler: str, places: P
 
 def close_all() -> None:
     """Every runtime is closed, within a bounded time, whatever had become of it."""
-    for connection in list(live.values()):
+    for connection in list(live_connections.values()):
         began = time.monotonic()
-        Runtime._of(connection).close(grace=1, force=True)
+        Runtime._wrap(connection).close(grace=1, force=True)
         took = time.monotonic() - began
         assert took < CLOSES_WITHIN_S, f"the close took {took:.1f} s"
         assert connection.state == "closed", connection.state

@@ -19,13 +19,13 @@ def s3() -> Iterator[str]:
     s3fs = pytest.importorskip("s3fs", reason="`make stores` has what s3:// needs")
     server = pytest.importorskip("moto.server", reason="`make stores` has a server").ThreadedMotoServer("127.0.0.1", 0)
     with pytest.MonkeyPatch.context() as patch:
-        with leaks.shared():
+        with leaks.share_between_tests():
             server.start()
             host, port = server.get_host_and_port()
             for key, value in {**_KEYS, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
                 patch.setenv(f"AWS_{key}", value)
             s3fs.S3FileSystem().mkdir(BUCKET)
-            Store(f"s3://{BUCKET}").has("warm")
+            Store(f"s3://{BUCKET}").has_run("warm")
         yield BUCKET
         server.stop()
 

@@ -16,7 +16,7 @@ from colocate import Role, Run, method
 from colocate.config import load_config
 from colocate.errors import ColocateError, ConfigError
 from colocate_run.folder import RunFolder
-from colocate_run.lock import locked
+from colocate_run.lock import lock_folder
 from colocate_run.store import Store
 
 pytest.importorskip("fsspec", reason="the extra `stores`")
@@ -25,16 +25,16 @@ pytest.importorskip("fsspec", reason="the extra `stores`")
 def made(root: Path, name: str, *steps: int) -> RunFolder:
     """The folder of a run that has saved itself after some steps."""
     folder = RunFolder.create(name, root)
-    folder.write("config.yaml", load_config({"name": name}).dump())
+    folder.write_file("config.yaml", load_config({"name": name}).dump())
     for step in steps:
         save(folder, step)
     return folder
 
 
 def save(folder: RunFolder, step: int) -> None:
-    folder.append({"step": step})
+    folder.append_metrics({"step": step})
     folder.close()
-    with folder.checkpoint(step) as directory:
+    with folder.write_checkpoint(step) as directory:
         (directory / "policy" / ".own").mkdir(parents=True)
         (directory / "policy" / ".own" / "weights").write_bytes(bytes([step]) * 100_000)
         (directory / "step").write_text(str(step))
@@ -47,39 +47,39 @@ def files(path: Path) -> dict[str, bytes]:
 def test_a_checkpoint_there_and_back(url: str, tmp_path: Path) -> None:
     """Byte for byte, with what the run has logged; those that its folder has no longer are gone there, too."""
     store, here = Store(url), made(tmp_path / "here", "demo")
-    assert not store.has("demo")
+    assert not store.has_run("demo")
     for step in (1, 2, 10):
         save(here, step)
-        store.put(here, "demo", step)
-    store.put(here, "demo", 10)  # it may be there already
-    assert Store(url)._names("demo") == ["step-000002", "step-000002.json", "step-000010-2", "step-000010-2.json"]
-    Store(url).bring("demo", tmp_path / "there")
-    there = RunFolder.latest("demo", tmp_path / "there")
-    assert [step for step, _ in there.checkpoints()] == [10]
-    assert files(there.of(10)) == files(here.of(10))
-    assert [row["step"] for row in there.rewind(10)] == [1, 2, 10]
+        store.upload_checkpoint(here, "demo", step)
+    store.upload_checkpoint(here, "demo", 10)  # it may be there already
+    assert Store(url)._list_names("demo") == ["step-000002", "step-000002.json", "step-000010-2", "step-000010-2.json"]
+    Store(url).download_run("demo", tmp_path / "there")
+    there = RunFolder.find_latest("demo", tmp_path / "there")
+    assert [step for step, _ in there.list_checkpoints()] == [10]
+    assert files(there.find_checkpoint(10)) == files(here.find_checkpoint(10))
+    assert [row["step"] for row in there.rewind_metrics(10)] == [1, 2, 10]
     assert sorted(path.name for path in there.path.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
 
 
 def test_nothing_is_brought_to_a_folder_that_another_driver_has(url: str, tmp_path: Path) -> None:
     """What it has logged stays its own."""
-    Store(url).put(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
+    Store(url).upload_checkpoint(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
     there = made(tmp_path / "there", "demo", 1)
-    with locked(there.path, lambda text: None):
-        there.append({"step": 5})
+    with lock_folder(there.path, lambda text: None):
+        there.append_metrics({"step": 5})
         there.close()
         before = files(there.path)
         with pytest.raises(ConfigError, match="is being written by the driver with pid"):
-            Store(url).bring("demo", tmp_path / "there")
+            Store(url).download_run("demo", tmp_path / "there")
         assert files(there.path) == before
-    Store(url).bring("demo", tmp_path / "there")
-    assert [step for step, _ in there.checkpoints()] == [1, 2]
+    Store(url).download_run("demo", tmp_path / "there")
+    assert [step for step, _ in there.list_checkpoints()] == [1, 2]
 
 
 def test_one_that_is_not_whole_does_not_count(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one before is gone on from; what was left there is removed by the next."""
     store, here = Store(url), made(tmp_path / "here", "demo", 1, 2)
-    store.put(here, "demo", 1)
+    store.upload_checkpoint(here, "demo", 1)
 
     def cut(*args: Any, **more: Any) -> None:
         raise OSError("the connection was lost")
@@ -87,13 +87,13 @@ def test_one_that_is_not_whole_does_not_count(url: str, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(store._files, "pipe_file", cut)
         with pytest.raises(ColocateError, match=r"step 2 is in .*, and couldn't be brought to .*connection was lost"):
-            store.put(here, "demo", 2)
-    assert "step-000002" in store._names("demo")
-    Store(url).bring("demo", tmp_path / "there")
-    assert [step for step, _ in RunFolder.latest("demo", tmp_path / "there").checkpoints()] == [1]
+            store.upload_checkpoint(here, "demo", 2)
+    assert "step-000002" in store._list_names("demo")
+    Store(url).download_run("demo", tmp_path / "there")
+    assert [step for step, _ in RunFolder.find_latest("demo", tmp_path / "there").list_checkpoints()] == [1]
     save(here, 3)
-    store.put(here, "demo", 3)
-    assert [name for name in store._names("demo") if "." not in name] == ["step-000003"]
+    store.upload_checkpoint(here, "demo", 3)
+    assert [name for name in store._list_names("demo") if "." not in name] == ["step-000003"]
 
 
 @pytest.mark.parametrize("steps", [(2,), (1, 2)])
@@ -103,10 +103,10 @@ def test_another_checkpoint_of_the_same_step(
     """Whichever call to the store is its last one: another machine gets the old checkpoint or the new one, whole."""
     here = made(tmp_path / "here", "demo", *steps)
     for step in steps:
-        Store(url).put(here, "demo", step)
+        Store(url).upload_checkpoint(here, "demo", step)
     before, is_whole = "2", False
     for number in itertools.count():
-        (here.of(2) / "step").write_text(f"new {number}")
+        (here.find_checkpoint(2) / "step").write_text(f"new {number}")
         store, calls = Store(url), itertools.count()
 
         def until_cut(call: Any, *args: Any, calls: Any = calls, number: int = number, **more: Any) -> Any:
@@ -118,22 +118,22 @@ def test_another_checkpoint_of_the_same_step(
             for name in ("put", "pipe_file", "rm", "mv"):
                 patch.setattr(store._files, name, partial(until_cut, getattr(store._files, name)))
             try:
-                store.put(here, "demo", 2)
+                store.upload_checkpoint(here, "demo", 2)
                 is_whole = True
             except KeyboardInterrupt:
                 pass
         there = tmp_path / f"there-{number}"
-        Store(url).bring("demo", there)
-        found = files(RunFolder.latest("demo", there).of(2))
+        Store(url).download_run("demo", there)
+        found = files(RunFolder.find_latest("demo", there).find_checkpoint(2))
         after = found["step"].decode()
         assert after in (before, f"new {number}")
-        assert found == {**files(here.of(2)), "step": after.encode()}
+        assert found == {**files(here.find_checkpoint(2)), "step": after.encode()}
         before = after
         if is_whole:
             break
     assert before == f"new {number}"
     assert number > 4
-    lists = [name for name in Store(url)._names("demo") if name.endswith(".json")]
+    lists = [name for name in Store(url)._list_names("demo") if name.endswith(".json")]
     assert len(lists) == len(steps)
 
 
@@ -153,14 +153,14 @@ def test_whose_run_it_is(url: str, tmp_path: Path) -> None:
     """The newest of this name; of a config that is called like a second one of it, none. Here it may be farther."""
     store = Store(url)
     for name, steps in {"demo": (1,), "demo-2": (5,)}.items():
-        store.put(made(tmp_path / "here", name, *steps), name, steps[-1])
-    store.bring("demo", tmp_path / "there")
-    assert RunFolder.latest("demo", tmp_path / "there").path.name == "demo"
+        store.upload_checkpoint(made(tmp_path / "here", name, *steps), name, steps[-1])
+    store.download_run("demo", tmp_path / "there")
+    assert RunFolder.find_latest("demo", tmp_path / "there").path.name == "demo"
     farther = made(tmp_path / "farther", "demo", 1, 2)
-    store.bring("demo", tmp_path / "farther")
-    assert [step for step, _ in farther.checkpoints()] == [1, 2]
-    assert RunFolder.create("demo", tmp_path / "new", store.has).path.name == "demo-3"
-    store.bring("other", tmp_path / "there")
+    store.download_run("demo", tmp_path / "farther")
+    assert [step for step, _ in farther.list_checkpoints()] == [1, 2]
+    assert RunFolder.create("demo", tmp_path / "new", store.has_run).path.name == "demo-3"
+    store.download_run("other", tmp_path / "there")
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["demo"]
 
 
@@ -186,10 +186,10 @@ WRONG = {
 def test_a_list_of_files_that_is_none(url: str, tmp_path: Path, text: str) -> None:
     """One that was cut short, or that somebody else has written: it is refused, and nothing is written here."""
     store = Store(url)
-    store.put(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
+    store.upload_checkpoint(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
     store._files.pipe_file(f"{store._root}/demo/step-000002.json", text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"can't go on from .*/demo: step-000002\.json: "):
-        Store(url).bring("demo", tmp_path / "there")
+        Store(url).download_run("demo", tmp_path / "there")
     assert not (tmp_path / "there").exists()
 
 

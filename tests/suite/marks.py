@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def of_executor(test: F) -> F:
+def mark_executor_part(test: F) -> F:
     """Mark a test of what an executor carries for a feature: values, messages, a death."""
     test.__dict__["level"] = "executor"
     return test

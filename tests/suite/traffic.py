@@ -9,7 +9,7 @@ import pytest
 
 from colocate import ColocatedGroup
 from colocate._protocol import to_worker
-from colocate._protocol.message import Message, read
+from colocate._protocol.message import Message, decode_head
 from colocate.wire import Packed
 
 
@@ -20,32 +20,32 @@ class Traffic:
     """
 
     def __init__(self, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent: list[Message] = []
+        self.messages: list[Message] = []
         self.sent_bytes: list[int] = []
         self.received_bytes: list[int] = []
         executor = group._node.services.executor
         frame, numbered = executor.frame, executor.numbered
 
         def counted(head: tuple[Any, ...], body: Any = None) -> Any:
-            self.sent.append(read(head))
-            self.sent_bytes.append(_bytes(body))
+            self.messages.append(decode_head(head))
+            self.sent_bytes.append(_count_bytes(body))
             return frame(head, body)
 
         def counted_calls(message: Any, body: Any) -> Any:
-            self.sent.append(message)
-            self.sent_bytes.append(_bytes(body))
+            self.messages.append(message)
+            self.sent_bytes.append(_count_bytes(body))
             return numbered(message, body)
 
         monkeypatch.setattr(executor, "frame", counted)
         monkeypatch.setattr(executor, "numbered", counted_calls)
         order = type(group._node.order)
-        monkeypatch.setattr(order, "done", self._heard(order.done))
+        monkeypatch.setattr(order, "on_call_done", self._wrap_receive(order.on_call_done))
         residents = type(group._node.residents)
-        monkeypatch.setattr(residents, "answered", self._heard(residents.answered))
+        monkeypatch.setattr(residents, "on_part", self._wrap_receive(residents.on_part))
 
-    def _heard(self, hear: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_receive(self, hear: Callable[..., None]) -> Callable[..., None]:
         def heard(*args: Any) -> None:
-            self.received_bytes.append(_bytes(args[-1]))  # a message's body comes last
+            self.received_bytes.append(_count_bytes(args[-1]))  # a message's body comes last
             hear(*args)
 
         return heard
@@ -55,7 +55,7 @@ class Traffic:
         kinds = (to_worker.Batch, to_worker.Call)
         return [
             len(message.calls) if isinstance(message, to_worker.Batch) else 1
-            for message in self.sent
+            for message in self.messages
             if isinstance(message, kinds)
         ]
 
@@ -64,5 +64,5 @@ class Traffic:
         return sum(self.sent_bytes) + sum(self.received_bytes)
 
 
-def _bytes(body: Any) -> int:
+def _count_bytes(body: Any) -> int:
     return body.nbytes if isinstance(body, Packed) else 0

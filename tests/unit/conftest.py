@@ -12,7 +12,7 @@ import trustme
 from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair, tls_pair
 
 from colocate.wire import EventLoop, Tls
-from colocate.wire.tls import secured
+from colocate.wire.tls import get_secured
 
 
 def certificates(names: Iterable[str] = ("colocate.test",), authority: trustme.CA | None = None) -> Tls:
@@ -83,6 +83,6 @@ def half(connected: tuple[socket.socket, socket.socket], event_loop: EventLoop) 
     one, other = connected
     with other:
         end = End(event_loop, one)
-        if (through := secured(other)) is not None:
+        if (through := get_secured(other)) is not None:
             through.set_up()
         yield end, other

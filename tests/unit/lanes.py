@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate.wire import EventLoop, Packed, SocketLane, Tls, unpack
 from colocate.wire.framing import FILE_BYTES
-from colocate.wire.tls import encrypted
+from colocate.wire.tls import wrap_tls
 
 WAIT_S = 20  # How long a test waits for what should come at once.
 KINDS = ["unix", "tcp"]
@@ -34,8 +34,8 @@ def tls_pair(tls: Tls, secrets: tuple[bytes, bytes] = (b"", b"")) -> tuple[socke
     """Two ends that have yet to set TLS up."""
     one, other = socket_pair("tcp")
     return (
-        encrypted(one, tls.context(server=False), server=False, secret=secrets[0]),
-        encrypted(other, tls.context(server=True), server=True, secret=secrets[1]),
+        wrap_tls(one, tls.context(server=False), server=False, secret=secrets[0]),
+        wrap_tls(other, tls.context(server=True), server=True, secret=secrets[1]),
     )
 
 

@@ -174,11 +174,11 @@ class PlayedDriver:
         self.asked = 0
         self.open_now: list[int] = []
         self.amid: Callable[[], object] = lambda: None
-        patch.setattr(lending, "driver", lambda device: self if device.startswith("cuda") else None)
+        patch.setattr(lending, "get_driver", lambda device: self if device.startswith("cuda") else None)
         patch.setattr(lending, "in_use", cuda.in_use)
         patch.setattr(lending, "empty", lambda shape, dtype, device: cuda._empty(shape, dtype, device, False))
 
-    def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
+    def create_handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
         self.asked += 1
         if self.lends is not None:
             raise DriverError(self.lends)
@@ -188,13 +188,13 @@ class PlayedDriver:
                 return str(storage._cdata).encode(), offset
         raise AssertionError(f"{address} is nowhere on the device")
 
-    def open(self, handle: bytes) -> int:
+    def open_handle(self, handle: bytes) -> int:
         if self.opens is not None:
             raise DriverError(self.opens)
         self.open_now.append(self._cuda._mine[int(handle)].data_ptr())
         return self.open_now[-1]
 
-    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+    def copy_memory(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         assert stream is self._cuda.current_stream()
         assert stream is not self._cuda._usual
 
@@ -205,5 +205,5 @@ class PlayedDriver:
 
         stream.queue.append(copy)
 
-    def close(self, address: int) -> None:
+    def close_handle(self, address: int) -> None:
         self.open_now.remove(address)

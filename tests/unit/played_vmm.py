@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from colocate.features.memory import ledger, vmm
-from colocate.features.memory.vmm import Vmm, compiled
+from colocate.features.memory.vmm import Vmm, compile_library
 
 GRAIN = 1 << 16  # as the real driver's 2 MiB
 ROOM = 256 * GRAIN
@@ -29,7 +29,7 @@ def _built() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         path, source = Path(folder, "played_cuda.so"), Path(__file__).with_name("played_cuda.c")
         subprocess.check_call(["cc", "-O2", "-fPIC", "-shared", "-o", str(path), str(source)])
-        return {each.name: each.read_bytes() for each in (compiled(Path(folder)), path)}
+        return {each.name: each.read_bytes() for each in (compile_library(Path(folder)), path)}
 
 
 class PlayedVmm:
@@ -94,7 +94,7 @@ class Arena:
         self.gpu = gpu
         self.segments: dict[int, list[dict[str, Any]]] = {}
         self.cached: list[int] = []
-        patch.setattr(Vmm, "_made", (gpu.vmm, None))
+        patch.setattr(Vmm, "_instance", (gpu.vmm, None))
         for module in (vmm, ledger):
             patch.setattr(module, "in_use", lambda device: self)
 
@@ -133,7 +133,7 @@ class Arena:
 
     def memory_reserved(self, device: str) -> int:
         """What torch has, as it believes."""
-        return sum(segment.size for segment in self.gpu.vmm.segments(0))
+        return sum(segment.size for segment in self.gpu.vmm.list_segments(0))
 
     def mem_get_info(self, device: str) -> tuple[int, int]:
         """What is free, and all there is."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from colocate._values.batch import leaf_splitter
-from colocate._values.leaves import take_apart
+from colocate._values.batch import create_leaf_splitter
+from colocate._values.leaves import split_structure
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Contiguous parts with these numbers of rows, which add up to those of the value."""
-    return take_apart(value, len(sizes), leaf_splitter(sizes))
+    return split_structure(value, len(sizes), create_leaf_splitter(sizes))

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from colocate import Role, method
-from colocate._values.leaving import placed
+from colocate._values.leaving import place_arguments
 from colocate.errors import DispatchError
 
 torch = pytest.importorskip("torch")
@@ -49,7 +49,7 @@ def where(value: Any) -> Any:
 
 
 def on(device: str, value: Any, host: bool = False) -> Any:
-    return placed({"x": value}, device, ("x",) if host else ())["x"]
+    return place_arguments({"x": value}, device, ("x",) if host else ())["x"]
 
 
 def test_loops() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident, Role, method
-from colocate._signals.in_framework import in_framework
+from colocate._signals.in_framework import is_in_framework
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -136,7 +136,7 @@ def test_threads_of_users_wait(group: ColocatedGroup) -> None:
     done = threading.Event()
 
     def callback(call: Any) -> None:
-        heard.append((in_framework(), notes.note("from a callback")[0]))
+        heard.append((is_in_framework(), notes.note("from a callback")[0]))
         done.set()
 
     notes.note.submit("first").add_done_callback(callback)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from colocate import DispatchError
-from colocate._values.plain import even_sizes
-from colocate.features.balance.parts import balanced, inverse, keeps_sets
+from colocate._values.plain import split_evenly
+from colocate.features.balance.parts import balance_rows, has_whole_sets, invert_partition
 
 COSTS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 PARTS = st.integers(1, 3)
@@ -18,9 +18,9 @@ PARTS = st.integers(1, 3)
 
 def split(costs: list[int], count: int, of: int = 1) -> Any:
     """The parts, of which None stands for those that lie one after the other."""
-    if (found := balanced(costs, count, of)) is not None:
+    if (found := balance_rows(costs, count, of)) is not None:
         return found
-    ends = itertools.accumulate(even_sizes(len(costs), count, of), initial=0)
+    ends = itertools.accumulate(split_evenly(len(costs), count, of), initial=0)
     return [range(*rows) for rows in itertools.pairwise(ends)]
 
 
@@ -48,20 +48,22 @@ def test_the_largest_part_is_within_the_bound_of_the_best(costs: list[int], coun
 def test_sets_stay_together_and_order_is_restored(costs: list[int], count: int, of: int) -> None:
     costs = [cost for cost in costs for _ in range(of)]
     parts = split(costs, count, of)
-    assert keeps_sets(parts, of)
+    assert has_whole_sets(parts, of)
     rows = [row for part in parts for row in part]
-    places = inverse(parts, [*map(len, parts)], range(count))
+    places = invert_partition(parts, [*map(len, parts)], range(count))
     assert [rows[place] for place in places] == [*range(len(costs))]
     assert largest(costs, parts) <= -(-sum(costs) // count) + of * max(costs)
 
 
 def test_what_is_even_as_it_lies_stays_there() -> None:
-    assert all(balanced(costs, count) is None for costs, count in (([7] * 6, 3), ([], 2), ([0] * 3, 3), ([9, 2], 1)))
-    assert balanced([18, 18, 2], 2) == [[0], [1, 2]]
+    assert all(
+        balance_rows(costs, count) is None for costs, count in (([7] * 6, 3), ([], 2), ([0] * 3, 3), ([9, 2], 1))
+    )
+    assert balance_rows([18, 18, 2], 2) == [[0], [1, 2]]
 
 
 def test_what_is_no_partition_of_the_rows_is_refused() -> None:
     with pytest.raises(DispatchError, match="another axis"):
-        inverse([[0, 2], [0, 2]], [2, 2], [0, 1])
+        invert_partition([[0, 2], [0, 2]], [2, 2], [0, 1])
     with pytest.raises(DispatchError, match="rank 3 was given 1 row that"):
-        inverse([[0, 2], [1]], [2, 2], [0, 3])
+        invert_partition([[0, 2], [1]], [2, 2], [0, 3])

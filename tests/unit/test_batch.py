@@ -16,7 +16,7 @@ import colocate
 from colocate import wire
 from colocate._values import batch
 from colocate._values.codec import BY_VALUE
-from colocate._values.leaving import ordinary
+from colocate._values.leaving import detach_value
 from colocate.errors import ConfigError, DispatchError, SerializationError
 
 
@@ -69,7 +69,7 @@ def test_jagged_tensors_that_compute_together_still_do() -> None:
     a = jagged([2, 0, 3, 1])
     value = {"a": a, "td": TensorDict({"c": a + 1}, [4])}
     parts = split(value, [1, 3])
-    for part in [*parts, batch.concat(parts, "value"), batch.pad(value, 6), batch.slice_rows(value, 1, 3)]:
+    for part in [*parts, batch.concat(parts, "value"), batch.pad_rows(value, 6), batch.slice_rows(value, 1, 3)]:
         assert torch.equal((part["a"] + part["td"]["c"]).values(), part["a"].values() * 2 + 1)
 
 
@@ -111,7 +111,7 @@ def test_what_is_whole_is_handed_on_as_it_is() -> None:
     assert part["a"] is value["a"]
     assert part["b"] is value["b"]
     assert batch.concat([value], "value") is value
-    assert batch.pad(value, 3) is value
+    assert batch.pad_rows(value, 3) is value
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_is_whole_is_handed_on_as_it_is() -> None:
 )
 def test_values_without_rows_are_refused_with_their_path(value: Any, message: str) -> None:
     with pytest.raises(DispatchError) as caught:
-        batch.rows(value, "batch")
+        batch.get_row_count(value, "batch")
     assert message in str(caught.value)
 
 
@@ -158,7 +158,7 @@ def test_registering() -> None:
     class Odd(LongText):
         pass
 
-    assert batch.rows(Odd("abc"), "x") == 3
+    assert batch.get_row_count(Odd("abc"), "x") == 3
     colocate.register_batch(Odd, length=text_length, split=lambda value, sizes: [value], concat=join_text)  # type: ignore[arg-type]
     with pytest.raises(DispatchError, match=r"parts of \[3\] rows where \[1, 2\] were asked for"):
         split({"x": Odd("abc")}, [1, 2])
@@ -213,7 +213,7 @@ def test_a_value_that_is_its_own_leaf() -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("use", [ordinary, lambda value: wire.unpack(wire.pack(value))])
+@pytest.mark.parametrize("use", [detach_value, lambda value: wire.unpack(wire.pack(value))])
 def test_leaves_that_are_wrong(changes: Any, message: str, use: Any) -> None:
     """They are found out by whoever looks into a value."""
     kind = type("Wrong", (Leafy,), {})
@@ -225,7 +225,7 @@ def test_leaves_that_are_wrong(changes: Any, message: str, use: Any) -> None:
 def test_registering_leaves() -> None:
     """They come with `rebuild`, are for types that colocate doesn't look into, and count for subclasses, too."""
     kind = type("Below", (Leafy,), {})
-    assert ordinary(kind("ab", torch.ones(1, requires_grad=True))).leaf.requires_grad is False
+    assert detach_value(kind("ab", torch.ones(1, requires_grad=True))).leaf.requires_grad is False
     for gone in ("leaves", "rebuild"):
         with pytest.raises(ConfigError, match=f"needs {gone}=, too: give both, or neither"):
             register(kind, **{gone: None})
@@ -233,4 +233,4 @@ def test_registering_leaves() -> None:
         with pytest.raises(ConfigError, match="colocate itself looks into"):
             register(known)
     register(kind, leaves=None, rebuild=None)
-    assert ordinary(kind("ab", torch.ones(1, requires_grad=True))).leaf.requires_grad is True
+    assert detach_value(kind("ab", torch.ones(1, requires_grad=True))).leaf.requires_grad is True

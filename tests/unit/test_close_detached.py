@@ -30,12 +30,12 @@ class Interrupted:
             signal.pthread_kill(main, signal.SIGINT)
         return Adopted(cast("Reservation", None), self.granted, b"")
 
-    def let_go(self, _: Reservation) -> None:
+    def detach(self, _: Reservation) -> None:
         self.given_back += 1
 
-    release = let_go
+    release = detach
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """It is open."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from colocate._values.collect import Concat, First, Gather, Reduce, check
+from colocate._values.collect import Concat, First, Gather, Reduce, check_collect
 from colocate._values.dispatch import Broadcast, Scatter
 from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import DispatchError
@@ -149,6 +149,6 @@ def test_the_results_given_stay_as_they_are() -> None:
 
 def test_classes_in_place_of_values() -> None:
     with pytest.raises(DispatchError, match=r"is no Dispatch; write dispatch=Scatter\(\.\.\.\)"):
-        check(Scatter, Gather(), "Actor.update")
+        check_collect(Scatter, Gather(), "Actor.update")
     with pytest.raises(DispatchError, match=r"is no Collect; write collect=a Collect"):
-        check(Broadcast(), "mean", "Actor.update")
+        check_collect(Broadcast(), "mean", "Actor.update")

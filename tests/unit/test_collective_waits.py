@@ -65,7 +65,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     return looks
 
 
-wait = collective_waits._guarded(as_torch_waits)
+wait = collective_waits._guard_wait(as_torch_waits)
 
 
 def test_the_callers_timeout(looks: Looks) -> None:

@@ -69,11 +69,11 @@ class Gpu:
 def test_who_has_it(groups: list[Any], nccl: int, has_books: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of its own beside the context, which has it where nobody tells. Where another allocator keeps no such
     books as torch's nothing is guessed: what roles don't have of the GPU counts with the context."""
-    monkeypatch.setattr(books, "all_groups", lambda: dict(enumerate(groups)))
+    monkeypatch.setattr(books, "list_groups", lambda: dict(enumerate(groups)))
     monkeypatch.setattr(ledger, "in_use", lambda device: Gpu(has_books))
     role = RoleMemory("policy", 0, {"parameters": 40 * _MIB}, {}, 0, 0, None, complete=True)
-    part: Any = SimpleNamespace(of_device=partial(GroupsOfWorker.of_device, None))  # type: ignore[arg-type]
-    slot = SlotMemory(0, "here", "cuda:0", (role,), None, None, None, ledger._gpu("cuda:0", parts=[part]))
+    part: Any = SimpleNamespace(device_bytes=partial(GroupsOfWorker.device_bytes, None))  # type: ignore[arg-type]
+    slot = SlotMemory(0, "here", "cuda:0", (role,), None, None, None, ledger._read_gpu("cuda:0", parts=[part]))
     known = {"other, device": 20, "fragmentation": 40} if has_books else {}
     rest = 200 - 40 - sum(known.values()) - nccl
     expected = {**known, **({"nccl": nccl} if nccl else {}), "context": rest}

@@ -9,20 +9,20 @@ import pytest
 
 import colocate
 from colocate.testing.gate import Address, Gate, pass_gate
-from colocate_report.calls import CallLog, Naps
-from colocate_report.contention import Busy, Move, RoleUse, contention
+from colocate_report.calls import CallLog, SleepTimes
+from colocate_report.contention import BusySpan, Move, RoleUse, measure_contention
 
 LANE = [
-    Busy(0.0, 2.0, "actor", 0.0),
-    Busy(2.0, 3.0, "critic", 0.5),  # it waits for the actor from 0.5 on
-    Busy(3.0, 4.0, "critic", 0.5),  # and this one, too, and then for its own role
-    Busy(4.0, 5.0, "actor", 3.5),  # half a second for the critic
-    Busy(6.0, 7.0, "reward", 5.5),  # for nobody
+    BusySpan(0.0, 2.0, "actor", 0.0),
+    BusySpan(2.0, 3.0, "critic", 0.5),  # it waits for the actor from 0.5 on
+    BusySpan(3.0, 4.0, "critic", 0.5),  # and this one, too, and then for its own role
+    BusySpan(4.0, 5.0, "actor", 3.5),  # half a second for the critic
+    BusySpan(6.0, 7.0, "reward", 5.5),  # for nobody
 ]
 
 
 def test_who_is_in_the_way() -> None:
-    assert contention({("policy", 0): reversed(LANE)}, {("policy", "critic"): (2, 7)}) == [
+    assert measure_contention({("policy", 0): reversed(LANE)}, {("policy", "critic"): (2, 7)}) == [
         RoleUse("policy", "actor", 3.0, {"critic": 0.5}, 0),
         RoleUse("policy", "critic", 2.0, {"actor": 1.5}, 7, moves=2),
         RoleUse("policy", "reward", 1.0, {}, 0),
@@ -31,8 +31,12 @@ def test_who_is_in_the_way() -> None:
 
 def test_calls_that_overlap() -> None:
     """As those of async methods do: seconds count once, and a short one hides no long one."""
-    lane = [*[Busy(0.0, 10.0, "actor", 0.0)] * 4, Busy(1.0, 2.0, "actor", 1.0), Busy(10.0, 11.0, "critic", 5.0)]
-    (actor, critic) = contention({("policy", 0): lane}, {})
+    lane = [
+        *[BusySpan(0.0, 10.0, "actor", 0.0)] * 4,
+        BusySpan(1.0, 2.0, "actor", 1.0),
+        BusySpan(10.0, 11.0, "critic", 5.0),
+    ]
+    (actor, critic) = measure_contention({("policy", 0): lane}, {})
     assert (actor.busy, critic.waited) == (10.0, {"actor": 5.0})
 
 
@@ -42,19 +46,19 @@ def move(role: str, rank: int, start: float, end: float, asleep: bool, kind: str
 
 def test_how_long_a_role_is_awake() -> None:
     """On each rank until all of it has gone, from when it begins to come back; one made anew is awake."""
-    naps = Naps(10.0)
-    assert naps.awake(20.0) == {}
+    naps = SleepTimes(10.0)
+    assert naps.awake_seconds(20.0) == {}
     for rank in (0, 1):
-        naps.see("policy", "actor", rank)
-    naps.see("policy", "", 0)  # functions are no role
-    naps.note(move("actor", 0, 11.0, 12.0, False))  # a part of it only
-    assert naps.awake(20.0) == {}
-    naps.note(move("actor", 0, 13.0, 14.0, True))
-    naps.note(move("critic", 0, 13.0, 15.0, True))
-    assert naps.awake(20.0) == {("policy", "actor"): 4.0 + 10.0, ("policy", "critic"): 5.0}
-    naps.note(move("actor", 0, 16.0, 17.0, False, "wake"))
-    naps.end("policy", 18.0)
-    assert naps.awake(20.0) == {("policy", "actor"): 8.0 + 10.0, ("policy", "critic"): 5.0 + 2.0}
+        naps.add_rank("policy", "actor", rank)
+    naps.add_rank("policy", "", 0)  # functions are no role
+    naps.record_move(move("actor", 0, 11.0, 12.0, False))  # a part of it only
+    assert naps.awake_seconds(20.0) == {}
+    naps.record_move(move("actor", 0, 13.0, 14.0, True))
+    naps.record_move(move("critic", 0, 13.0, 15.0, True))
+    assert naps.awake_seconds(20.0) == {("policy", "actor"): 4.0 + 10.0, ("policy", "critic"): 5.0}
+    naps.record_move(move("actor", 0, 16.0, 17.0, False, "wake"))
+    naps.wake_group("policy", 18.0)
+    assert naps.awake_seconds(20.0) == {("policy", "actor"): 8.0 + 10.0, ("policy", "critic"): 5.0 + 2.0}
 
 
 def test_moves_are_told() -> None:
@@ -63,13 +67,13 @@ def test_moves_are_told() -> None:
     calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
     calls.colocate_memory_moved(attrs.evolve(move("critic", 0, 12.0, 14.0, False, "wake"), in_call=True))
     calls.colocate_memory_moved(move("actor", 0, 14.0, 16.0, False, "wake"))
-    assert [(each.slot, each.role, each.method, each.start, each.end) for each in calls.spans()] == [
+    assert [(each.slot, each.role, each.method, each.start, each.end) for each in calls.last_spans()] == [
         (1, "actor", "sleep", 11.0, 12.0),
         (1, "critic", "wake", 12.0, 14.0),
         (1, "actor", "wake", 14.0, 16.0),
     ]
-    assert calls.totals() == ()
-    assert {use.role: (use.busy, use.moving, use.moves, use.moved) for use in calls.contention()} == {
+    assert calls.method_totals() == ()
+    assert {use.role: (use.busy, use.moving, use.moves, use.moved) for use in calls.measure_contention()} == {
         "actor": (3.0, 3.0, 2, 16),
         "critic": (0.0, 2.0, 1, 8),
     }
@@ -78,13 +82,13 @@ def test_moves_are_told() -> None:
 def test_what_a_slot_does_adds_up() -> None:
     """A call, another role's memory that made room for it, and one that waited for both: no second counts twice."""
     lane = [
-        Busy(0.0, 4.0, "critic", 0.0),
-        Busy(0.0, 1.0, "actor", 0.0, Move.IN_CALL),
-        Busy(1.0, 2.0, "critic", 1.0, Move.IN_CALL),
-        Busy(4.0, 5.0, "actor", 4.0, Move.ALONE),
-        Busy(5.0, 6.0, "reward", 0.0),
+        BusySpan(0.0, 4.0, "critic", 0.0),
+        BusySpan(0.0, 1.0, "actor", 0.0, Move.IN_CALL),
+        BusySpan(1.0, 2.0, "critic", 1.0, Move.IN_CALL),
+        BusySpan(4.0, 5.0, "actor", 4.0, Move.ALONE),
+        BusySpan(5.0, 6.0, "reward", 0.0),
     ]
-    uses = contention({("policy", 0): lane}, {})
+    uses = measure_contention({("policy", 0): lane}, {})
     assert sum(use.busy for use in uses) == 6.0
     assert {use.role: (use.busy, use.moving, dict(use.waited)) for use in uses} == {
         "critic": (4.0, 1.0, {}),

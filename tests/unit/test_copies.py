@@ -39,7 +39,7 @@ def through(cuda: Cuda, ring: Ring, source: Any, device: str) -> Any:
         ring.download(source, target)
     else:
         ring.upload(source, target)
-        ring.wait()
+        ring.wait_for_uploads()
     return target
 
 
@@ -63,9 +63,9 @@ def test_one_after_the_other(copies: list[tuple[int, str]], chunks: int, data: A
                 assert torch.equal(target, source)
             made.append((source, target))
             if data.draw(st.booleans()):
-                ring.wait()
+                ring.wait_for_uploads()
                 assert all(torch.equal(*each) for each in made)
-        ring.wait()
+        ring.wait_for_uploads()
         assert all(torch.equal(*each) for each in made)
         assert cuda.pinned == (chunks * CHUNK if copies else 0)
 

@@ -78,7 +78,9 @@ def test_on_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             strange.take.submit(AsksAtItsEnd()).result(PATIENCE_S)
         (pid,) = strange.pid()
-        monkeypatch.setattr(OomKills, "since", lambda before: "the kernel has killed a process for lack of memory")
+        monkeypatch.setattr(
+            OomKills, "describe_since", lambda before: "the kernel has killed a process for lack of memory"
+        )
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied) as caught:
             strange.pid()

@@ -98,8 +98,8 @@ def test_left_open_with_errors() -> None:
 import atexit, colocate
 runtimes = [colocate.connect("local") for _ in range(2)]
 import colocate._api.connection as module
-atexit.unregister(module._close_what_is_left)
-module._close_what_is_left()
+atexit.unregister(module._close_leftovers)
+module._close_leftovers()
 print([runtime.state for runtime in runtimes])
 """
     done = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._calls.pending import PendingCall
-from colocate._signals.in_framework import waited_for
+from colocate._signals.in_framework import act_for_user
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ClosedError, ClusterError, ColocateError, GroupRestarted, PlacementError
 from colocate.executor import Request, Reservation, Watchable
@@ -38,7 +38,7 @@ def group(runtime: Runtime) -> ColocatedGroup:
 
 def fail(group: ColocatedGroup) -> None:
     """Have a group fail, and so begin its restart."""
-    group._node.fail(ColocateError("on purpose"))
+    group._node.fail_group(ColocateError("on purpose"))
 
 
 def restarted(group: ColocatedGroup) -> None:
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_comes_too_late(
     def late(worker_group: WorkerGroup, part: Path, **more: Any) -> PendingCall:
         call = submit(worker_group, part, **more)
         call.result(PATIENCE_S)
-        with waited_for():  # as on the thread of a user
+        with act_for_user():  # as on the thread of a user
             meanwhile(group)
         return call
 
@@ -102,7 +102,7 @@ def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) 
 
     with runtime.reserve(2) as pool:
         group = pool[:1].spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
-        monkeypatch.setattr(executor, "lost", lambda place: not attempts)  # what is reserved anew is there
+        monkeypatch.setattr(executor, "is_lost", lambda place: not attempts)  # what is reserved anew is there
         monkeypatch.setattr(executor, "reserve", refused_at_first)
         fail(group)
         assert asked.wait(PATIENCE_S)
@@ -154,7 +154,7 @@ def test_a_cluster_that_does_not_answer(
 
     with runtime.reserve(1, regrow_timeout=timeout) as pool:
         group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
-        monkeypatch.setattr(executor, "lost", lambda place: len(untried) > 0)
+        monkeypatch.setattr(executor, "is_lost", lambda place: len(untried) > 0)
         monkeypatch.setattr(executor, "reserve", refused_at_first)
         if joined:
             monkeypatch.setattr(executor, "__class__", ABCMeta("Joined", (type(executor), Watchable), {}))
@@ -182,7 +182,7 @@ def test_slots_that_never_come(runtime: Runtime, monkeypatch: pytest.MonkeyPatch
         group, waits = (
             each.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1) for each in (pool, other)
         )
-        monkeypatch.setattr(executor, "lost", lambda place: True)
+        monkeypatch.setattr(executor, "is_lost", lambda place: True)
         monkeypatch.setattr(executor, "reserve", refused)
         fail(group)
         with pytest.raises(ColocateError) as caught:

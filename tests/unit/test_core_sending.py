@@ -17,9 +17,9 @@ import colocate
 from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, WorkerDied, method
 from colocate._calls.pending import PendingCall
 from colocate._protocol.ledger import TAGS
-from colocate._protocol.message import read
+from colocate._protocol.message import decode_head
 from colocate._protocol.to_worker import Call
-from colocate.features.memory.calls import note
+from colocate.features.memory.calls import update_marks
 from colocate.features.memory.marks import Sleepers
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -50,7 +50,7 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
 
     def failing(host: ThreadHost, frame: Any) -> None:
         nonlocal made
-        is_call = isinstance(read(frame[0]), Call)
+        is_call = isinstance(decode_head(frame[0]), Call)
         made += is_call
         if is_call and made == count:
             raise error
@@ -73,7 +73,7 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
             assert after.result(PATIENCE_S) == [1, 2]
         kept.free()
         assert echo.make(1) == [0, 1]
-        wait_until(lambda: not group._node.residents.kept, "what was freed is forgotten")
+        wait_until(lambda: not group._node.residents.records, "what was freed is forgotten")
 
 
 class Large:
@@ -189,7 +189,7 @@ def test_closed_while_spawning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _given_modules(group: ColocatedGroup, count: int) -> None:
     """Its workers have got so many of the driver's modules, and it has imported none since a call has looked."""
-    group._node.published.given.add({name: (name, "as it is") for name in list(sys.modules)[:count]})
+    group._node.published.shipped_modules.add_modules({name: (name, "as it is") for name in list(sys.modules)[:count]})
 
 
 def _given_globals(group: ColocatedGroup, count: int) -> None:
@@ -222,22 +222,22 @@ def test_what_was_sent_costs_calls_nothing(give: Callable[[ColocatedGroup, int],
         gate.open()
         waiting.result(PATIENCE_S)
         assert echo.make(1) == [0]  # all others are done
-        wait_until(lambda: not group._node.residents.kept, "what was dropped is forgotten")
+        wait_until(lambda: not group._node.residents.records, "what was dropped is forgotten")
         assert many < few + 50
 
 
 class Unreadable(PendingCall):
     """One of which the answers can't be read."""
 
-    def _joined(self, raw: Any) -> Any:
+    def _join_results(self, raw: Any) -> Any:
         raise colocate.ColocateError("a module of the driver's is another one")
 
 
 def test_a_wake_whose_answer_can_not_be_read() -> None:
     """The thread that hears of it raises nothing: the calls that it goes before say it, and go behind the next one."""
     sleepers = Sleepers()
-    sleepers.mark("actor", TAGS, until_woken=False)
+    sleepers.add_marks("actor", TAGS, until_woken=False)
     call = Unreadable("wake of actor", "", "wake", [0])
-    call._settle([])
-    note(sleepers, sleepers.seen("actor", TAGS), call)
-    assert sleepers.seen("actor", TAGS)
+    call._set_result([])
+    update_marks(sleepers, sleepers.role_marks("actor", TAGS), call)
+    assert sleepers.role_marks("actor", TAGS)

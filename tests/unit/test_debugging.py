@@ -46,28 +46,28 @@ def test_what_workers_are_told(
 @pytest.mark.parametrize("how", ["closed", "detached"])
 def test_who_has_left_is_given_no_stop(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The next stop waits for another terminal, also before the end of the last one is heard of."""
-    monkeypatch.setattr(desks, "_own_screen", lambda: None)
+    monkeypatch.setattr(desks, "_find_screen", lambda: None)
     desk, announced, told = Desk(), list[str](), list[Any]()
     here, there = socket.socketpair()
-    terminal = Terminal(here, "that of a test", follows=("policy", 1))  # nobody reads what comes from there
+    terminal = Terminal(here, "that of a test", followed=("policy", 1))  # nobody reads what comes from there
 
     def stop(number: int) -> Stop:
         return Stop("policy", 1, "node", number, "actor", "step", 1, "file.py:1", "", told.append, announced.append)
 
     first, second = stop(1), stop(2)
     desk._jobs.run(partial(desk._terminals.append, terminal))
-    desk.begin(first)
+    desk.add_stop(first)
     if how == "detached":
-        desk._jobs.run(partial(desk._heard, terminal, {"line": None}))
-        assert first.goes_on
-    desk.end(first, "goes on")
+        desk._jobs.run(partial(desk._on_message, terminal, {"line": None}))
+        assert first.is_over
+    desk.end_stop(first, "goes on")
     if how == "closed":
         desk._jobs.run(there.close)
-    desk.begin(second)
-    desk._jobs.run(partial(desk._left, terminal))
-    assert not second.goes_on
-    assert second.waits
+    desk.add_stop(second)
+    desk._jobs.run(partial(desk._on_terminal_closed, terminal))
+    assert not second.is_over
+    assert second.needs_terminal
     assert len(announced) == 1
-    desk.end(second, "goes on")
+    desk.end_stop(second, "goes on")
     desk.close()
     there.close()

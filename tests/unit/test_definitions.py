@@ -14,7 +14,7 @@ import pytest
 from colocate import wire
 from colocate._definitions.bundles import ReceivedDefinitions, Table
 from colocate._protocol.message import Message
-from colocate._protocol.questions import HeardAll
+from colocate._protocol.questions import Flush
 from colocate._protocol.to_worker import Define
 from colocate.errors import SerializationError
 from colocate.worker.serving.definitions import Definitions
@@ -50,7 +50,7 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     text = SLOW + "KEPT = Slow(); KEPT.x = 1\nclass Batch:\n kept = KEPT\n def over(self): return KEPT, Batch\n"
     script = Script(monkeypatch, text)
     table = Table("is given it")
-    bundle = table.bundle(table.lacks(wire.pack(script.Batch()).needs))
+    bundle = table.create_bundle(table.list_lacking(wire.pack(script.Batch()).needs))
     ids, names, packed = (*bundle.definitions,), (*bundle.names,), bundle.body.copy()
     # The bytes alone, as they come to another process, which holds nothing of this one's.
     body = wire.Packed(bytes(wire.pack(script.Batch()).data))
@@ -59,10 +59,10 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     gc.collect()
     here = Script(monkeypatch, "")
     received_definitions = ReceivedDefinitions()
-    received_definitions.put(ids, names, packed)
+    received_definitions.add_bundle(ids, names, packed)
 
     def want() -> Any:
-        received_definitions.load(1)
+        received_definitions.load_bundles(1)
         value = wire.unpack(body)
         return value, value.kept, value.over()
 
@@ -88,14 +88,14 @@ def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) ->
         lambda question: said.append(type(question)), lambda message, body: said.append(type(message)), in_process=False
     )
     body = wire.pack(script.Batch())
-    definitions.tell(body)
+    definitions.send_lacking(body)
     assert said == [Define]
-    definitions.tell(body, wait=True)
-    definitions.tell(body, wait=True)
-    definitions.tell(wire.pack(1), wait=True)
-    assert said == [Define, HeardAll]
-    definitions.tell(wire.pack(type("Made", (), {})()), wait=True)
-    assert said == [Define, HeardAll] * 2
+    definitions.send_lacking(body, wait=True)
+    definitions.send_lacking(body, wait=True)
+    definitions.send_lacking(wire.pack(1), wait=True)
+    assert said == [Define, Flush]
+    definitions.send_lacking(wire.pack(type("Made", (), {})()), wait=True)
+    assert said == [Define, Flush] * 2
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="such statements are Python 3.12's")
@@ -105,4 +105,4 @@ def test_what_is_made_of_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> N
     script = Script(monkeypatch, text)
     definitions = Definitions(lambda question: None, lambda message, body: None, in_process=False)
     with pytest.raises(SerializationError, match=r"Tree\S* is made of leads to itself"):
-        definitions.tell(wire.pack(script.Tree))
+        definitions.send_lacking(wire.pack(script.Tree))

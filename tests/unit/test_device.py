@@ -162,17 +162,17 @@ def test_outputs_of_graphs(gpu: Gpu) -> None:
         def __init__(self, tensor: Any) -> None:
             self.untyped_storage = tensor.untyped_storage
 
-    assert not device.lends(OnGpu(mine))
+    assert not device.is_volatile(OnGpu(mine))
     gpu.segments += [
         {"address": start - 64, "total_size": 512, "segment_pool_id": (0, 1)},
         {"address": other.untyped_storage().data_ptr(), "total_size": 256, "segment_pool_id": (0, 0)},
     ]
     looks = gpu.looks
     for _ in range(2):
-        assert device.lends(OnGpu(mine))
-        assert device.lends(OnGpu(mine[10:]))
-        assert not device.lends(OnGpu(other))
-        assert not device.lends(mine)  # a tensor of the host
+        assert device.is_volatile(OnGpu(mine))
+        assert device.is_volatile(OnGpu(mine[10:]))
+        assert not device.is_volatile(OnGpu(other))
+        assert not device.is_volatile(mine)  # a tensor of the host
     assert gpu.looks == looks + 1
 
 
@@ -192,26 +192,26 @@ def test_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from colocate.worker import settings
 
     device = Device("cuda:0", in_process=False)
-    setting = Setting("cuda:0", False, device.leaves)
-    setting.have(setting.base)  # the device isn't in use
+    setting = Setting("cuda:0", False, device.on_stream_left)
+    setting.apply_settings(setting.base)  # the device isn't in use
     monkeypatch.setattr(settings, "in_use", lambda name: gpu)
     side = Stream()
     gpu.set_stream(side)
-    of_role = setting.now()
+    of_role = setting.read_settings()
     assert of_role.stream is side
     assert gpu.device is None
     for wrong in (None, "misaligned address"):
         side.begun.append(wrong)
-        setting.have(setting.base)
+        setting.apply_settings(setting.base)
         assert gpu.current_stream("cuda:0") is gpu
         with pytest.raises(RuntimeError, match="misaligned") if wrong else contextlib.nullcontext():
-            device.end("actor.step")
+            device.finish_call("actor.step")
         assert side.begun == []
-        setting.have(of_role)
+        setting.apply_settings(of_role)
         assert gpu.current_stream("cuda:0") is side
     assert (gpu.after, side.after) == ([side] * 2, [gpu] * 2)
     assert gpu.device == "cuda:0"
     gpu.is_capturing = True  # a role's graph, of which the usual stream is to be no part
-    setting.have(Settings())
+    setting.apply_settings(Settings())
     assert gpu.current_stream("cuda:0") is gpu
     assert gpu.after == [side] * 2

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from colocate.features.recordings.differences import Difference, Raised
-from colocate.features.recordings.digests import digest_of, first_difference
+from colocate.features.recordings.differences import Difference, ErrorText
+from colocate.features.recordings.digests import digest_arguments, find_difference
 
 
 class Colour(enum.Enum):
@@ -30,7 +30,7 @@ class Name(str):
 
 def _difference(was: Any, now: Any, tolerance: float = 0.0) -> Difference:
     found = Difference(tolerance)
-    found.add(was, now)
+    found.compare_parts(was, now)
     return found
 
 
@@ -63,9 +63,9 @@ def _changed(name: str) -> Any:
         (1.0, math.nan, " was 1.0, and is nan"),
         (_LONG + "b", _LONG + "c", f" was '{'a' * 20}b', and is '{'a' * 20}c', from place 80 on"),
         (b"a", b"b", " was b'a', and is b'b'"),
-        (Raised("ValueError: no"), {"x": 1}, " was the error ValueError: no, and is a dict"),
-        ("ValueError: no", Raised("ValueError: no"), " was a str, and is the error ValueError: no"),
-        (Raised("ValueError: no"), Raised("ValueError: yes"), " was 'ValueError: no', and is 'ValueError: yes'"),
+        (ErrorText("ValueError: no"), {"x": 1}, " was the error ValueError: no, and is a dict"),
+        ("ValueError: no", ErrorText("ValueError: no"), " was a str, and is the error ValueError: no"),
+        (ErrorText("ValueError: no"), ErrorText("ValueError: yes"), " was 'ValueError: no', and is 'ValueError: yes'"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -89,8 +89,8 @@ def test_arrays_are_compared_without_torch(is_there: bool, monkeypatch: pytest.M
     """NaN and NaT are as they were, and what is within the tolerance is the same, whether torch is imported or not."""
     if not is_there:
         modules = {"numpy": np}
-        monkeypatch.setattr("colocate.features.recordings.differences.imported", modules.get)
-        monkeypatch.setattr("colocate.features.recordings.values.imported", modules.get)
+        monkeypatch.setattr("colocate.features.recordings.differences.find_imported", modules.get)
+        monkeypatch.setattr("colocate.features.recordings.values.find_imported", modules.get)
     scores = np.array([0.25, math.nan, 1.0, 0.0])
     for tolerance, add, count in ((0.0, 0.0, 0), (1e-3, 1e-6, 0), (1e-3, 1e-2, 3), (0.0, 1e-6, 3)):
         found = _difference(scores, scores + add, tolerance)
@@ -133,5 +133,5 @@ def test_how_far_what_is_no_number_is() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_arguments_of_all_kinds_are_told_apart(one: Any, other: Any) -> None:
-    assert first_difference(digest_of({"x": one}), digest_of({"x": other})) is not None
-    assert first_difference(digest_of({"x": one}), digest_of({"x": copy.deepcopy(one)})) is None
+    assert find_difference(digest_arguments({"x": one}), digest_arguments({"x": other})) is not None
+    assert find_difference(digest_arguments({"x": one}), digest_arguments({"x": copy.deepcopy(one)})) is None

@@ -10,9 +10,9 @@ import torch
 
 from colocate.errors import ConfigError
 from colocate.features.weights import digests
-from colocate.features.weights.digests import Digests
+from colocate.features.weights.digests import TensorDigests
 from colocate.features.weights.messages import Digest
-from colocate.features.weights.weights import differences
+from colocate.features.weights.weights import find_differences
 
 DTYPES = [
     torch.float64,
@@ -33,9 +33,9 @@ SIZES = [0, 1, 3, 7, 8, 9, 63, 64, 1001]
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Digest:
-    found = Digests("policy.actor")
-    found.add("one", tensor, dtype)
-    return found.told()["one"]
+    found = TensorDigests("policy.actor")
+    found.add_tensor("one", tensor, dtype)
+    return found.collect_digests()["one"]
 
 
 def drawn(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -131,18 +131,18 @@ def test_what_has_no_bits_here() -> None:
 def test_names_of_one_tensor() -> None:
     """It is right under a name that hasn't come where it is under another one; what only looks so isn't."""
     target: Any = {"head": torch.ones(4), "other": torch.ones(4)}
-    found = Digests("taker")
+    found = TensorDigests("taker")
     for name, tensor in {"tied": target["head"], **target}.items():
-        found.add(name, tensor)
-    has, one = found.told(), digest(torch.ones(4))
-    assert differences({"head": one, "other": one}, has) == {}
-    assert differences({"tied": one, "other": one}, has) == {}
-    assert differences({"head": one}, has) == {"other": "hasn't come"}
+        found.add_tensor(name, tensor)
+    has, one = found.collect_digests(), digest(torch.ones(4))
+    assert find_differences({"head": one, "other": one}, has) == {}
+    assert find_differences({"tied": one, "other": one}, has) == {}
+    assert find_differences({"head": one}, has) == {"other": "hasn't come"}
     two = digest(torch.full((4,), 2.0))
-    assert differences({"head": two, "other": one, "third": one}, has) == {
+    assert find_differences({"head": two, "other": one, "third": one}, has) == {
         "head": "has other bits",
         "third": "isn't among those that it gives back",
     }
-    assert differences({"head": digest(torch.ones(5)), "other": one}, has) == {
+    assert find_differences({"head": digest(torch.ones(5)), "other": one}, has) == {
         "head": "is [4] float32, and [5] float32 was to arrive"
     }

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from colocate._values.dispatch import Dispatch, Parts, plan
+from colocate._values.dispatch import Dispatch, Parts, plan_call
 from colocate._values.mesh import Ranks
 from colocate.errors import DispatchError
 
@@ -25,7 +25,7 @@ def test_a_users_split_is_checked() -> None:
         def targets(self, ranks: Ranks) -> Sequence[int] | None:
             return self.only
 
-    made = plan(Fixed(Parts([{"x": 1}, {"x": 2}], [3, 4]), (1,)), {}, Ranks(2))
+    made = plan_call(Fixed(Parts([{"x": 1}, {"x": 2}], [3, 4]), (1,)), {}, Ranks(2))
     assert (list(made.arguments), list(made.targets), list(made.valid)) == ([{"x": 2}], [1], [4])
     mistakes: list[tuple[Any, Any, str]] = [
         ([{}], None, "split gave 1 mappings for 2 ranks"),
@@ -36,5 +36,5 @@ def test_a_users_split_is_checked() -> None:
     ]
     for wrong, only, message in mistakes:
         with pytest.raises(DispatchError) as caught:
-            plan(Fixed(wrong, only), {}, Ranks(2))
+            plan_call(Fixed(wrong, only), {}, Ranks(2))
         assert message in str(caught.value)

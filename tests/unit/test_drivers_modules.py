@@ -19,7 +19,7 @@ import pytest
 from colocate import features
 from colocate._definitions.sources import Source
 from colocate._protocol.from_worker import Failure
-from colocate.worker.birth.imports import DriversModules
+from colocate.worker.birth.imports import DriverModuleFinder
 from colocate.worker.serving import failure
 
 TEXT = """
@@ -45,12 +45,12 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def driver(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DriversModules]:
+def driver(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DriverModuleFinder]:
     """A driver that has one package."""
     modules = {NAME: Source(TEXT.encode(), str(file), True)}
-    finder = DriversModules(lambda name: modules if name == NAME else {})
+    finder = DriverModuleFinder(lambda name: modules if name == NAME else {})
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    monkeypatch.setattr(finder, "_may_ask", lambda: True)  # this is the main thread
+    monkeypatch.setattr(finder, "_can_ask", lambda: True)  # this is the main thread
     yield finder
     sys.modules.pop(NAME, None)
 
@@ -61,11 +61,11 @@ def imported() -> Any:
 
 def told_of(error: BaseException) -> Failure:
     codec: Any = SimpleNamespace(name="reference")
-    return failure.failed(error, codec, None, None, False)[0]  # type: ignore[arg-type]  # nothing is sent
+    return failure.describe_failure(error, codec, None, None, False)[0]  # type: ignore[arg-type]  # nothing is sent
 
 
 @pytest.mark.parametrize("there", [None, "x = 1\n", TEXT])
-def test_path(driver: DriversModules, file: Path, there: str | None) -> None:
+def test_path(driver: DriverModuleFinder, file: Path, there: str | None) -> None:
     """`__file__` is the driver's path unless another file lies there; the source is shown in any case."""
     if there is not None:
         file.write_text(there)
@@ -78,7 +78,7 @@ def test_path(driver: DriversModules, file: Path, there: str | None) -> None:
 
 
 @pytest.mark.parametrize("there", [None, "x = 1\n"])
-def test_file_beside_it(driver: DriversModules, file: Path, there: str | None) -> None:
+def test_file_beside_it(driver: DriverModuleFinder, file: Path, there: str | None) -> None:
     """A data file that didn't travel is told as that, however it is read; any other is an ordinary error."""
     if there is not None:
         file.write_text(there)
@@ -94,7 +94,7 @@ def test_file_beside_it(driver: DriversModules, file: Path, there: str | None) -
     assert "came here as source" not in told_of(caught.value).traceback
 
 
-def test_the_receiver_may_need_importlibs_lock(driver: DriversModules, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_receiver_may_need_importlibs_lock(driver: DriverModuleFinder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who drops the last reference to a module's lock takes importlib's: the receiver, when it tells of stacks."""
     told = driver._ask
 
@@ -113,12 +113,12 @@ def test_the_receiver_may_need_importlibs_lock(driver: DriversModules, monkeypat
 def test_what_features_need_nobody_asks_for() -> None:
     """A lane that receives by itself imports a feature there: it would wait for its own answer."""
     asked: list[str] = []
-    finder = DriversModules(lambda name: asked.append(name) or {})  # type: ignore[func-returns-value]
-    features.importing.add(threading.get_ident())
+    finder = DriverModuleFinder(lambda name: asked.append(name) or {})  # type: ignore[func-returns-value]
+    features.importing_threads.add(threading.get_ident())
     try:
         assert finder.find_spec("pytest", None) is not None
         assert asked == []
     finally:
-        features.importing.discard(threading.get_ident())
+        features.importing_threads.discard(threading.get_ident())
     assert finder.find_spec("pytest", None) is not None
     assert asked == ["pytest"]

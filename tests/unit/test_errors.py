@@ -11,7 +11,7 @@ import pytest
 from colocate import errors
 from colocate._worker_group.spawn import start_error
 from colocate.errors import ColocateError
-from colocate.worker.birth.imports import hint_for
+from colocate.worker.birth.imports import find_hint
 
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, ColocateError)]
 
@@ -38,7 +38,7 @@ def test_what_only_follows_is_not_told_of_a_start() -> None:
         errors.RoleError("was given up", rank=0),
         errors.RoleError("raised", rank=1, remote_traceback="at x"),
     )
-    follows._follows = True
+    follows._is_consequence = True
     assert start_error("policy", {0: follows}).errors == {0: follows}
     error = start_error("policy", {0: follows, 1: cause})
     assert (dict(error.errors), error.rank, error.remote_traceback) == ({1: cause}, 1, "at x")
@@ -48,7 +48,7 @@ def test_what_only_follows_is_not_told_of_a_start() -> None:
 def test_a_module_that_two_threads_import_at_once() -> None:
     """One that replaces itself, as transformers does, has its names later: the error says what to do."""
     lacking = "cannot import name '%s' from 'json' (/somewhere/json/__init__.py)"
-    hint = hint_for(ImportError(lacking % "loads", name="json"))
+    hint = find_hint(ImportError(lacking % "loads", name="json"))
     assert hint is not None
     assert "json has loads by now: several threads have imported it at once" in hint
-    assert hint_for(ImportError(lacking % "nothing", name="json")) is None
+    assert find_hint(ImportError(lacking % "nothing", name="json")) is None

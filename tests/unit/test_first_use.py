@@ -68,11 +68,11 @@ with colocate.connect(processes=True) as runtime, runtime.reserve() as pool:
     with crowded():
         call, stop = counter.start.submit(), counter.stop.submit()
         print(call.result(20))
-        while not group._node.stopped():
+        while not group._node.stopped_slots():
             threading.Event().wait(0.01)
     print(group.state, "sleep" in runtime.graph.render("tree"))
     attached = terminal()
-    print(attached.stops, stop.done())
+    print(attached.stopped_ranks, stop.done())
     attached.close()
     print(stop.result(20), counter.step())
 """
@@ -169,7 +169,7 @@ def test_a_package_with_compiled_modules(tmp_path: Path, monkeypatch: pytest.Mon
     import _struct
     import importlib
 
-    from colocate._system.own_modules import keep_modules
+    from colocate._system.own_modules import preload_modules
 
     package = tmp_path / "colocate_compiled"
     package.mkdir()
@@ -180,7 +180,7 @@ def test_a_package_with_compiled_modules(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copy(_struct.__file__, package / f"_struct{suffix}")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("colocate_compiled")
-    keep_modules()
+    preload_modules()
     try:
         assert importlib.import_module("colocate_compiled._struct").calcsize("i") == 4
     finally:

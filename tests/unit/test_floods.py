@@ -9,7 +9,7 @@ import pytest
 
 from colocate import wire
 from colocate.wire import Tls, connect, event_loop, hello, listen, new_key
-from colocate.wire.hello import TurnedAway, dial, until_let_in
+from colocate.wire.hello import TurnedAway, connect_with_retry, dial
 
 KEY = new_key()
 WAIT_S = 20
@@ -41,8 +41,8 @@ def test_who_is_turned_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None
             raise error
         return "let in"
 
-    assert until_let_in(attempt, WAIT_S) == "let in"
+    assert connect_with_retry(attempt, WAIT_S) == "let in"
     attempts = iter([TurnedAway("flooded")])
     monkeypatch.setattr(hello, "_AGAIN_S", 4 * WAIT_S)  # there is no time for another attempt
     with pytest.raises(TimeoutError, match="flooded, until the time was over"):
-        until_let_in(attempt, WAIT_S)
+        connect_with_retry(attempt, WAIT_S)

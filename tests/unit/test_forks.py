@@ -25,7 +25,7 @@ from colocate._system.libc import MADV_COLLAPSE
 from colocate.keeper import forks
 from colocate.testing.probes.born import Born
 from colocate.testing.probes.plain import Echo
-from colocate.worker.birth.template import MODE, ROOM, Wanted, gather
+from colocate.worker.birth.template import MODE, ROOM, ForkRequest, collapse_pages
 
 ROLES = {"born": colocate.role(Born)}
 
@@ -52,8 +52,8 @@ def runtime() -> Iterator[Runtime]:
 def test_which_environment_comes_too_late(changed: dict[str, str], late: str | None) -> None:
     """What the loader, Python, OpenMP and CUDA read before an import; removed is changed, too."""
     base = {"HOME": "/", "PATH": "/bin"}
-    assert forks.differs({**base, **changed}, base) == late
-    assert forks.differs(base, {**base, **changed}) == late
+    assert forks.find_early_variable({**base, **changed}, base) == late
+    assert forks.find_early_variable(base, {**base, **changed}) == late
 
 
 def test_a_template_with_two_threads_refuses() -> None:
@@ -63,7 +63,7 @@ def test_a_template_with_two_threads_refuses() -> None:
         from colocate.worker.birth import template
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         sys.argv[1:] = sys.argv[2:]
-        template.Template().run()
+        template.Template().serve_forks()
     """
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", code, "colocate.worker", MODE, str(os.getpid()), str(theirs.fileno()), ""]
@@ -71,10 +71,10 @@ def test_a_template_with_two_threads_refuses() -> None:
     with ours, theirs, subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
         template = object.__new__(forks._Template)
-        template.base, template.sock, template.pid, template._gone = env, ours, process.pid, forks.Fork(process.pid)
+        template.base, template.sock, template.pid, template._process = env, ours, process.pid, forks.Fork(process.pid)
         with pytest.raises(forks.NoFork, match="it has 2 threads, of which a fork would have one"):
-            template.fork(pickle.dumps(Wanted((), {}, (), 0, {}, frozenset())), ours, 2)
-        template.end()
+            template.request_fork(pickle.dumps(ForkRequest((), {}, (), 0, {}, frozenset())), ours, 2)
+        template.end_process()
 
 
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "3"}], ids=["forked", "by itself"])
@@ -118,7 +118,7 @@ def test_a_template_of_ones_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
         if not child:
             os._exit(0 if forks._forks.current is None and template.sock.fileno() < 0 else 1)
         assert exit_code(child) == 0
-        assert not template.ended
+        assert not template.has_ended
         monkeypatch.setattr(forks, "FORKS_WITHIN_S", 0.1)
         os.kill(template.pid, signal.SIGSTOP)
         pool.spawn({"echo": colocate.role(Echo)}).close()
@@ -184,7 +184,7 @@ def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     found: list[bool] = []
     if (before := forks._forks.current) is not None:
-        before.end()
+        before.end_process()
     (gone := tmp_path / "gone").mkdir()
     with monkeypatch.context() as there:
         there.chdir(gone)
@@ -210,7 +210,7 @@ def test_what_many_forks_share() -> None:
             except OSError:  # this kernel doesn't make large pages of others
                 os._exit(2)
             before = _large_kib()
-            gather()
+            collapse_pages()
             os._exit(0 if _large_kib() - before >= 1 << 12 else 1)
     if (code := exit_code(child)) == 2:
         pytest.skip("this kernel makes no large pages of others (Linux 6.1 does)")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from colocate.wire import InArea, Packed, encode, framing, memory_files
-from colocate.wire.framing import FILE_BYTES, Reader, Sending
+from colocate.wire import Packed, PackedInArea, encode, framing, memory_files
+from colocate.wire.framing import FILE_BYTES, Reader, Sender
 
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
 
@@ -41,7 +41,7 @@ def test_frames_survive_any_cutting(messages: list[tuple[Any, Any]], data: st.Da
             stream = stream[cut:]
             try:
                 while True:
-                    got += reader.read(other, scratch)
+                    got += reader.receive_messages(other, scratch)
             except BlockingIOError:
                 pass
     assert [(head, None if body is None else [bytes(b) for b in body.buffers]) for head, body in got] == [
@@ -61,10 +61,10 @@ def test_lengths_beyond_four_gigabytes() -> None:
     start = prefix + b"N." + struct.pack("<2Q", 64, length - 64)
     one, other = socket.socketpair()
     with one, other, framing._OpenFrame(bytearray(start), bytearray(start), file, length, ()) as frame:
-        sending = Sending(frame, passes_files=True)
-        assert sending.write(one)
+        sending = Sender(frame, passes_files=True)
+        assert sending.write_to(one)
         sending.close()
-        [(head, body)] = Reader(passes_files=True).read(other, memoryview(bytearray(1000)))
+        [(head, body)] = Reader(passes_files=True).receive_messages(other, memoryview(bytearray(1000)))
     assert head is None
     assert body is not None
     assert body.nbytes == length
@@ -86,9 +86,9 @@ def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(fcntl, "fcntl", seal)
     if busy == 4:
         with pytest.raises(OSError, match="busy"):
-            memory_files.memory_file([b"sealed"])
+            memory_files.create_memory_file([b"sealed"])
     else:
-        file = memory_files.memory_file([b"sealed"])
+        file = memory_files.create_memory_file([b"sealed"])
         assert bytes(memory_files.map_private(file, 6)) == b"sealed"
         os.close(file)
     assert set(os.listdir("/proc/self/fd")) == before
@@ -103,18 +103,20 @@ def test_memory_that_is_written_again_is_mapped_once() -> None:
     """For as long as somebody has any of it: what was written last is there, and no descriptor is left."""
     before = set(os.listdir("/proc/self/fd"))
     one, other = socket.socketpair()
-    area, reader, scratch = framing.Area(), Reader(passes_files=True), memoryview(bytearray(1000))
+    area, reader, scratch = framing.ReusableFile(), Reader(passes_files=True), memoryview(bytearray(1000))
     bodies: list[Packed] = []
     size = 1 << 20
     with one, other:
         for text in (b"a", b"b", b"c"):
-            body = area.write(Packed(b"N.", (memoryview(bytearray(text * size)), memoryview(text * size))))
+            body = area.write_body(Packed(b"N.", (memoryview(bytearray(text * size)), memoryview(text * size))))
             with encode(("area",), body) as frame:
-                sending = frame.sending(passes_files=True)
-                assert sending.write(one)
+                sending = frame.create_sender(passes_files=True)
+                assert sending.write_to(one)
                 sending.close()
-            bodies += [body for _, body in reader.read(other, scratch) if body is not None]
-            assert all(isinstance(body, InArea) and [*map(bytes, body.buffers)] == [text * size] * 2 for body in bodies)
+            bodies += [body for _, body in reader.receive_messages(other, scratch) if body is not None]
+            assert all(
+                isinstance(body, PackedInArea) and [*map(bytes, body.buffers)] == [text * size] * 2 for body in bodies
+            )
         assert _mapped() == 2  # the sender's, too
         for above, left in ((3 * size, 2), (size, 1)):
             area.close(above)
@@ -130,7 +132,7 @@ def test_memory_that_could_change_or_is_short_is_refused() -> None:
     with pytest.raises(ValueError, match="isn't sealed"):
         memory_files.map_private(file, 100)
     os.close(file)
-    file = memory_files.memory_file([b"short"])
+    file = memory_files.create_memory_file([b"short"])
     with pytest.raises(ValueError, match="too short"):
         memory_files.map_private(file, 100)
     with pytest.raises(PermissionError):

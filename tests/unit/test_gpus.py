@@ -37,15 +37,15 @@ UUIDS = ("GPU-11aa", "GPU-22bb", "GPU-33cc", "GPU-33dd")
 def test_what_the_variable_names(text: str | None, names: tuple[str, ...] | None) -> None:
     """As CUDA reads it, on a machine with four GPUs."""
     environ = {} if text is None else {gpus.VARIABLE: text}
-    assert gpus.listed(environ, UUIDS) == names
+    assert gpus.list_visible_gpus(environ, UUIDS) == names
 
 
 def test_of_an_unknown_machine() -> None:
     """Where nobody can tell what GPUs there are, or what their UUIDs are, entries are taken at their word."""
-    assert gpus.listed({gpus.VARIABLE: "0,9"}) == ("0", "9")
-    assert gpus.listed({gpus.VARIABLE: "GPU-99,GPU-98"}) == ("GPU-99", "GPU-98")
-    assert gpus.listed({gpus.VARIABLE: "GPU-99"}, ("", "")) == ("GPU-99",)
-    assert gpus.listed({gpus.VARIABLE: "0,1,2"}, ("", "")) == ("0", "1")
+    assert gpus.list_visible_gpus({gpus.VARIABLE: "0,9"}) == ("0", "9")
+    assert gpus.list_visible_gpus({gpus.VARIABLE: "GPU-99,GPU-98"}) == ("GPU-99", "GPU-98")
+    assert gpus.list_visible_gpus({gpus.VARIABLE: "GPU-99"}, ("", "")) == ("GPU-99",)
+    assert gpus.list_visible_gpus({gpus.VARIABLE: "0,1,2"}, ("", "")) == ("0", "1")
 
 
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +54,8 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.names(2, {}) == ("0", "1")
     assert gpus.names(2, {gpus.VARIABLE: "5,3,1"}) == ("5", "3")
     assert gpus.names(0, {gpus.VARIABLE: ""}) == ()
-    assert gpus.shown(("5", "3", "1"), (0, 2)) == {gpus.VARIABLE: "5,1"}
-    assert gpus.shown(("5", "3", "1"), ()) == {}
+    assert gpus.visibility_variables(("5", "3", "1"), (0, 2)) == {gpus.VARIABLE: "5,1"}
+    assert gpus.visibility_variables(("5", "3", "1"), ()) == {}
     assert gpus.indices(("3", "5"), ("5", "3", "1")) == (1, 0)
     assert gpus.indices(("GPU-b",), ("GPU-b", "GPU-a")) == (0,)
     assert gpus.indices(("7", "3")) == (7, 3)

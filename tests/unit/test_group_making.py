@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from colocate.features.process_groups import torch_groups
-from colocate.features.process_groups.meetings import all_have, all_make, can_not, withdraw
+from colocate.features.process_groups.meetings import report_failure, wait_all_made, wait_all_ready, withdraw_rank
 from colocate.testing import leaks
 from colocate.testing.waiting import PATIENCE_S
 
@@ -21,7 +21,7 @@ RANKS = 3
 def ranks() -> Iterator[list[Any]]:
     """Clients of a store: two for each rank."""
     pytest.importorskip("torch")
-    with leaks.shared():  # a pipe of torch's own, for good
+    with leaks.share_between_tests():  # a pipe of torch's own, for good
         store, address = torch_groups.serve_store("127.0.0.1")
     made = [[torch_groups.connect_store(address, 60.0) for _ in range(2)] for _ in range(RANKS)]
     yield made
@@ -38,16 +38,16 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.mark.parametrize("late", [False, True])
 def test_one_could_not(ranks: list[Any], pool: ThreadPoolExecutor, late: bool) -> None:
     """Then nobody has it: those that have connected are told, who has left, and the one that comes too late."""
-    waiting = [pool.submit(all_make, store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks)]
+    waiting = [pool.submit(wait_all_ready, store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks)]
     assert [each.result(PATIENCE_S) for each in waiting] == [True] * RANKS
-    leaving = pool.submit(withdraw, ranks[1][1], "one")
+    leaving = pool.submit(withdraw_rank, ranks[1][1], "one")
     patience = 0.1 if late else 60.0
-    waiting = [pool.submit(all_have, ranks[rank][0], "one", rank, RANKS, patience) for rank in range(1, RANKS)]
+    waiting = [pool.submit(wait_all_made, ranks[rank][0], "one", rank, RANKS, patience) for rank in range(1, RANKS)]
     if not late:
-        can_not(ranks[0][0], "one")
+        report_failure(ranks[0][0], "one")
     assert [each.result(PATIENCE_S) for each in (*waiting, leaving)] == [False] * RANKS
-    assert not all_have(ranks[0][0], "one", 0, RANKS, 60.0)
-    assert not any(all_make(store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks))  # who asks again
+    assert not wait_all_made(ranks[0][0], "one", 0, RANKS, 60.0)
+    assert not any(wait_all_ready(store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks))  # who asks again
 
 
 def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
@@ -58,14 +58,18 @@ def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> N
         turns = [(rank, False) for rank in range(RANKS)]
         turns += [(rank, True) for rank in random.Random(number).sample(range(RANKS), number % RANKS)]
         random.Random(number).shuffle(turns)
-        leaving = [pool.submit(withdraw, ranks[rank][1], rendezvous_key) for rank, leaves in turns[:1] if leaves]
+        leaving = [pool.submit(withdraw_rank, ranks[rank][1], rendezvous_key) for rank, leaves in turns[:1] if leaves]
         come = [
-            pool.submit(all_make, ranks[rank][0], rendezvous_key, rank, RANKS) for rank, leaves in turns if not leaves
+            pool.submit(wait_all_ready, ranks[rank][0], rendezvous_key, rank, RANKS)
+            for rank, leaves in turns
+            if not leaves
         ]
-        leaving += [pool.submit(withdraw, ranks[rank][1], rendezvous_key) for rank, leaves in turns[1:] if leaves]
+        leaving += [pool.submit(withdraw_rank, ranks[rank][1], rendezvous_key) for rank, leaves in turns[1:] if leaves]
         (made,) = {each.result(PATIENCE_S) for each in come}
         if made:
-            have = [pool.submit(all_have, ranks[rank][0], rendezvous_key, rank, RANKS, 60.0) for rank in range(RANKS)]
+            have = [
+                pool.submit(wait_all_made, ranks[rank][0], rendezvous_key, rank, RANKS, 60.0) for rank in range(RANKS)
+            ]
             assert all(each.result(PATIENCE_S) for each in have)
         assert all(each.result(PATIENCE_S) == made for each in leaving)
         seen.add(made)

@@ -41,15 +41,15 @@ Set = Callable[[Callable[[int, FrameType | None], object]], None]
 @pytest.fixture
 def handler() -> Iterator[Set]:
     """Set a handler of SIGUSR1 for one test, in a process that has no runtime: other tests' runtimes don't count."""
-    others = guard.connected.copy()
-    guard.connected.clear()
-    guard.stop()
+    others = guard.connected_runtimes.copy()
+    guard.connected_runtimes.clear()
+    guard.stop_guard()
     before = signal.getsignal(signal.SIGUSR1)
     yield lambda function: void(signal.signal(signal.SIGUSR1, function))
     signal.signal(signal.SIGUSR1, before)
-    guard.connected.update(others)
+    guard.connected_runtimes.update(others)
     if others:
-        guard.start()
+        guard.start_guard()
 
 
 def void(_: object) -> None:
@@ -106,7 +106,7 @@ def test_amid_our_own_code_it_is_put_off(handler: Set, monkeypatch: pytest.Monke
     with colocate.spawn({"echo": colocate.role(Echo)}) as group:
         echo = group.role("echo")
         order, ran = group._node.order, list[str]()
-        enter = order.enter
+        enter = order.enqueue_call
 
         def interrupted(call: Any) -> int:
             seq = enter(call)
@@ -115,7 +115,7 @@ def test_amid_our_own_code_it_is_put_off(handler: Set, monkeypatch: pytest.Monke
             return seq
 
         handler(lambda number, frame: ran.append("handled"))
-        monkeypatch.setattr(order, "enter", guarded(interrupted))
+        monkeypatch.setattr(order, "enqueue_call", guarded(interrupted))
         call = echo.echo.submit(1)
         monkeypatch.undo()
         wait_until(lambda: "handled" in ran, "the handler has run")

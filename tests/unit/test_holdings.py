@@ -17,18 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from colocate._protocol.ledger import Purpose
-from colocate.features.memory.ledger import _shares
+from colocate.features.memory.ledger import _split_shares
 from colocate.worker import holdings
-from colocate.worker.holdings import held_by
+from colocate.worker.holdings import find_holdings
 
 FLOAT = 4
 
 
 def counted(instance: object, declared: tuple[Any, ...] = (), apart: tuple[object, ...] = ()) -> dict[str, int]:
     """Bytes by kind, each storage once."""
-    found, complete = held_by(instance, declared, apart)
+    found, complete = find_holdings(instance, declared, apart)
     assert complete
-    owned, shared = _shares({"it": found}, ())
+    owned, shared = _split_shares({"it": found}, ())
     assert shared == {"it": 0}
     assert {device for _, device in owned["it"]} <= {"cpu"}
     return {kind: size for (kind, _), size in owned["it"].items()}
@@ -91,8 +91,8 @@ def test_what_is_not_looked_into() -> None:
     other = Holder(weights=torch.zeros(10))
     asked = Asked(other=other, kind=Asked, lock=threading.Lock())
     assert counted(asked, apart=(other,)) == {}
-    assert holdings.search(asked, apart=[other]).met
-    assert not holdings.search(asked, apart=[Holder()]).met
+    assert holdings.search(asked, apart=[other]).has_met_excluded
+    assert not holdings.search(asked, apart=[Holder()]).has_met_excluded
 
 
 def test_tensors_without_a_storage() -> None:
@@ -111,7 +111,7 @@ def test_tensors_without_a_storage() -> None:
 def test_as_many_as_are_looked_at(monkeypatch: pytest.MonkeyPatch, most: int, found: bool) -> None:
     """What is near is found, and that there is more is told; what is just so much is all of it."""
     monkeypatch.setattr(holdings, "_LOOKS", most)
-    pieces, complete = held_by(Holder(first=torch.zeros(1), second=[np.zeros(2)]))
+    pieces, complete = find_holdings(Holder(first=torch.zeros(1), second=[np.zeros(2)]))
     assert complete is found
     assert len(pieces[Purpose.TENSORS]["cpu"]) == 1 + found
 
@@ -141,7 +141,7 @@ def test_while_it_changes() -> None:
     try:
         sys.setswitchinterval(1e-5)
         for _ in range(300):
-            held_by(holder)
+            find_holdings(holder)
     finally:
         sys.setswitchinterval(before)
         over.set()

@@ -9,15 +9,15 @@ import pytest
 
 import colocate
 from colocate import CallRecord, MoveRecord
-from colocate.driver import RECENT_S, Driver, Recent
-from colocate.features.looking.idle import DRIVER, Called, Idling, Slot, idle
-from colocate_run.cli.top import rows
+from colocate.driver import RECENT_S, Driver, RecentCalls
+from colocate.features.looking.idle import DRIVER, IdleTracker, Slot, TimedCall, measure_idle
+from colocate_run.cli.top import slot_rows
 
 A, B, C = ("policy", 0), ("policy", 1), ("rewards", 0)
 
 
-def called(label: str, submitted: float, ran: dict[Slot, tuple[float, float]], ready: float | None = None) -> Called:
-    return Called(label, submitted, submitted if ready is None else ready, ran)
+def called(label: str, submitted: float, ran: dict[Slot, tuple[float, float]], ready: float | None = None) -> TimedCall:
+    return TimedCall(label, submitted, submitted if ready is None else ready, ran)
 
 
 GENERATE = called("rollout.generate", 1.0, {A: (1.0, 3.0), B: (1.0, 6.0)})
@@ -27,7 +27,7 @@ UPDATE = called("actor.update", 8.0, {A: (8.0, 9.0), B: (8.0, 9.0)})
 
 def test_every_second_has_one_cause() -> None:
     """Stragglers, then the driver's own half second, then the reward; before, between and after."""
-    found = idle([UPDATE, SCORE, GENERATE], (), dict.fromkeys((A, B, C), (0.0, 10.0)))
+    found = measure_idle([UPDATE, SCORE, GENERATE], (), dict.fromkeys((A, B, C), (0.0, 10.0)))
     assert found[A] == {
         "the last ranks of rollout.generate": 3.0,
         "reward.score": 1.5,
@@ -41,20 +41,20 @@ def test_every_second_has_one_cause() -> None:
 
 
 def test_old_ones_are_forgotten() -> None:
-    idling = Idling(lambda group, role, rank: rank + 1, most=3)
+    idling = IdleTracker(lambda group, role, rank: rank + 1, max_calls=3)
     for at in (1.0, 2.0, 3.0):
         spans = ((0, at, at + 0.5), (1, at, at + 0.6))
-        idling.add(CallRecord("policy", "a", "run", (0, 1), at, at + 1, spans, False, None, at))
-        idling.move(MoveRecord("policy", "a", 0, "sleep", 1, at, at + 0.1, True, "asked for"))
+        idling.add_call(CallRecord("policy", "a", "run", (0, 1), at, at + 1, spans, False, None, at))
+        idling.add_move(MoveRecord("policy", "a", 0, "sleep", 1, at, at + 0.1, True, "asked for"))
     sleep = CallRecord("policy", "", "the sleep", (0,), 1.0, 2.0, ((0, 1.0, 2.0),), False, None, 1.0)
-    idling.add(sleep)  # of which each move is told
-    calls, moves = idling.copy()
-    assert [each.submitted for each in calls] == [3.0]
+    idling.add_call(sleep)  # of which each move is told
+    calls, moves = idling.copy_records()
+    assert [each.submitted_at for each in calls] == [3.0]
     assert len(moves) == 3
-    idling.forget(3.05)
-    assert [each.submitted for each in idling.copy()[0]] == [3.0]
-    assert len(idling.copy()[1]) == 1
-    assert idling.slots() == {("policy", 1), ("policy", 2)}
+    idling.forget_before(3.05)
+    assert [each.submitted_at for each in idling.copy_records()[0]] == [3.0]
+    assert len(idling.copy_records()[1]) == 1
+    assert idling.list_slots() == {("policy", 1), ("policy", 2)}
 
 
 class Sleeper(colocate.Role):
@@ -70,7 +70,7 @@ def test_who_looks_sees_it_too() -> None:
     with colocate.connect() as runtime, runtime.reserve(2) as pool:
         sleeper = pool.spawn({"sleeper": colocate.role(Sleeper)}).role("sleeper", Sleeper)
         driver = Driver(runtime)
-        recent = Recent(driver.slot_of)
+        recent = RecentCalls(driver.slot_of)
         runtime.observe(recent)
         call = sleeper.work.submit([0.0, 0.6])
         time.sleep(0.3)
@@ -79,7 +79,7 @@ def test_who_looks_sees_it_too() -> None:
     waited = first["idle"]["the last ranks of sleeper.work"] * RECENT_S
     assert 0.2 < waited < 0.6
     assert set(second["idle"]) <= {DRIVER}
-    assert [row["idle for"] for row in rows({"groups": [{"group": "g", "state": "ready", "slots": [first]}]})] == [
+    assert [row["idle for"] for row in slot_rows({"groups": [{"group": "g", "state": "ready", "slots": [first]}]})] == [
         f"the last ranks of sleeper.work {waited / RECENT_S:.0%}"
     ]
 

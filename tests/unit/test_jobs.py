@@ -59,8 +59,8 @@ def test_a_job_that_raises(jobs: JobThread, faults: list[BaseException], error: 
         raise error
 
     ran = threading.Event()
-    jobs.soon(fail)
-    jobs.after(0.0, ran.set)
+    jobs.call_soon(fail)
+    jobs.call_later(0.0, ran.set)
     assert ran.wait(PATIENCE_S)
     assert faults == [error]
 
@@ -69,17 +69,17 @@ def test_jobs_after_the_end(faults: list[BaseException]) -> None:
     """What is queued runs before the end, what comes later at once; timers never."""
     jobs = JobThread("test-jobs", faults.append)
     ran: list[str] = []
-    jobs.soon(lambda: ran.append("queued"))
-    jobs.after(0.0, lambda: ran.append("queued timer") if ran else None)
+    jobs.call_soon(lambda: ran.append("queued"))
+    jobs.call_later(0.0, lambda: ran.append("queued timer") if ran else None)
     assert jobs.close()
-    jobs.soon(lambda: ran.append("late"))
+    jobs.call_soon(lambda: ran.append("late"))
     jobs.run(lambda: ran.append("run"))
-    jobs.after(0.0, lambda: ran.append("late timer"))
+    jobs.call_later(0.0, lambda: ran.append("late timer"))
     assert [name for name in ran if "timer" not in name] == ["queued", "late", "run"]
     assert "late timer" not in ran
     unused = JobThread("test-jobs", faults.append)
     assert unused.close()
-    unused.soon(lambda: ran.append("unused"))
+    unused.call_soon(lambda: ran.append("unused"))
     assert ran[-1] == "unused"
 
 
@@ -95,7 +95,7 @@ def test_closed_while_another_thread_starts_it(faults: list[BaseException], monk
         begin(thread)
 
     ran: list[str] = []
-    starter = threading.Thread(target=jobs.soon, args=(lambda: ran.append("job"),))
+    starter = threading.Thread(target=jobs.call_soon, args=(lambda: ran.append("job"),))
     with monkeypatch.context() as slow:
         slow.setattr(Thread, "start", start)
         starter.start()
@@ -112,7 +112,7 @@ def test_a_thread_that_cannot_begin(jobs: JobThread, dies: bool) -> None:
     """Who wants a job done is told, nothing of the thread is left, and the next one finds a thread."""
     ran: list[int] = []
     with without_threads(dies), pytest.raises(RuntimeError, match="can't start new thread"):
-        jobs.soon(lambda: ran.append(0))
+        jobs.call_soon(lambda: ran.append(0))
     assert "test-jobs" not in {each.name for each in threading.enumerate()}
     jobs.run(lambda: ran.append(1))
     assert ran == [1]

@@ -17,7 +17,7 @@ import pytest
 
 from colocate import wire
 from colocate._protocol.from_worker import Address, Hello
-from colocate._protocol.message import Message, read
+from colocate._protocol.message import Message, decode_head
 from colocate._protocol.to_worker import Listen
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Keeper, Keepers, KeptSlot, Patience
@@ -41,7 +41,7 @@ class Heard:
         return hello.facts
 
     def received(self, head: tuple[Any, ...], body: Any) -> None:
-        self.messages.put(read(head))
+        self.messages.put(decode_head(head))
 
     def logged(self, line: str) -> None:
         self.lines.append(line)
@@ -57,7 +57,7 @@ def keepers(no_leaks: None) -> Iterator[Keepers]:
     keepers.close()
 
 
-class Kept:
+class ResidentRecord:
     """A keeper, and its slot as the driver sees it."""
 
     def __init__(self, keepers: Keepers, **options: Any) -> None:
@@ -65,7 +65,7 @@ class Kept:
         self.stuck = threading.Event()
         self.keeper = Keeper(keepers.key, on_end=self.ended.set, **options)
         self.address = self.keeper.address.rpartition(",")[2]  # with a host: as other machines reach it
-        self.slot: KeptSlot = keepers.slot(self.address, on_stuck=self.stuck.set)
+        self.slot: KeptSlot = keepers.open_slot(self.address, on_stuck=self.stuck.set)
 
     def launch(self, **boot: Any) -> tuple[Host, Heard]:
         heard = Heard()
@@ -73,20 +73,20 @@ class Kept:
 
 
 @pytest.fixture
-def kept(keepers: Keepers) -> Iterator[Kept]:
-    kept = Kept(keepers)
+def kept(keepers: Keepers) -> Iterator[ResidentRecord]:
+    kept = ResidentRecord(keepers)
     yield kept
     kept.keeper.close()
 
 
 def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepers) -> None:
     """That is an end like any other, and no mistake of the keeper's."""
-    kept = Kept(keepers, env={}, detachable=True)
+    kept = ResidentRecord(keepers, env={}, detachable=True)
     _host, heard = kept.launch()
     pid = heard.hello()["pid"]
     (worker,) = kept.keeper._workers.values()
     os.kill(pid, signal.SIGSTOP)
-    worker.cut()
+    worker.cut_lane()
     os.kill(pid, signal.SIGKILL)
     assert heard.exits.get(timeout=WAIT_S).signal == "SIGKILL"
     kept.keeper.close()
@@ -97,7 +97,7 @@ def test_nobody_listens(keepers: Keepers) -> None:
         port = server.getsockname()[1]
     stuck = threading.Event()
     heard = Heard()
-    slot = keepers.slot(f"tcp:127.0.0.1:{port}", on_stuck=stuck.set)
+    slot = keepers.open_slot(f"tcp:127.0.0.1:{port}", on_stuck=stuck.set)
     slot.launch(Boot("w", "g", 0, "here"), heard)
     assert "its keeper is gone: nobody listens" in str(heard.exits.get(timeout=WAIT_S).detail)
     assert stuck.wait(WAIT_S)
@@ -117,14 +117,14 @@ def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
         stuck.set()
         ended.wait(WAIT_S)
 
-    slot = keepers.slot(listener.address, on_stuck=end)
+    slot = keepers.open_slot(listener.address, on_stuck=end)
     host = slot.launch(Boot("w", "g", 0, "here"), heard)
     wait_until(lambda: len(held) == 2, "both connections")
     host.kill()
     assert stuck.wait(WAIT_S)
     # Whoever hears of the exit gives the slot back: the engine has to have been told before.
     passed = threading.Event()
-    keepers.event_loop.later(0.0, passed.set)
+    keepers.event_loop.call_later(0.0, passed.set)
     assert passed.wait(WAIT_S)
     assert heard.exits.empty()
     ended.set()
@@ -134,22 +134,22 @@ def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
     event_loop.close()
 
 
-def test_a_stranger_and_a_second_driver_are_turned_away(kept: Kept, keepers: Keepers) -> None:
+def test_a_stranger_and_a_second_driver_are_turned_away(kept: ResidentRecord, keepers: Keepers) -> None:
     _host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
     stranger = Keepers("stranger")
     other = Heard()
-    stranger.slot(kept.keeper.address).launch(Boot("x", "g", 0, "here"), other)
+    stranger.open_slot(kept.keeper.address).launch(Boot("x", "g", 0, "here"), other)
     assert "the keys differ" in str(other.exits.get(timeout=WAIT_S).detail)
     stranger.close()
     second = Heard()
-    keepers.slot(kept.keeper.address).launch(Boot("y", "g", 0, "here"), second)
+    keepers.open_slot(kept.keeper.address).launch(Boot("y", "g", 0, "here"), second)
     assert second.exits.get(timeout=WAIT_S).detail is not None
     assert [one.id for one in keepers.running()] == ["w"]
     assert not kept.ended.is_set()
 
 
-def test_processes_that_nobody_knows_are_listed(kept: Kept, keepers: Keepers) -> None:
+def test_processes_that_nobody_knows_are_listed(kept: ResidentRecord, keepers: Keepers) -> None:
     """What runs below a keeper under its name is told, also what the keeper has lost sight of; its template isn't."""
     assert keepers.running() == []
     words = ["-m", "colocate.worker", "3", str(os.getpid()), "waits", kept.keeper.label]
@@ -163,7 +163,7 @@ def test_processes_that_nobody_knows_are_listed(kept: Kept, keepers: Keepers) ->
     assert keepers.running() == []
 
 
-def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_does_not_answer(kept: ResidentRecord, keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list comes in time all the same: with the workers that ought to be there, and that doubt."""
     _host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
@@ -174,7 +174,7 @@ def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch
         begun.set()
         go_on.wait(WAIT_S)
 
-    kept.keeper._launcher.soon(stick)
+    kept.keeper._launcher.call_soon(stick)
     assert begun.wait(WAIT_S)
     try:
         (found,) = keepers.running()
@@ -191,7 +191,7 @@ def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch
 def test_encrypted(keepers: Keepers, cluster: wire.Tls) -> None:
     """A worker has TLS of its own with the driver: its keeper hands the connection on, and sees nothing of it."""
     keepers.tls = cluster
-    kept = Kept(keepers, host="127.0.0.1", tls=cluster)
+    kept = ResidentRecord(keepers, host="127.0.0.1", tls=cluster)
     host, heard = kept.launch()
     with wire.encode(Listen().head()) as frame:
         host.send(frame)

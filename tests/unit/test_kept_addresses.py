@@ -12,7 +12,7 @@ import colocate
 from colocate import Role, gpus, method
 from colocate._plugins import needs
 from colocate.errors import CapabilityError
-from colocate.features.memory.vmm import Vmm, compiled
+from colocate.features.memory.vmm import Vmm, compile_library
 
 
 class Plain(Role):
@@ -26,7 +26,7 @@ class Plain(Role):
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(CapabilityError, match=r"needs a C compiler .* install one"):
-        compiled(tmp_path)
+        compile_library(tmp_path)
 
 
 def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,13 +34,13 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(Vmm, "_made", None)
+    monkeypatch.setattr(Vmm, "_instance", None)
     load = Vmm.__init__
     monkeypatch.setattr(Vmm, "__init__", lambda self, path: load(self, path, "libnone.so"))
     with pytest.raises(CapabilityError, match=r'sleep="vmm" can\'t be had here: libnone\.so'):
-        Vmm.made()
+        Vmm.get_allocator()
     assert list(folder.iterdir()) == []
-    assert Vmm.in_use() is None
+    assert Vmm.get_active() is None
 
 
 @pytest.mark.parametrize("maker", ["AMD", "Intel"])

@@ -76,8 +76,8 @@ def test_closing_tells_both_sides_once(ends: tuple[End, End]) -> None:
     one.lane.close("again")
     assert one.end() == "enough"
     assert other.end() == "the other side closed"
-    assert one.lane.closed
-    assert other.lane.closed
+    assert one.lane.is_closed
+    assert other.lane.is_closed
     for end in ends:
         assert end.lane.send(("late",)) is False
         assert end.lane.send(("late",), pack(np.arange(LARGE))) is False
@@ -185,7 +185,7 @@ def test_an_event_loop_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -
 
     event_loop = EventLoop("test", on_death=told.put)
     one, other = (End(event_loop, sock) for sock in socket_pair("unix"))
-    event_loop.later(0.0, leave)
+    event_loop.call_later(0.0, leave)
     reason = "thread 'colocate-test' was ended by SystemExit: on purpose"
     assert told.get(timeout=WAIT_S) == reason
     assert (one.end(), other.end()) == (reason, reason)
@@ -203,9 +203,9 @@ def test_without_a_thread(dies: bool) -> None:
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 event_loop.attach(one, lambda head, body: None, lambda reason: None)
             with pytest.raises(RuntimeError, match="can't start new thread"):
-                event_loop.later(0.0, lambda: None)
+                event_loop.call_later(0.0, lambda: None)
         ran = threading.Event()
-        event_loop.later(0.0, ran.set)
+        event_loop.call_later(0.0, ran.set)
         assert ran.wait(WAIT_S)
         near, far = End(event_loop, one), End(event_loop, other)
         far.lane.send(("heard",))
@@ -241,8 +241,8 @@ def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, E
     inherited = {
         one.lane.fileno(),
         other.lane.fileno(),
-        event_loop._woken.fileno(),
-        event_loop._waker.fileno(),
+        event_loop._wake_receiver.fileno(),
+        event_loop._wake_sender.fileno(),
         event_loop._epoll.fileno(),
     }
 

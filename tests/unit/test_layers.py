@@ -10,9 +10,9 @@ from tests import layers
 
 import colocate
 from colocate import features
-from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.hooks import GroupFeature
 from colocate.errors import CapabilityError
-from colocate.worker.hooks import OfWorker
+from colocate.worker.hooks import WorkerFeature
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,11 +46,11 @@ def test_features_on_features() -> None:
 def test_a_feature_is_called_as_it_says() -> None:
     """What brings a feature in is what it has: the table names calls and messages that nobody has imported yet."""
     for name, feature in features.FEATURES.items():
-        assert {features.of_message(kind) for kind in feature.messages} <= {name}
+        assert {features.import_messages(kind) for kind in feature.messages} <= {name}
         if feature.group:
-            assert issubclass(features.of_group(name), OfGroup)
+            assert issubclass(features.group_class(name), GroupFeature)
         if feature.worker or feature.calls:
-            assert set(features.of_worker(name).calls) == set(feature.calls)
+            assert set(features.worker_class(name).calls) == set(feature.calls)
 
 
 def test_the_page_has_the_hooks_of_each() -> None:
@@ -59,8 +59,8 @@ def test_the_page_has_the_hooks_of_each() -> None:
         own = [
             set(vars(half(name))) & set(vars(base)) if has else set()
             for has, half, base in (
-                (feature.group, features.of_group, OfGroup),
-                (feature.worker, features.of_worker, OfWorker),
+                (feature.group, features.group_class, GroupFeature),
+                (feature.worker, features.worker_class, WorkerFeature),
             )
         ]
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
@@ -72,7 +72,7 @@ def test_the_page_has_the_hooks_of_each() -> None:
 def test_without_a_feature() -> None:
     """What asks for one that isn't there is told."""
     with pytest.raises(CapabilityError, match="built without its feature 'nothing'"):
-        features.needed("nothing")
+        features.get_feature("nothing")
 
 
 def test_no_circle() -> None:

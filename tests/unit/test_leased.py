@@ -25,7 +25,7 @@ from colocate.keeper import (
     PoolKeepers,
     Registration,
     adopt_lead,
-    listed,
+    list_pools,
 )
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -56,7 +56,7 @@ def side() -> Iterator[Side]:
     key, ended = wire.new_key(), threading.Event()
     keeper = Keeper(key, detachable=True, on_end=ended.set)
     keepers = Keepers("test")
-    owner = keepers.slot(keeper.address, key=key)
+    owner = keepers.open_slot(keeper.address, key=key)
     assert owner.wait_connected() is None
     yield Side(keeper, keepers, key, owner, ended)
     keepers.close()
@@ -67,7 +67,7 @@ def test_not_detached(side: Side) -> None:
     """Until it is detached nobody else gets in, and its end is its driver's."""
     with pytest.raises(ClusterError, match="hasn't been detached"):
         side.adoption("second", own=True)
-    assert listed(side.keepers, [side.registration]) == []
+    assert list_pools(side.keepers, [side.registration]) == []
     side.owner.close()
     assert side.ended.wait(PATIENCE_S)
 
@@ -88,7 +88,7 @@ def test_what_is_detached_is_listed(side: Side) -> None:
     assert side.owner.confirm(partial(Detach, lease=lease), within_s=PATIENCE_S)
     with closing(wire.listen()) as silent:
         there = {"one": side.keeper.address, "two": silent.address, "three": "unix:@nobody"}
-        found = listed(
+        found = list_pools(
             side.keepers, [Registration(name, at, side.key, about=lease.about) for name, at in there.items()]
         )
     assert [(each["name"], each["answers"], each["slots"]) for each in found] == [("name", True, 1), ("two", False, 1)]
@@ -98,7 +98,7 @@ def test_not_retained_by_who_has_lost_it(side: Side) -> None:
     """Whoever was fenced has no word with the other keepers either: it could keep them from who has taken the pool."""
     ended = threading.Event()
     other = Keeper(side.key, detachable=True, on_end=ended.set)
-    kept = side.keepers.slot(other.address, key=side.key)
+    kept = side.keepers.open_slot(other.address, key=side.key)
     assert kept.wait_connected() is None
     first = PoolKeepers(side.key, side.owner, [side.owner, kept])
     first.detach(LEASE)
@@ -117,24 +117,24 @@ def test_not_retained_by_who_has_lost_it(side: Side) -> None:
 def test_an_adoption_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
     """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
-    side.owner.leave()
-    side.owner.left(Deadline(PATIENCE_S))
+    side.owner.begin_release()
+    side.owner.finish_release(Deadline(PATIENCE_S))
     slot = AdoptedSlot(side.keepers, side.keeper.address, side.key, Adoption("second", True, lambda by: None))
-    answered = slot._asked.result
+    answered = slot._request.result
 
     def interrupt(deadline: float) -> list[None]:
         answered(deadline)
         raise KeyboardInterrupt
 
     if interrupted:
-        monkeypatch.setattr(slot._asked, "result", interrupt)
+        monkeypatch.setattr(slot._request, "result", interrupt)
         with pytest.raises(KeyboardInterrupt):
             slot.adopt()
     else:
         slot.close()
         slot.adopt()
     assert slot.epoch == 2
-    assert slot._gone.wait(PATIENCE_S)
+    assert slot._gone_event.wait(PATIENCE_S)
     assert side.adoption("third").epoch == 3
     assert not side.ended.is_set()
 
@@ -142,8 +142,8 @@ def test_an_adoption_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatc
 def test_lower_epochs_are_refused(side: Side) -> None:
     """A keeper that isn't the lead goes by the lead's word, and only up."""
     assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, record=b"")), within_s=PATIENCE_S)
-    side.owner.leave()
-    side.owner.left(Deadline(PATIENCE_S))
+    side.owner.begin_release()
+    side.owner.finish_release(Deadline(PATIENCE_S))
     with pytest.raises(ClusterError, match="its lead keeper isn't here"):
         side.adoption("first")
     assert side.adoption("third", epoch=4).epoch == 4

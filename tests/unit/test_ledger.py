@@ -21,10 +21,10 @@ def test_without_a_node(ledger: Ledger) -> None:
     both = ledger.reserve(Request(2, strategy="spread"))
     alone = ledger.reserve(Request(1))
     lost, left = ("one", "two") if alone.places[0].node == "two" else ("two", "one")
-    assert ledger.without(lost) == [both]
-    assert ledger.without(lost) == [both]  # until it is released
+    assert ledger.remove_node(lost) == [both]
+    assert ledger.remove_node(lost) == [both]  # until it is released
     ledger.release(both)
-    assert ledger.without("three") == []
+    assert ledger.remove_node("three") == []
     with pytest.raises(PlacementTimeout):
         ledger.reserve(Request(2, timeout=0))
     with pytest.raises(PlacementError, match="can never fit") as caught:
@@ -47,7 +47,7 @@ def test_who_waits_for_a_node_that_is_gone(ledger: Ledger) -> None:
     waiter = threading.Thread(target=reserve)
     waiter.start()
     wait_until(lambda: ledger._news._waiters, "it waits")  # type: ignore[attr-defined]
-    ledger.without("one")
+    ledger.remove_node("one")
     waiter.join(PATIENCE_S)
     assert [isinstance(error, PlacementTimeout) for error in told] == [False]
     ledger.release(held)

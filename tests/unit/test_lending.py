@@ -11,8 +11,8 @@ import pytest
 
 from colocate import First, wire
 from colocate._devices import lending
-from colocate._protocol.consequence import Poisoned
-from colocate._protocol.taken import Taken
+from colocate._protocol.consequence import PoisonedPart
+from colocate._protocol.taken import Receipt
 from colocate._protocol.uses import Origin, Source
 from colocate._values.codec import BY_VALUE
 from colocate._values.mesh import Ranks
@@ -51,23 +51,23 @@ class Two:
             boot=SimpleNamespace(
                 ports=None, host=wire.LOOPBACK, secret=b"s" * 32, device="cuda:0", slot=0, group=group, generation=0
             ),
-            broken=lambda reason: None,
+            report_broken=lambda reason: None,
             store=store,
             codec=BY_VALUE,
-            why_not=lambda: None,
-            ask=lambda question: self.owner.address,
-            packed=lambda value, maker, wait: wire.pack(value),
-            device=SimpleNamespace(aside=contextlib.nullcontext),
+            get_wait_refusal=lambda: None,
+            ask_driver=lambda question: self.owner.address,
+            pack_result=lambda value, maker, wait: wire.pack(value),
+            device=SimpleNamespace(use_side_stream=contextlib.nullcontext),
         )
 
     def keep(self, value: Any) -> Any:
-        self.store.expect(KEY)
-        self.store.put(KEY, value, "role.make", None)
+        self.store.expect_value(KEY)
+        self.store.put_value(KEY, value, "role.make", None)
         return value
 
-    def part(self) -> tuple[Any, Taken]:
-        taken: list[Taken] = []
-        return self.reader.part(SOURCE, 0, taken), taken[0]
+    def part(self) -> tuple[Any, Receipt]:
+        taken: list[Receipt] = []
+        return self.reader.fetch_part(SOURCE, 0, taken), taken[0]
 
 
 @pytest.fixture
@@ -95,8 +95,8 @@ def test_from_where_it_lies(two: Two) -> None:
 def test_rows(two: Two) -> None:
     """So are rows, from their place in what was lent, which is opened once."""
     x = two.keep({"x": two.cuda.ones(8, ROW), "y": two.cuda.ones(8, 2)})
-    taken: list[Taken] = []
-    found = two.reader.slice(SOURCE, 0, 3, 6, taken)
+    taken: list[Receipt] = []
+    found = two.reader.fetch_rows(SOURCE, 0, 3, 6, taken)
     assert torch.equal(found["x"], x["x"][3:6])
     assert torch.equal(found["y"], x["y"][3:6])  # which is too small, and goes by the host
     assert taken[0][5:] == (3 * BYTES, "")
@@ -123,8 +123,8 @@ def test_written_into_meanwhile(two: Two) -> None:
 
     def write() -> None:
         x.add_(1)
-        assert [key for key, *_ in two.store.written(None, "role.write")] == [KEY]
+        assert [key for key, *_ in two.store.pop_written(None, "role.write")] == [KEY]
 
     two.driver.amid = write
-    with pytest.raises(Poisoned, match=r"returned by role\.make, was changed in place by role\.write"):
+    with pytest.raises(PoisonedPart, match=r"returned by role\.make, was changed in place by role\.write"):
         two.part()

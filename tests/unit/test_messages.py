@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from colocate._protocol import commands, from_worker, message, parts, questions, to_worker
-from colocate._protocol.message import Message, read
+from colocate._protocol.message import Message, decode_head
 from colocate.features import FEATURES
 from colocate.features.checkpoints import messages as of_checkpoints
 from colocate.features.memory import messages as of_memory
@@ -36,13 +36,13 @@ NESTED = {
     (from_worker.Failed, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (of_rows.RowEnded, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
     (of_groups.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
-    (of_memory.LedgerTold, "ledger"): of_memory.Ledger(
+    (of_memory.LedgerReport, "ledger"): of_memory.Ledger(
         *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, {"role": {"why": 8}}, ("role",), {"empty": 3}),
         *({"used": 5}, {"role.method": 7}),
     ),
     (from_worker.Fetched, "failure"): from_worker.Failure("type", "text", "trace", True, False, None, "an argument"),
-    (of_checkpoints.Saved, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
-    (from_worker.Ask, "question"): questions.Missing(7),
+    (of_checkpoints.SavedState, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
+    (from_worker.Ask, "question"): questions.MissingParts(7),
 }
 
 
@@ -62,7 +62,7 @@ def test_each_arrives_as_it_was_sent(kind: type[Message]) -> None:
     sent = example(kind)
     data = pickle.dumps(sent.head())
     assert b"colocate" not in data
-    arrived = read(pickle.loads(data))
+    arrived = decode_head(pickle.loads(data))
     assert type(arrived) is kind
     assert arrived == sent
 
@@ -94,6 +94,6 @@ def test_a_module_whose_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) 
 
     imported("first")
     again = imported("first")
-    assert type(read(again(3).head())) is again  # type: ignore[call-arg]
+    assert type(decode_head(again(3).head())) is again  # type: ignore[call-arg]
     with pytest.raises(AssertionError, match="two messages are called Interrupted"):
         imported("second")

@@ -10,7 +10,7 @@ import torch
 
 import colocate
 from colocate import method
-from colocate._values.nesting import kinds_inside
+from colocate._values.nesting import collect_kinds
 from colocate.errors import RoleError
 
 
@@ -56,4 +56,4 @@ def test_a_reference_in_an_object_says_what_it_is_when_it_is_used() -> None:
 def test_a_value_that_contains_itself_has_an_end_for_the_quick_look() -> None:
     endless: list[Any] = [{1: (2, "a")}]
     endless.append({"x": endless})
-    assert kinds_inside(endless) == {list, dict, tuple, int, str}
+    assert collect_kinds(endless) == {list, dict, tuple, int, str}

@@ -14,7 +14,7 @@ import pytest
 
 import colocate
 from colocate import ConfigError, Runtime
-from colocate._system.numbers import FOREVER_S, amount_problem, seconds
+from colocate._system.numbers import FOREVER_S, find_amount_problem, parse_seconds
 from colocate.config import load_config
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
@@ -22,7 +22,7 @@ from colocate.testing.waiting import PATIENCE_S
 ROLES = {"echo": colocate.role(Echo)}
 
 
-class Made:
+class RoleGroup:
     """A group that works, and what was made with it."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -35,28 +35,28 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[Made]:
+def made() -> Iterator[RoleGroup]:
     with colocate.connect() as runtime:
-        yield Made(runtime)
+        yield RoleGroup(runtime)
 
 
-def _spawned(made: Made, value: Any) -> None:
+def _spawned(made: RoleGroup, value: Any) -> None:
     with made.runtime.reserve(1) as pool, pool.spawn(ROLES, timeout=value):
         pass
 
 
-def _closed(made: Made, what: str, value: Any) -> None:
+def _closed(made: RoleGroup, what: str, value: Any) -> None:
     with colocate.connect("local") if what == "runtime" else made.runtime.reserve(1) as owner:
         (owner.spawn(ROLES) if what == "group" else owner).close(grace=value)  # type: ignore[union-attr]
 
 
 def _connected(**options: Any) -> None:
     with colocate.connect("local", **options) as runtime:
-        assert Made(runtime).echo(1) == [1]
+        assert RoleGroup(runtime).echo(1) == [1]
 
 
 # Where a duration is taken: its name in the error, and what uses it.
-DURATIONS: dict[str, Callable[[Made, Any], Any]] = {
+DURATIONS: dict[str, Callable[[RoleGroup, Any], Any]] = {
     "options(timeout)": lambda made, value: made.echo.options(timeout=value)(1),
     "connect(call_timeout)": lambda made, value: _connected(call_timeout=value),
     "connect(collective_timeout)": lambda made, value: _connected(collective_timeout=value),
@@ -79,7 +79,7 @@ REFUSED = [math.nan, numpy.float64("nan"), -1, -math.inf, -0.001, "3", True, 1j,
 
 
 @pytest.mark.parametrize("where", DURATIONS)
-def test_durations(made: Made, where: str) -> None:
+def test_durations(made: RoleGroup, where: str) -> None:
     """For ever is infinity and whatever is as good as that; NaN, negative and no numbers are refused by name."""
     for value in [*FOR_EVER, *ACCEPTED]:
         DURATIONS[where](made, value)
@@ -97,12 +97,12 @@ def test_for_ever_in_processes() -> None:
     """Whoever else has to wait so long, such as a worker's keeper, can."""
     with colocate.connect("local", processes=True) as runtime:
         for where in ("options(timeout)", "fetch(timeout)", "close(grace)", "spawn(timeout)", "wait_ready(timeout)"):
-            DURATIONS[where](Made(runtime), math.inf)
-    assert seconds(math.inf, "x") == seconds(10**400, "x") == seconds(FOREVER_S, "x") == FOREVER_S
+            DURATIONS[where](RoleGroup(runtime), math.inf)
+    assert parse_seconds(math.inf, "x") == parse_seconds(10**400, "x") == parse_seconds(FOREVER_S, "x") == FOREVER_S
     assert FOREVER_S < threading.TIMEOUT_MAX
 
 
-def test_amounts(made: Made) -> None:
+def test_amounts(made: RoleGroup) -> None:
     """Of CPUs, GPUs, slots and restarts there is no infinity, and of most no part."""
     for name in ("slots", "gpus", "cpus"):
         wrongs: list[Any] = [math.nan, math.inf, -1, "3", True, 10**12, 10**5000, *([0] if name == "slots" else [])]
@@ -111,7 +111,7 @@ def test_amounts(made: Made) -> None:
                 made.runtime.reserve(**{name: value})
             kind, least = "a number" if name == "cpus" else "a whole number", 1 if name == "slots" else 0
             assert f"{name}: must be {kind} from {least} to 1,000,000, not " in str(caught.value)
-    assert amount_problem(10**5000) == "must be a number from 0 to 1,000,000, not a number of thousands of digits"
+    assert find_amount_problem(10**5000) == "must be a number from 0 to 1,000,000, not a number of thousands of digits"
     for value in [0, 1.5, math.nan, math.inf]:
         with pytest.raises(ConfigError, match=r"spawn\(restarts\) must be a whole number from 1"):
             made.group.owner.spawn(ROLES, on_failure="restart", restarts=value)

@@ -27,7 +27,7 @@ from tests.unit.played_vmm import (  # noqa: E402
 )
 
 from colocate.features.memory import offload as offload_module  # noqa: E402
-from colocate.features.memory.offload import Offload, Pinned, Resized  # noqa: E402
+from colocate.features.memory.offload import Offload, PinnedMemory, ResizedStorages  # noqa: E402
 
 MIB = 1 << 20
 SETTINGS = settings(max_examples=20, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -44,7 +44,7 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Segmen
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where memory is: the host's goes to a file, a device's to the host."""
     found: str = request.param
-    monkeypatch.setattr(offload_module, "name_of", lambda device: found)
+    monkeypatch.setattr(offload_module, "get_device_name", lambda device: found)
     return found
 
 
@@ -87,24 +87,26 @@ class Sleeps(RuleBasedStateMachine):
     @rule(data=st.data(), fails=st.booleans())
     def sleep(self, data: Any, fails: bool) -> None:
         chosen, keys = self.some(data, set(range(len(self.tensors))) - self.asleep)
-        copies = self.offload.write(keys)
+        copies = self.offload.copy_out(keys)
         if fails and self.fail_to_take(copies):
             return
-        assert 0 <= self.offload.put_away(copies) <= sum(each.nbytes for each in (self.tensors[i] for i in chosen))
+        assert (
+            0 <= self.offload.offload_copies(copies) <= sum(each.nbytes for each in (self.tensors[i] for i in chosen))
+        )
         self.asleep |= chosen
 
     def fail_to_take(self, copies: Any) -> bool:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Resized, "take", full)
+            patch.setattr(ResizedStorages, "take_memory", full)
             with contextlib.suppress(RuntimeError):
-                self.offload.put_away(copies)
+                self.offload.offload_copies(copies)
         return True
 
     @rule(data=st.data())
     def empty(self, data: Any) -> None:
         """Of what is awake, or away already."""
         chosen, keys = self.some(data, set(range(len(self.tensors))))
-        self.offload.put_away(self.offload.write({}, keys))
+        self.offload.offload_copies(self.offload.copy_out({}, keys))
         self.asleep |= chosen
         for index in chosen:
             self.values[index] = 0.0
@@ -116,19 +118,19 @@ class Sleeps(RuleBasedStateMachine):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(self.offload, "_copying", full)
                 with pytest.raises(MemoryError, match=r"are needed on cpu: CUDA out of memory\.$"):
-                    self.offload.bring_back(keys)
+                    self.offload.restore_storages(keys)
             return
-        self.offload.bring_back(keys)
+        self.offload.restore_storages(keys)
         if how == "undone":
-            self.offload.undo(keys)
+            self.offload.undo_restore(keys)
             return
         self.asleep -= chosen
-        self.offload.let_go(keys)
+        self.offload.forget_copies(keys)
 
     @invariant()
     def what_is_awake_is_as_it_was(self) -> None:
         for index, tensor in enumerate(getattr(self, "tensors", ())):
-            assert self.offload.away(tensor.untyped_storage()._cdata) is (index in self.asleep)
+            assert self.offload.is_away(tensor.untyped_storage()._cdata) is (index in self.asleep)
             if index not in self.asleep:
                 assert bool((tensor == self.values[index]).all())
             else:
@@ -170,19 +172,19 @@ class KeptAddresses(Sleeps):
         if hasattr(self, "places"):
             assert [tensor.data_ptr() for tensor in self.tensors] == self.places
             gpu = self.segments.gpu
-            absent, used = gpu.vmm.absent(0)
+            absent, used = gpu.vmm.absent_bytes(0)
             assert used <= sum(self.tensors[index].nbytes for index in self.asleep)
-            assert absent + gpu.state()[0] == sum(each.size for each in gpu.vmm.segments(0))
+            assert absent + gpu.state()[0] == sum(each.size for each in gpu.vmm.list_segments(0))
 
     def teardown(self) -> None:
-        for segment in self.segments.gpu.vmm.segments(0):
+        for segment in self.segments.gpu.vmm.list_segments(0):
             self.segments.gpu.free(segment.address)
         self.segments.segments.clear()
 
 
 def test_any_order_at_the_same_addresses(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is awake has its contents and its addresses, whatever sleeps beside it."""
-    monkeypatch.setattr(offload_module, "name_of", lambda device: "other:0")
+    monkeypatch.setattr(offload_module, "get_device_name", lambda device: "other:0")
     KeptAddresses.segments = segments
     run_state_machine_as_test(KeptAddresses, settings=SETTINGS)
 
@@ -194,11 +196,11 @@ def test_a_copy_of_something_that_is_gone(place: str) -> None:
         weights = torch.full((1000,), float(seed))
         weights.resize_(1000 + 7 * seed).fill_(seed)
         chosen = storages(weights)
-        offload.put_away(offload.write(chosen))
-        offload.bring_back(chosen)
+        offload.offload_copies(offload.copy_out(chosen))
+        offload.restore_storages(chosen)
         assert bool((weights == seed).all())
         del weights, chosen
-    offload.write({})
+    offload.copy_out({})
     assert not offload._copies
 
 
@@ -206,10 +208,10 @@ def test_an_array_of_what_sleeps() -> None:
     """It keeps the memory from coming back, which is said."""
     tensor = torch.randn(1000)
     offload, chosen = Offload("cpu"), storages(tensor)
-    offload.put_away(offload.write(chosen))
+    offload.offload_copies(offload.copy_out(chosen))
     assert tensor.numpy().shape == (1000,)
     with pytest.raises(MemoryError, match="an array was made of a tensor while that slept"):
-        offload.bring_back(chosen)
+        offload.restore_storages(chosen)
 
 
 # -- where copies are
@@ -219,17 +221,17 @@ def test_a_file_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sleeps there sleeps on, and comes back when it can."""
     tensor = torch.full((1000,), 7.0)
     offload, chosen = Offload("cpu"), storages(tensor)
-    offload.put_away(offload.write(chosen))
+    offload.offload_copies(offload.copy_out(chosen))
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", lambda *_: 0)
         with pytest.raises(OSError, match=r"\(spill_dir\) has lost what slept there"):
-            offload.bring_back(chosen)
+            offload.restore_storages(chosen)
     assert tensor.untyped_storage().nbytes() == 0
-    offload.bring_back(chosen)
+    offload.restore_storages(chosen)
     assert bool((tensor == 7).all())
 
 
-class Played:
+class ReplaySource:
     """Plays the driver."""
 
     def __init__(self) -> None:
@@ -245,10 +247,10 @@ class Played:
 
 def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whom it may be."""
-    played = Played()
-    monkeypatch.setattr(offload_module, "driver", lambda device: played)
+    played = ReplaySource()
+    monkeypatch.setattr(offload_module, "get_driver", lambda device: played)
     monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
-    kept = Pinned("cuda:0", lambda: 1 << 40)
+    kept = PinnedMemory("cuda:0", lambda: 1 << 40)
     kept.grow(9 * MIB)
     assert list(played.now.values()) == [10 * MIB]
     (part,) = kept._regions
@@ -261,7 +263,7 @@ def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_a_process_that_is_forked() -> None:
     """It has the addresses, with zeros there, and this one has what it had."""
-    pages, memory = offload_module._memory(1 << 20)
+    pages, memory = offload_module._map_pages(1 << 20)
     memory.fill_(7)
     child = os.fork()
     if not child:

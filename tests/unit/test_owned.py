@@ -30,7 +30,7 @@ def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pyte
         waits.set()
         return wait()
 
-    assert node._node.life.close("a detach")
+    assert node._node.life.mark_closing("a detach")
     monkeypatch.setattr(node._node.life, "wait_closed", noted)
     thread = threading.Thread(target=node.close, daemon=True)
     thread.start()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from colocate._system.printer import Printer, told_when_slow
+from colocate._system.printer import Printer, report_when_slow
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -24,7 +24,7 @@ def test_a_reader_that_is_late() -> None:
             patch.setattr(sys, "__stderr__", stream)
             printer = Printer("test-output")
             for number in range(3000):  # three times what is kept; who waited for a reader would wait for ever
-                printer.line(f"{number} {'x' * 1000}")
+                printer.print_line(f"{number} {'x' * 1000}")
             lines = late.submit(read.readlines)
             printer.close()
         *shown, last = lines.result(PATIENCE_S)
@@ -49,11 +49,11 @@ def test_streams_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", odd)
     printer = Printer("test-output")
     for number in range(3):
-        printer.line(f"lost {number}")
+        printer.print_line(f"lost {number}")
         wait_until(lambda: not printer._lines, "it is taken")
     printer._jobs.run(lambda: None)
     odd.error = None
-    printer.line("shown")
+    printer.print_line("shown")
     printer.close()
     assert odd.getvalue().splitlines() == [
         "[colocate] 3 lines of workers' output were dropped here: sys.stderr raised SystemExit: no more",
@@ -93,6 +93,6 @@ def test_output_that_nobody_reads() -> None:
 def test_what_takes_long_is_told_and_again_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colocate._system.printer.CONNECTING_S", 0.01)
     monkeypatch.setattr(sys, "stderr", read := io.StringIO())
-    with told_when_slow("reserve(name='main')"):
+    with report_when_slow("reserve(name='main')"):
         wait_until(lambda: read.getvalue().count("[colocate] reserve(name='main'): 0 s\n") > 1, "it is told twice")
     assert not [thread for thread in threading.enumerate() if thread.name == "colocate-start"]

@@ -19,7 +19,7 @@ from colocate._protocol.consequence import Consequence
 from colocate.executor import Boot
 from colocate.features.process_groups import books
 from colocate.features.process_groups.groups import ProcessGroups
-from colocate.features.process_groups.making import Making
+from colocate.features.process_groups.making import GroupMaker
 from colocate.features.process_groups.worker import is_in_backward
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.probes.collectives import Collective
@@ -51,11 +51,11 @@ class Asking:
 
 def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call ends just when its rank is told to give it up: its groups aren't cut, or are told as cut."""
-    monkeypatch.setattr(books, "operations", lambda: {"policy/actor/*": (1, 2)})
-    monkeypatch.setattr(books, "cut", lambda names: None)
+    monkeypatch.setattr(books, "count_operations", lambda: {"policy/actor/*": (1, 2)})
+    monkeypatch.setattr(books, "cut_groups", lambda names: None)
     groups = ProcessGroups(Asking())  # type: ignore[arg-type]
     told: list[Any] = []
-    lane = threading.Thread(target=lambda: told.append(groups.back(1)), daemon=True)
+    lane = threading.Thread(target=lambda: told.append(groups.enter_hold(1)), daemon=True)
 
     def waits() -> bool:
         lane.start()  # the call has ended after this was asked
@@ -63,12 +63,12 @@ def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None
         assert not told
         return True
 
-    groups.cut(waits)
+    groups.cut_all(waits)
     lane.join(PATIENCE_S)
     assert told == [({"policy/actor/*": (1, 2)}, ["policy/actor/*"])]
-    groups.renewed()
-    groups.cut(lambda: False)
-    assert groups.back(2)[1] == []
+    groups.on_renewed()
+    groups.cut_all(lambda: False)
+    assert groups.enter_hold(2)[1] == []
 
 
 def codes_of(thread: threading.Thread) -> list[CodeType]:
@@ -96,7 +96,7 @@ class Threads(Role):
         thread = threading.Thread(target=ask)
         thread.start()
         if gates is not None:
-            wait_until(lambda: Making.wait_for.__code__ in codes_of(thread), "it waits for its peer")
+            wait_until(lambda: GroupMaker.wait_until_over.__code__ in codes_of(thread), "it waits for its peer")
             pass_gate(gates[0])
         thread.join()
         return told[0]

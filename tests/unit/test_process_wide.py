@@ -11,24 +11,25 @@ import pytest
 
 SCRIPT = """
 import json, random, sys
-from colocate.worker.process_wide import ProcessWide, own_of
-wide, own, other = ProcessWide("cpu"), own_of(0, "group", "role", 0, 0), own_of(0, "group", "other", 0, 0)
-wide.have(own)
-saved = wide.saved(own)  # by a run that had no other library yet
+from colocate.worker.process_wide import ProcessState, create_role_state
+wide = ProcessState("cpu")
+own, other = (create_role_state(0, "group", name, 0, 0) for name in ("role", "other"))
+wide.switch_to(own)
+saved = wide.save_generators(own)  # by a run that had no other library yet
 assert not {"numpy.random", "torch"} & sys.modules.keys()
 if sys.argv[1] == "restored":
     random.random()
-    wide.restore(own, json.loads(json.dumps(saved)))
+    wide.restore_generators(own, json.loads(json.dumps(saved)))
 drawn = [random.random()]
 import torch
-wide.came()
+wide.on_library_imported()
 drawn.append(float(torch.rand(())))
 import numpy.random
-wide.came()  # torch's goes on
+wide.on_library_imported()  # torch's goes on
 drawn += [float(torch.rand(())), float(numpy.random.rand())]
-wide.have(other)
+wide.switch_to(other)
 torch.manual_seed(0)
-wide.have(own)
+wide.switch_to(own)
 print(json.dumps([*drawn, random.random(), float(torch.rand(())), float(numpy.random.rand())]))
 """
 

@@ -15,24 +15,24 @@ import torch
 
 import colocate
 from colocate.errors import CapabilityError, ConfigError
-from colocate.features.looking.idle import Called
+from colocate.features.looking.idle import TimedCall
 from colocate.features.profiling import traces
-from colocate.features.profiling.collectives import Collectives
+from colocate.features.profiling.collectives import CollectiveRecorder
 from colocate.features.profiling.messages import Meeting
-from colocate.features.profiling.parts import LAST, Part, rows
-from colocate.features.profiling.traces import CLOCK, Rank, Read, convert, events, waits
-from colocate_run.profiling import Wanted
+from colocate.features.profiling.parts import LAST, Part, format_rows
+from colocate.features.profiling.traces import CLOCK, RankTrace, TraceSummary, convert_trace, find_waits, read_events
+from colocate_run.profiling import ProfileRequest
 
 A, B = ("policy", 0), ("policy", 1)
 
 
-def call(label: str, start: float, end: float, slot: tuple[str, int] = A) -> Called:
-    return Called(label, start, start, {slot: (start, end)})
+def call(label: str, start: float, end: float, slot: tuple[str, int] = A) -> TimedCall:
+    return TimedCall(label, start, start, {slot: (start, end)})
 
 
 def test_a_table() -> None:
     parts = {"a.run": Part(2, {"compute": 1.0, "for others": 0.5}), LAST: Part(0, {"for the driver": 0.25})}
-    *_, last = rows(parts, 2)
+    *_, last = format_rows(parts, 2)
     assert last == {
         "call": "all",
         "calls": 2,
@@ -64,12 +64,12 @@ def written(folder: Path, found: list[Any]) -> Path:
     return path
 
 
-def converted(path: Path, noted: Collectives, index: int = 0) -> tuple[list[Any], Read, Rank]:
+def converted(path: Path, noted: CollectiveRecorder, index: int = 0) -> tuple[list[Any], TraceSummary, RankTrace]:
     """A worker's trace whose clock is 3 s ahead of the driver's; 0 in the file is the driver's second 1."""
     clocks, threads = [at + 3.0 for at in LOOKS], (100 * index, 50)
-    rank = Rank(index, f"slot {index}", 2, threads, index, clocks, ahead=3.0, zero=1.0, pid=50, thread=7)
+    rank = RankTrace(index, f"slot {index}", 2, threads, index, clocks, offset=3.0, start_time=1.0, pid=50, thread=7)
     target = io.StringIO()
-    found = convert(path, target, rank, noted)
+    found = convert_trace(path, target, rank, noted)
     return json.loads("[" + target.getvalue().lstrip(",\n") + "]"), found, rank
 
 
@@ -80,10 +80,10 @@ def test_a_trace_is_read_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     wanted = [event(f'a "name" ] }} {number}', number, number + 0.5) for number in range(20)]
     path = written(tmp_path, wanted)
     with path.open() as file:
-        assert list(events(file))[len(LOOKS) :] == wanted
+        assert list(read_events(file))[len(LOOKS) :] == wanted
     path.write_text(path.read_text()[:-60])
     with path.open() as file, pytest.raises(ValueError, match=r"Expecting|Unterminated"):
-        list(events(file))
+        list(read_events(file))
 
 
 def test_a_trace_without_its_clock(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_trace_without_its_clock(tmp_path: Path) -> None:
     path = written(tmp_path, [])
     path.write_text(path.read_text().replace(CLOCK, "another", 1))
     with pytest.raises(ValueError, match=r"has 3 ranges 'colocate\.clock', not 4"):
-        converted(path, Collectives())
+        converted(path, CollectiveRecorder())
 
 
 def nccl(start: float, end: float, group: str = "0", kind: str = "AllReduce") -> Any:
@@ -99,10 +99,10 @@ def nccl(start: float, end: float, group: str = "0", kind: str = "AllReduce") ->
     return event(f"ncclDevKernel_{kind}_Sum_f32_RING_LL", start, end, "kernel", tid=20, pid=0, **args)
 
 
-def found_in(folder: Path, found: list[Any], noted: Collectives | None = None) -> tuple[Any, list[Any]]:
-    noted = noted or Collectives()
+def found_in(folder: Path, found: list[Any], noted: CollectiveRecorder | None = None) -> tuple[Any, list[Any]]:
+    noted = noted or CollectiveRecorder()
     _, read, rank = converted(written(folder, found), noted)
-    return waits(read, noted, rank)
+    return find_waits(read, noted, rank)
 
 
 def test_kernels_that_communicate(tmp_path: Path) -> None:
@@ -126,10 +126,12 @@ def test_sends_of_devices_are_nobody_elses(tmp_path: Path) -> None:
 
 
 def test_what_the_option_says() -> None:
-    assert Wanted.read("steps=3:5,roles=actor") == Wanted(3, 5, ("actor",))
-    assert Wanted.read("py-spy,roles=reward") == Wanted(0, sys.maxsize, ("reward",), sampler="py-spy")
-    assert Wanted.read("steps=3:5,py-spy") == Wanted(3, 5, sampler="py-spy")
-    assert Wanted.read("steps=3,roles=actor,critic,ranks=0,1,memory") == Wanted(3, 3, ("actor", "critic"), (0, 1), True)
+    assert ProfileRequest.parse("steps=3:5,roles=actor") == ProfileRequest(3, 5, ("actor",))
+    assert ProfileRequest.parse("py-spy,roles=reward") == ProfileRequest(0, sys.maxsize, ("reward",), sampler="py-spy")
+    assert ProfileRequest.parse("steps=3:5,py-spy") == ProfileRequest(3, 5, sampler="py-spy")
+    assert ProfileRequest.parse("steps=3,roles=actor,critic,ranks=0,1,memory") == ProfileRequest(
+        3, 3, ("actor", "critic"), (0, 1), True
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_what_the_option_says() -> None:
 )
 def test_what_it_cant_say(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        Wanted.read(text)
+        ProfileRequest.parse(text)
 
 
 class Source(colocate.Role):

@@ -54,4 +54,4 @@ def test_of_the_value() -> None:
         for run in (lambda work: work(), run_deferred):
             with pytest.raises(NotRebuilt, match=r"it can't be rebuilt: .*the value's") as caught:
                 run(partial(of_a_class, error))
-            assert caught.value.why is error
+            assert caught.value.cause is error

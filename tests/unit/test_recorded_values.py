@@ -32,7 +32,14 @@ from colocate.features.recordings import files
 from colocate.features.recordings.differences import Difference
 from colocate.features.recordings.documents import RankCalls, RankFiles
 from colocate.features.recordings.files import Writer
-from colocate.features.recordings.values import NotRecorded, finder, head_of, packed, seal, unpacked
+from colocate.features.recordings.values import (
+    UnrecordableError,
+    decode_document,
+    encode_document,
+    make_finder,
+    parse_head,
+    seal_document,
+)
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -116,7 +123,7 @@ class OwnDict:
     __dict__ = property(_code("__dict__", {}))
 
 
-class Told(enum.Enum):
+class RankReport(enum.Enum):
     NAME = "name"
     __str__ = _code("__str__", "x")
 
@@ -144,7 +151,7 @@ LEADS_BACK[0].append(LEADS_BACK)
 
 
 def _written(value: Any, **about: Any) -> bytes:
-    pieces, length = packed(value, about)
+    pieces, length = encode_document(value, about)
     data = b"".join(map(bytes, pieces))
     assert len(data) == length
     return data
@@ -152,8 +159,8 @@ def _written(value: Any, **about: Any) -> bytes:
 
 def _read(data: bytes) -> Any:
     head = 8 + int.from_bytes(data[:8], "little")
-    _, entries, _ = head_of(data[8:head])
-    return unpacked(bytearray(data[head:]), entries, finder())
+    _, entries, _ = parse_head(data[8:head])
+    return decode_document(bytearray(data[head:]), entries, make_finder())
 
 
 def test_jagged() -> None:
@@ -163,13 +170,13 @@ def test_jagged() -> None:
 
 def test_a_jagged_tensor_that_is_transposed_is_not_recorded() -> None:
     value = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], layout=torch.jagged)
-    with pytest.raises(NotRecorded, match="dimension 2 is ragged"):
-        packed(value.transpose(1, 2), {})
+    with pytest.raises(UnrecordableError, match="dimension 2 is ragged"):
+        encode_document(value.transpose(1, 2), {})
 
 
 def _difference(was: Any, now: Any) -> str | None:
     found = Difference()
-    found.add(was, now)
+    found.compare_parts(was, now)
     return found.first
 
 
@@ -213,8 +220,8 @@ def test_others_read_it() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_recorded(value: Any) -> None:
-    with pytest.raises(NotRecorded):
-        packed(value, {})
+    with pytest.raises(UnrecordableError):
+        encode_document(value, {})
 
 
 def _hostile(value: bytes) -> bytes:
@@ -328,13 +335,13 @@ def test_a_class_in_a_lazy_module_is_no_reason_to_import_it(tmp_path: Path) -> N
     (tmp_path / "others.py").write_text("import sys\nlazy = sys.modules['lazy']\nclass Has:\n    lazy = lazy\n")
     code = (
         "import importlib.util, sys\n"
-        "from colocate.features.recordings.values import finder\n"
+        "from colocate.features.recordings.values import make_finder\n"
         "spec = importlib.util.find_spec('lazy')\n"
         "spec.loader = importlib.util.LazyLoader(spec.loader)\n"
         "module = sys.modules['lazy'] = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
         "import others\n"
-        "find = finder()\n"
+        "find = make_finder()\n"
         "print(find('lazy', 'Error'), find('others', 'lazy.Error'), find('others', 'Has.lazy.Error'))\n"
         "print(find('others', 'Has'))\n"
     )
@@ -350,20 +357,24 @@ def test_files_turn_over_and_what_is_torn(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("colocate.features.recordings.files._FILE_BYTES", 2000)
     writer = Writer(tmp_path, 0, None, pytest.fail)
     for number in range(10):
-        writer.add(*packed(torch.full((100,), float(number)), {**_ABOUT, "call": number, "place": number}))
+        writer.add_document(
+            *encode_document(torch.full((100,), float(number)), {**_ABOUT, "call": number, "place": number})
+        )
     writer.close()
     files = sorted(tmp_path.iterdir())
     assert 3 <= len(files) <= 10
     calls = RankCalls(tmp_path, 0)
-    assert [call.end.value(finder())[0].item() for call in calls.all().values() if call.end] == [*map(float, range(10))]
+    assert [call.end.read_value(make_finder())[0].item() for call in calls.read_all().values() if call.end] == [
+        *map(float, range(10))
+    ]
     whole = files[-1].read_bytes()
     for cut in (1, 9, len(whole) // 2):
         files[-1].write_bytes(whole[:-cut])
         calls = RankCalls(tmp_path, 0)
-        assert len(calls.all()) == 9
+        assert len(calls.read_all()) == 9
         assert calls.files.is_torn
         files[-1].write_bytes(whole)
-        assert len(calls.all()) == 10
+        assert len(calls.read_all()) == 10
         assert not calls.files.is_torn
 
 
@@ -372,12 +383,14 @@ def test_a_file_that_is_torn_amid_a_recording_is_damaged(tmp_path: Path, monkeyp
     monkeypatch.setattr("colocate.features.recordings.files._FILE_BYTES", 2000)
     writer = Writer(tmp_path, 0, None, pytest.fail)
     for number in range(10):
-        writer.add(*packed(torch.full((100,), float(number)), {**_ABOUT, "call": number, "place": number}))
+        writer.add_document(
+            *encode_document(torch.full((100,), float(number)), {**_ABOUT, "call": number, "place": number})
+        )
     writer.close()
     first, *_ = sorted(tmp_path.iterdir())
     first.write_bytes(first.read_bytes()[:-10])
     with pytest.raises(SerializationError, match="ends amid an entry, and another file follows"):
-        RankCalls(tmp_path, 0).all()
+        RankCalls(tmp_path, 0).read_all()
 
 
 def test_a_file_is_full_as_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +399,7 @@ def test_a_file_is_full_as_the_next_one_begins(tmp_path: Path, monkeypatch: pyte
     path, following = (tmp_path / f"rank-0.000{number}.calls" for number in range(2))
     path.write_bytes(whole[0])
     reader = RankFiles(tmp_path, 0)
-    assert [each.about["call"] for each in reader.more()] == [0]
+    assert [each.about["call"] for each in reader.read_more()] == [0]
     exists = Path.exists
 
     def meanwhile(asked: Path) -> bool:
@@ -398,21 +411,21 @@ def test_a_file_is_full_as_the_next_one_begins(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "exists", meanwhile)
     found = list[int]()
-    while documents := reader.more():
+    while documents := reader.read_more():
         found += [each.about["call"] for each in documents]
     assert found == [1, 2]
 
 
 def _document(number: int) -> bytes:
-    pieces, _ = packed(number, {**_ABOUT, "call": number, "place": number})
-    return b"".join(map(bytes, seal(pieces)))
+    pieces, _ = encode_document(number, {**_ABOUT, "call": number, "place": number})
+    return b"".join(map(bytes, seal_document(pieces)))
 
 
 def test_a_disk_that_is_full_ends_it_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     writer = Writer(tmp_path / "isn't there", 3, None, said.append)
     for _ in range(3):
-        writer.add(*packed(1, {}))
+        writer.add_document(*encode_document(1, {}))
     writer.close()
     assert len(said) == 1
     assert "rank 3, is recorded any more: FileNotFoundError" in said[0]
@@ -430,18 +443,18 @@ def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def wait(timeout: float | None = None) -> bool:
         waits.set()
-        return threading.Condition.wait(writer._room, timeout)
+        return threading.Condition.wait(writer._room_condition, timeout)
 
-    documents = [packed(bytes([number]) * 40, {}) for number in range(20)]
+    documents = [encode_document(bytes([number]) * 40, {}) for number in range(20)]
     length = documents[0][1]
     monkeypatch.setattr(files, "FileIO", Slow)
     monkeypatch.setattr(files, "_QUEUED_BYTES", 2 * length + 1)
     writer = Writer(tmp_path, 0, None, print)
-    monkeypatch.setattr(writer._room, "wait", wait)
+    monkeypatch.setattr(writer._room_condition, "wait", wait)
 
     def add() -> None:
         for each in documents:
-            writer.add(*each)
+            writer.add_document(*each)
 
     with ThreadPoolExecutor(1) as caller:
         adding = caller.submit(add)
@@ -453,7 +466,9 @@ def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         adding.result(PATIENCE_S)
     writer.close()
     assert max(queued) == 2 * length
-    assert (tmp_path / "rank-0.0000.calls").read_bytes() == b"".join(b"".join(seal(each)) for each, _ in documents)
+    assert (tmp_path / "rank-0.0000.calls").read_bytes() == b"".join(
+        b"".join(seal_document(each)) for each, _ in documents
+    )
 
 
 class Counter(Role):
@@ -476,8 +491,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with runtime.record(view, folder):
             assert view.count(2) == [[0, 1]]
             assert view.each([1, 2]) == [1, 2]
-            part: Any = group._node.part("recordings")
-            part.mark(1)
+            part: Any = group._node.get_part("recordings")
+            part.mark_step(1)
     files.mark_end(folder / "group.counter", "it was enough")
     return folder
 
@@ -487,8 +502,8 @@ def _all_of(folder: Path) -> Any:
     (count,), (each,) = role["count"], role["each"]
     for part in each._by_rank.values():  # an entry that says how many rows there were
         assert part.end is not None
-        assert part.end.value(finder()) is None
-    steps = files.lines_of(folder / files.STEPS, lambda told: None)
+        assert part.end.read_value(make_finder()) is None
+    steps = files.read_lines(folder / files.STEPS, lambda told: None)
     return (
         (role.cls, role.ranks, role.seed, role.ended, steps),
         (count.value(), count.arguments(), count.begun, count.seconds),

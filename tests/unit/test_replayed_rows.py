@@ -24,7 +24,7 @@ class Player(Role):
 
 def test_a_row_that_is_missing_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that are there come as they came, though the others are known to fail at once."""
-    wrote = RecordingTap.gave_row
+    wrote = RecordingTap.on_row
 
     def gave_row(self: Any, seen: Any, row: int, value: Any, digest: Any) -> None:
         if value % 10:
@@ -33,7 +33,7 @@ def test_a_row_that_is_missing_comes_last(tmp_path: Path, monkeypatch: pytest.Mo
     with colocate.spawn({"player": colocate.role(Player)}, slots=1, name="group") as group:
         player = group.role("player", Player)
         with monkeypatch.context() as patch, group.owner.owner.record(player, tmp_path / "it"):
-            patch.setattr(RecordingTap, "gave_row", gave_row)
+            patch.setattr(RecordingTap, "on_row", gave_row)
             with player.play.stream([1, 10, 3, 0]) as rows:
                 assert [value for _, value in rows] == [10, 3, 1, 0]
     roles = {"player": colocate.role(Player).on(replay=str(tmp_path / "it"))}

@@ -31,7 +31,7 @@ class Machines:
         self.held: dict[int, int] = {}  # how many slots, by the reservation's handle
         executor = runtime._node.services.executor
         self._reserve, self._release = executor.reserve, executor.release
-        monkeypatch.setattr(executor, "lost", lambda place: any(place is each for each in self.gone))
+        monkeypatch.setattr(executor, "is_lost", lambda place: any(place is each for each in self.gone))
         monkeypatch.setattr(executor, "reserve", self.reserve)
         monkeypatch.setattr(executor, "release", self.release)
         if replaces:
@@ -68,7 +68,7 @@ class Machines:
 
 def died(group: ColocatedGroup, node: str) -> GroupRestarted:
     """Have a group fail as by the death of a worker; what is told."""
-    group._node.fail(WorkerDied(f"a worker on {node} has died", node=node))
+    group._node.fail_group(WorkerDied(f"a worker on {node} has died", node=node))
     with pytest.raises(GroupRestarted) as caught:
         group.run(lambda ctx: None)
     return caught.value

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from colocate._system import room
-from colocate._system.room import OomKills, free_memory
+from colocate._system.room import OomKills, read_free_memory
 
 MIB = 1 << 20
 
@@ -46,13 +46,13 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 def test_what_limits_leave(machine: Machine) -> None:
     """The least of what the own control group and those around it leave; what files have in memory counts as free."""
     machine.limit(machine.mine, "max" if machine.unified else "9223372036854771712", 30 * MIB, 0)
-    assert free_memory() > 100 * MIB
+    assert read_free_memory() > 100 * MIB
     machine.limit(machine.mine, str(50 * MIB), 30 * MIB, 5 * MIB)
-    assert free_memory() == 25 * MIB
+    assert read_free_memory() == 25 * MIB
     machine.limit(machine.root / "jobs", str(40 * MIB), 35 * MIB, 0)
-    assert free_memory() == 5 * MIB
+    assert read_free_memory() == 5 * MIB
     machine.limit(machine.root, str(40 * MIB), 45 * MIB, 0)
-    assert free_memory() == 0
+    assert read_free_memory() == 0
 
 
 def count(path: Path, number: int) -> None:
@@ -64,23 +64,23 @@ def test_killed_of_the_control_group(machine: Machine) -> None:
     for events in (machine.root / machine.events.name, machine.events):
         count(events, 2)
         count(machine.counts, 5)
-        before = OomKills.now()
+        before = OomKills.read_now()
         count(machine.counts, 6)
-        assert before.since() is None
+        assert before.describe_since() is None
         count(events, 3)
         whom = "a process of its control group"
         said = f"since it was started the kernel has killed {whom} for lack of memory (oom_kill in {events})"
-        assert before.since() == said
+        assert before.describe_since() == said
         count(events, 4)
-        assert "has killed 2 processes of its control group" in (before.since() or "")
+        assert "has killed 2 processes of its control group" in (before.describe_since() or "")
 
 
 def test_killed_of_the_machine(machine: Machine) -> None:
     """Where the control group has no count."""
     count(machine.counts, 5)
-    before = OomKills.now()
-    assert before.since() is None
+    before = OomKills.read_now()
+    assert before.describe_since() is None
     count(machine.counts, 6)
-    assert "killed a process of this machine" in (before.since() or "")
+    assert "killed a process of this machine" in (before.describe_since() or "")
     count(machine.events, 9)  # another count says nothing of this one
-    assert before.since() is None
+    assert before.describe_since() is None

@@ -19,9 +19,9 @@ from colocate.worker.settings import USUAL, Setting  # noqa: E402
 def setting() -> Iterator[Setting]:
     """One that is as usual before and after."""
     found = Setting("cpu", in_process=False)
-    assert found.now() == USUAL
+    assert found.read_settings() == USUAL
     yield found
-    assert found.now() == USUAL
+    assert found.read_settings() == USUAL
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -39,13 +39,13 @@ def test_amid_of_modes(setting: Setting) -> None:
         return torch.ones(2, 2) @ torch.ones(2, 2)
 
     def transformed(row: Any) -> Any:
-        with setting.amid():
+        with setting.with_base_settings():
             seen.append(torch.rand(2))  # which a transform would refuse
         return row * 2
 
     seen: list[Any] = []
     with torch.autocast("cpu", dtype=torch.bfloat16), FakeTensorMode(), Counting() as counting:
-        with setting.amid():
+        with setting.with_base_settings():
             seen.append(product())
         assert counting.count == 0
         assert product().dtype is torch.bfloat16

@@ -7,14 +7,14 @@ from typing import Any
 import numpy
 import pytest
 
-from colocate._system.numbers import parse_bytes, size_text
+from colocate._system.numbers import format_size, parse_bytes
 from colocate.errors import ConfigError
 
 
 def test_size_text() -> None:
     """A figure that is less than nothing, of memory that nobody owns, is one too."""
     for count, text in [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB"), (-5 << 30, "-5 GiB")]:
-        assert size_text(count) == text
+        assert format_size(count) == text
 
 
 def test_a_size() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 torch = pytest.importorskip("torch")
 
 from colocate._protocol.ledger import TAGS, Purpose  # noqa: E402
-from colocate.features.memory.sleep import by_tags, plan, unneeded  # noqa: E402
-from colocate.worker.holdings import Objects, held_by  # noqa: E402
+from colocate.features.memory.sleep import find_discardable, group_by_tag, plan_eviction  # noqa: E402
+from colocate.worker.holdings import Objects, find_holdings  # noqa: E402
 
 DEVICE = "other:0"
 PLACES = ("cpu", DEVICE, "other:1")
@@ -44,8 +44,8 @@ def test_what_goes(
 ) -> None:
     """Each piece goes, or stays for a reason; nothing goes that somebody uses; nobody copies what nobody needs."""
     by_tag = {tag: objects(*[(key, places[key], sizes[key]) for key in range(10) if tags[key] == tag]) for tag in TAGS}
-    going = plan(by_tag, away, users, dict.fromkeys(immovable, "pinned"), lost, device)
-    kept = {key: (tag, why) for tag, pieces in going.kept.items() for key, (_, why, _) in pieces.items()}
+    going = plan_eviction(by_tag, away, users, dict.fromkeys(immovable, "pinned"), lost, device)
+    kept = {key: (tag, why) for tag, pieces in going.retained.items() for key, (_, why, _) in pieces.items()}
     small = {key for key in range(10) if not sizes[key] or (places[key] == "cpu" != device and sizes[key] == 1)}
     goes, used = going.pieces.keys(), set[int]().union(*users.values())
     assert goes | kept.keys() | away | small == set(range(10))
@@ -73,16 +73,16 @@ def test_what_nobody_needs(found: Any, others: Any, discard: Any, trained: Any) 
     holdings = {purpose: objects(*keys) for purpose, keys in found.items()}
     for pieces in holdings.values():
         pieces.trained |= trained & pieces.storages.keys()
-    lost = unneeded(holdings, discard, [objects(*keys) for keys in others])
+    lost = find_discardable(holdings, discard, [objects(*keys) for keys in others])
     for key in range(10):
         held = {purpose for purpose, keys in found.items() if key in keys}
         gone = {purpose for tag in discard for purpose in TAGS[tag]}
         assert (key in lost) == (bool(held) and held <= gone and key not in trained.union(*others))
-    first = {key: tag for tag, pieces in by_tags(holdings).items() for key in pieces.storages}
+    first = {key: tag for tag, pieces in group_by_tag(holdings).items() for key in pieces.storages}
     for key in set().union(*found.values()):
         purposes = [purpose for purpose in Purpose if key in found.get(purpose, ())]
         assert purposes[0] in TAGS[first[key]]
-    assert sum(len(pieces.storages) for pieces in by_tags(holdings).values()) == len(first)
+    assert sum(len(pieces.storages) for pieces in group_by_tag(holdings).values()) == len(first)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "optimized", "differentiated", "sparse"])
@@ -102,7 +102,7 @@ def test_weights_are_no_cache(kind: str) -> None:
         role.weights.requires_grad_()
     else:
         role.weights = torch.eye(30).to_sparse()
-    found, _ = held_by(role, storages=Objects)
-    lost = unneeded(found, ("grads", "cache"), ())
+    found, _ = find_holdings(role, storages=Objects)
+    lost = find_discardable(found, ("grads", "cache"), ())
     values = {role.weights._values().untyped_storage()._cdata} if kind == "sparse" else set()
     assert lost == {role.cache.untyped_storage()._cdata} | values

@@ -60,7 +60,7 @@ class Worker:
     in_process = False
     process = None
     parts: dict[str, Any] = {}
-    lane: Any = types.SimpleNamespace(resumed=0, tasks=None)
+    lane: Any = types.SimpleNamespace(last_resumed=0, tasks=None)
 
     def __init__(self, boot: Boot) -> None:
         self.boot = boot
@@ -76,7 +76,7 @@ class Worker:
         self.roles[name] = RoleInstance(name, instance, methods, standalone_context(name), self.setting)
         return instance
 
-    def ask(self, question: Any) -> None:
+    def ask_driver(self, question: Any) -> None:
         """Meet the other ranks."""
         if reason := question.refusal or self.refusal:
             raise ColocateError(reason)
@@ -85,7 +85,7 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in (holdings, offload):
-        monkeypatch.setattr(module, "name_of", lambda device: DEVICE)
+        monkeypatch.setattr(module, "get_device_name", lambda device: DEVICE)
     running_call.set(CallState(1))
     return Worker(Boot("worker", "group", 0, "node", DEVICE))
 
@@ -94,11 +94,11 @@ def test_a_host_without_room(worker: Any) -> None:
     """What would be pinned has to be free."""
     worker.add("model", Model())
     sleeper = Sleeper(worker)
-    sleeper.free = lambda: 1 << 20  # where a region of 2 MiB is pinned at least
-    refused = sleeper.sleep("model", ALL, (), 1)
+    sleeper.read_free_memory = lambda: 1 << 20  # where a region of 2 MiB is pinned at least
+    refused = sleeper.sleep_on_all("model", ALL, (), 1)
     assert re.search("2 MiB of the host's memory are needed, to be pinned: 1 MiB are free", refused.refusal or "")
-    sleeper.free = lambda: 2 << 20
-    assert sleeper.sleep("model", ALL, (), 1).refusal is None
+    sleeper.read_free_memory = lambda: 2 << 20
+    assert sleeper.sleep_on_all("model", ALL, (), 1).refusal is None
 
 
 def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
@@ -107,8 +107,8 @@ def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
     role.weights = torch.ones(1000, requires_grad=True)
     loss = (role.weights * role.cache).sum()
     sleeper = Sleeper(worker)
-    sleeper.sleep("model", ALL, ("cache",), 1)
-    sleeper.wake("model", ALL, 1)
+    sleeper.sleep_on_all("model", ALL, ("cache",), 1)
+    sleeper.wake_on_all("model", ALL, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -122,10 +122,10 @@ def test_a_role_that_can_not_say_what_it_holds(worker: Any) -> None:
     worker.add("model", Model())
     worker.add("other", Model())
     worker.roles["other"].instance.device_state = device_state
-    outcome = Sleeper(worker).sleep("model", ALL, (), 1)
+    outcome = Sleeper(worker).sleep_on_all("model", ALL, (), 1)
     node = worker.roles["model"].ctx.node
     said = f"rank 0 (node {node}): device_state() of role 'other' has raised KeyError: 'table'"
-    assert attrs.evolve(outcome, trace=None) == Outcome(said, own=True)
+    assert attrs.evolve(outcome, trace=None) == Outcome(said, refused_here=True)
     assert "in device_state\n" in (outcome.trace or "")
     assert "features/memory" not in (outcome.trace or "")
 
@@ -134,7 +134,7 @@ def test_more_than_can_be_looked_at(worker: Any, monkeypatch: pytest.MonkeyPatch
     """Somebody may use it: it stays."""
     worker.add("model", Model())
     monkeypatch.setattr(holdings, "_LOOKS", 2)
-    assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", ALL, (), 1).refusal or "")
+    assert "holds more objects than were looked at" in (Sleeper(worker).sleep_on_all("model", ALL, (), 1).refusal or "")
 
 
 class TestKeptAddresses:
@@ -161,5 +161,5 @@ class TestKeptAddresses:
         sleeper = Sleeper(worker)
         worker.roles["role"].parts["memory"] = True
         for name in ("role", "other"):
-            assert sleeper.sleep(name, ALL, (), 1) == Outcome(nbytes=4 * GRAIN)
-            assert sleeper.asleep.kept_awake(name) == {"of a CUDA graph, which writes there": role.later.nbytes}
+            assert sleeper.sleep_on_all(name, ALL, (), 1) == Outcome(nbytes=4 * GRAIN)
+            assert sleeper.asleep.awake_bytes(name) == {"of a CUDA graph, which writes there": role.later.nbytes}

@@ -56,7 +56,7 @@ def worker(starter: int, label: str) -> list[str]:
 
 def found(pid: int) -> list[str]:
     """What is said of a process."""
-    return [each.kind for each in strays.of_this_machine() if each.pid == pid]
+    return [each.kind for each in strays.list_strays() if each.pid == pid]
 
 
 def test_living_workers() -> None:
@@ -64,7 +64,7 @@ def test_living_workers() -> None:
     with pretending(*worker(os.getpid(), "ours"), code=FORK) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        seen = {each.pid: each.label for each in processes.of_this_machine() if each.pid in (process.pid, child)}
+        seen = {each.pid: each.label for each in processes.list_workers() if each.pid in (process.pid, child)}
         assert seen == {process.pid: "ours", child: "ours"}
         assert found(process.pid) == found(child) == []
 
@@ -83,10 +83,10 @@ def test_named_memory() -> None:
     path = Path("/dev/shm") / f"colocate-{uuid.uuid4().hex}"
     path.touch()
     try:
-        assert str(path) in {each.id for each in strays.of_this_machine()}
+        assert str(path) in {each.id for each in strays.list_strays()}
     finally:
         path.unlink()
-    assert str(path) not in {each.id for each in strays.of_this_machine()}
+    assert str(path) not in {each.id for each in strays.list_strays()}
 
 
 def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch:
     with pretending(*worker(gone, label)) as process:
         only: list[int] = [process.pid]
         monkeypatch.setattr(
-            "colocate.driver.of_this_machine",
-            lambda: [each for each in strays.of_this_machine() if each.pid in only],
+            "colocate.driver.list_strays",
+            lambda: [each for each in strays.list_strays() if each.pid in only],
         )
         assert find_strays(Cluster(), json=False) == 1
         title, line = capsys.readouterr().out.splitlines()

@@ -34,12 +34,12 @@ def test_a_process_that_outlives_a_script_is_named(monkeypatch: pytest.MonkeyPat
     """A fault of the executor under test ends the test, and not in a wait for the end of the script's output."""
     monkeypatch.setattr(drivers, "_FOLLOWS_WITHIN_S", 0.1)
     scripts = drivers.Scripts(tmp_path, "")
-    script = scripts.start("""
+    script = scripts.start_script("""
         import subprocess
         say(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
         wait()
         """)
-    pid = script.hear()
+    pid = script.read_answer()
     with pytest.raises(AssertionError, match=rf"these still have its output open.*: {pid} \(sleep 1000\)"):
-        scripts.close()
+        scripts.end_all()
     os.kill(pid, signal.SIGKILL)

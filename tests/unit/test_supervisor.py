@@ -22,7 +22,7 @@ from colocate._plugins import strays
 from colocate.keeper import outside
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, send, wait_until
+from colocate.testing.waiting import Processes, send_signal, wait_until
 from colocate.worker.birth import processes, supervisor
 from colocate.worker.birth.supervisor import SUPERVISORS
 
@@ -145,13 +145,13 @@ def test_though_one_is_stopped(stopped: str) -> None:
     """The starter is killed while one of them, or the worker, is stopped."""
     with started(FAMILY + "signal.pause()") as (starter, pids):
         family = below(pids[0])
-        send(pids[["upper", "lower", "worker"].index(stopped)], signal.SIGSTOP)
+        send_signal(pids[["upper", "lower", "worker"].index(stopped)], signal.SIGSTOP)
         starter.kill()
         if stopped == "upper":  # the only one that hears of it
             wait_until(lambda: psutil.Process(pids[0]).ppid() != starter.pid, "the starter is gone")
             os.kill(pids[0], signal.SIGCONT)
-        family.wait()
-        family.close()
+        family.wait_all()
+        family.release_all()
 
 
 def _pid(context: colocate.Context) -> int:
@@ -170,7 +170,7 @@ def test_both_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert lower is not None
         assert upper is not None
         for supervisor in (upper, lower):
-            send(supervisor.pid, signal.SIGSTOP)
+            send_signal(supervisor.pid, signal.SIGSTOP)
         # In this order: the upper one's end makes a process group with a stopped member an orphan, which the kernel
         # has continue, and the lower one would begin to end what is below it.
         for supervisor in (lower, upper):
@@ -185,11 +185,11 @@ def test_both_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             for each in left.values():
                 assert re.search(rf"worker {group._node.services.id}|of a runtime of process {os.getpid()}", str(each))
                 assert str(each).endswith("end it by hand")
-            assert set(pids) <= {each.pid for each in strays.of_this_machine()}
+            assert set(pids) <= {each.pid for each in strays.list_strays()}
         finally:
-            for found in processes.left_by(os.getpid()):
+            for found in processes.list_leftovers(os.getpid()):
                 os.kill(found.pid, signal.SIGKILL)
-        wait_until(lambda: not processes.left_by(os.getpid()), "they are gone")
+        wait_until(lambda: not processes.list_leftovers(os.getpid()), "they are gone")
         assert not runtime.audit()
         with pytest.raises(ExceptionGroup, match="this had gone wrong"):
             group.close()
@@ -203,16 +203,16 @@ def test_one_that_is_looked_at_is_found_without_the_others(monkeypatch: pytest.M
 
     with colocate.connect("local", processes=True) as runtime:
         group = runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
-        expected = {child.started: child.pid for child in processes.below_this() if child.label}
+        expected = {child.supervisor_pid: child.pid for child in processes.list_children() if child.label}
         assert len(expected) == 2
         wanted = set(group.run(lambda ctx: os.getpid()))
         monkeypatch.setattr(psutil, "process_iter", all_of_them)
         monkeypatch.setattr(psutil, "pids", all_of_them)
         monkeypatch.setattr(psutil.Process, "children", all_of_them)
-        assert {processes.worker_below(started) for started in expected} == {*expected.values()} == wanted
+        assert {processes.find_worker(started) for started in expected} == {*expected.values()} == wanted
         for started in expected:
-            outside.seen(started)
-        assert processes.worker_below(os.getpid()) is None  # which isn't what this process has started
+            outside.inspect_worker(started)
+        assert processes.find_worker(os.getpid()) is None  # which isn't what this process has started
 
 
 @pytest.mark.parametrize("has_files", [True, False])
@@ -233,9 +233,9 @@ def test_what_is_below_is_found(monkeypatch: pytest.MonkeyPatch, has_files: bool
             os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it is there, and runs nothing
             assert started.stdout is not None
             sleeps = int(started.stdout.readline())
-            found = supervisor.below(os.getpid())
+            found = supervisor.list_descendants(os.getpid())
             assert {started.pid, sleeps} <= {*found}
             assert found.index(started.pid) < found.index(sleeps)
             assert ended.pid not in found
-            assert supervisor.below(sleeps) == []
+            assert supervisor.list_descendants(sleeps) == []
             os.kill(sleeps, signal.SIGKILL)

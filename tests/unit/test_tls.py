@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.lanes import End, tls_pair
 
-from colocate.wire import EventLoop, Tls, connect, listen, listen_widely, new_key, pack, unpack
+from colocate.wire import EventLoop, Tls, connect, listen, listen_everywhere, new_key, pack, unpack
 from colocate.wire.hello import dial
 
 KEY = new_key()
@@ -28,7 +28,7 @@ class Server:
 
     def __init__(self, tls: Tls) -> None:
         self.event_loop = EventLoop("server")
-        self.listeners = listen_widely("127.0.0.1", tls)
+        self.listeners = listen_everywhere("127.0.0.1", tls)
         self.lanes: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         for each in self.listeners:
             self.event_loop.listen(each, KEY, self._accepted)

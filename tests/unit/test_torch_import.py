@@ -8,24 +8,24 @@ from pathlib import Path
 
 SCRIPT = """
 import builtins, importlib, sys
-from colocate.worker.birth.first_imports import when_imported
+from colocate.worker.birth.first_imports import call_on_import
 plain, module = builtins.__import__, importlib.import_module
 sys.path.insert(0, sys.argv[1])  # of a torch whose parts import each other
 for how in ("import torch.distributed", "importlib.import_module('torch.distributed')"):
-    when_imported({"torch": lambda: print("came", "torch.last" in sys.modules)})
+    call_on_import({"torch": lambda: print("came", "torch.last" in sys.modules)})
     import queue
     print("not yet")
     exec(how)
     import torch.last
     print(builtins.__import__ is plain, importlib.import_module is module)
-    when_imported({"torch": lambda: print("came at once")})
+    call_on_import({"torch": lambda: print("came at once")})
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         del sys.modules[name]
 """
 TWO_THREADS = """
 import sys, threading
-from colocate.worker.birth.first_imports import when_imported
-when_imported({"torch": lambda: None})
+from colocate.worker.birth.first_imports import call_on_import
+call_on_import({"torch": lambda: None})
 told = []
 
 def whole():

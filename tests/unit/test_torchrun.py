@@ -17,7 +17,7 @@ def environment(slot: int, device: str = "cpu", generation: int = 0) -> dict[str
     worker: Any = SimpleNamespace(boot=boot, in_process=False, lane=SimpleNamespace(last_hold=0))
     groups = ProcessGroups(worker)
     groups.default.rendezvous = lambda: ("10.0.0.7", 29511)  # type: ignore[method-assign]
-    groups.default.have = lambda: None  # type: ignore[method-assign]
+    groups.default.ensure_made = lambda: None  # type: ignore[method-assign]
     return groups.torchrun_environment(NODES)
 
 

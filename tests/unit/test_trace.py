@@ -245,7 +245,7 @@ def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:
     with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
         trace = runtime.trace(path)
         spawned(pool)["one"].work()
-        runtime._node.services.settle()
+        runtime._node.services.flush_observers()
         assert "one.work" in [event["name"] for event in json.loads(path.read_text() + "]")]
         pool.close()
     trace.close()

@@ -14,7 +14,7 @@ import pytest
 import colocate
 from colocate import Concat, Role, Scatter, method
 from colocate._system import tracebacks
-from colocate._system.tracebacks import frames_of_users, told
+from colocate._system.tracebacks import format_exception, format_user_frames
 from colocate.worker.serving.failure import is_out_of_memory
 
 
@@ -43,12 +43,12 @@ def test_an_error_of_a_role() -> None:
     assert "/colocate/" not in trace
     assert re.fullmatch(r".*test_tracebacks\.py:\d+", str(error.called_at))
     assert f"\nThe call was made at {error.called_at}\n" in str(error)
-    text = told(error)
+    text = format_exception(error)
     assert re.search(
         r'  File ".*test_tracebacks.py", line \d+, in raised\n(?:    .*\n)+  \.\.\. \d+ frames? of coloc', text
     )
     assert "direct cause" not in text  # the traceback of the worker tells the cause
-    assert text.startswith(f"Traceback (most recent call last):\n{frames_of_users(error)}")
+    assert text.startswith(f"Traceback (most recent call last):\n{format_user_frames(error)}")
 
 
 def test_lines_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_what_stands_between_them_belongs_to_them() -> None:
     config = colocate.load_config({"pools": {"main": {"slots": 1}}})
     with pytest.raises(OSError, match="mine") as caught, colocate.launch(config):
         raise OSError("mine")
-    assert "contextlib" not in told(caught.value)
+    assert "contextlib" not in format_exception(caught.value)
 
     @contextlib.contextmanager
     def others() -> Iterator[None]:
@@ -86,7 +86,7 @@ def test_what_stands_between_them_belongs_to_them() -> None:
 
     with pytest.raises(KeyError) as theirs, others():
         raise KeyError("a")
-    assert "colocate" not in told(theirs.value).replace(__file__, "")
+    assert "colocate" not in format_exception(theirs.value).replace(__file__, "")
 
 
 def test_without_users_frames_all_of_them_are_shown() -> None:
@@ -96,9 +96,9 @@ def test_without_users_frames_all_of_them_are_shown() -> None:
     error = caught.value
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next
-    assert frames_of_users(error) == ""
-    assert "frames of colocate" not in told(error)
-    assert "read_config" in told(error)
+    assert format_user_frames(error) == ""
+    assert "frames of colocate" not in format_exception(error)
+    assert "read_config" in format_exception(error)
 
 
 def test_what_is_out_of_memory() -> None:
@@ -124,10 +124,10 @@ def test_frames_of_an_executor_are_a_number_once_it_is_used(monkeypatch: pytest.
     monkeypatch.setattr(tracebacks, "_executors", set())
     with pytest.raises(ValueError, match="Expecting value") as caught:
         json.loads("no JSON")
-    assert "json/decoder.py" in told(caught.value)
-    tracebacks.fold_frames_of(("json", "colocate_of_nobody"))
-    assert "json/decoder.py" not in told(caught.value)
-    assert "frames of colocate" in told(caught.value)
+    assert "json/decoder.py" in format_exception(caught.value)
+    tracebacks.add_folded_packages(("json", "colocate_of_nobody"))
+    assert "json/decoder.py" not in format_exception(caught.value)
+    assert "frames of colocate" in format_exception(caught.value)
 
 
 SCRIPT = """

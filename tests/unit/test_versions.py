@@ -10,7 +10,7 @@ import pytest
 
 import colocate
 from colocate import ColocateError, RoleStartError, wire
-from colocate._api.detached import load
+from colocate._api.detached import load_record
 from colocate._protocol import versions
 from colocate.testing.probes.plain import Echo
 
@@ -19,20 +19,20 @@ def test_facts_that_differ() -> None:
     """The first difference is told, with both versions and what to do; a version from before there was one, too."""
     here = {"colocate": "2.0", "protocol": 3, "python": "3.12"}
     cure = "install the same in both: pip install . in checkouts of colocate of the same commit"
-    assert versions.difference(here, dict(here, pid=1)) is None
-    assert versions.difference(here, dict(here, colocate="1.0")) == f"has colocate 1.0, the driver 2.0: {cure}"
-    assert versions.difference(here, {"colocate": "2.0"}) == (
+    assert versions.describe_mismatch(here, dict(here, pid=1)) is None
+    assert versions.describe_mismatch(here, dict(here, colocate="1.0")) == f"has colocate 1.0, the driver 2.0: {cure}"
+    assert versions.describe_mismatch(here, {"colocate": "2.0"}) == (
         f"has protocol None, the driver 3: both are colocate 2.0; {cure}"
     )
-    assert versions.difference(here, dict(here, python="3.11")) == (
+    assert versions.describe_mismatch(here, dict(here, python="3.11")) == (
         "has Python 3.11, the driver 3.12: install the same in both"
     )
 
 
 def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its group doesn't start, and says why, although that worker can't even read who it is to be."""
-    facts: dict[str, Any] = {**versions.facts(), "protocol": 99}
-    monkeypatch.setattr(versions, "facts", lambda: facts)
+    facts: dict[str, Any] = {**versions.own_facts(), "protocol": 99}
+    monkeypatch.setattr(versions, "own_facts", lambda: facts)
     with colocate.connect(processes=True) as runtime, runtime.reserve(1) as pool:
         with pytest.raises(RoleStartError, match=r"has protocol .*pip install \. in checkouts of"):
             pool.spawn({"echo": colocate.role(Echo)}, timeout=60)
@@ -58,4 +58,4 @@ def test_record_of_another_form() -> None:
     ):
         told = rf"pool 'theirs' was detached by a driver with {words}, and this one has"
         with pytest.raises(ColocateError, match=told):
-            load(pickle.dumps((of, b"no pickle at all")), "theirs")
+            load_record(pickle.dumps((of, b"no pickle at all")), "theirs")

@@ -11,7 +11,7 @@ from colocate.features.weights.updates import SourceUpdates
 
 def driver_of(behind: dict[str, int], targets: int) -> Any:
     """Return a stand-in for a driver with a group, of which some roles have had rows since the last call."""
-    part = SimpleNamespace(updates=dict.fromkeys(map(str, range(targets))), take_behind=lambda: behind)
+    part = SimpleNamespace(updates=dict.fromkeys(map(str, range(targets))), pop_behind=lambda: behind)
     group = SimpleNamespace(parts={"weights": part})
     return SimpleNamespace(_node=SimpleNamespace(worker_groups={"g": group, "other": SimpleNamespace(parts={})}))
 
@@ -29,4 +29,4 @@ def test_count() -> None:
     """Updates count that ended before the rows began, or in that moment."""
     updates = SourceUpdates("actor", 0)
     updates.times.extend([1.0, 2.0, 3.0])
-    assert [updates.count(began) for began in (0.5, 1.0, 2.5, 9.0)] == [0, 1, 2, 3]
+    assert [updates.count_before(began) for began in (0.5, 1.0, 2.5, 9.0)] == [0, 1, 2, 3]

@@ -25,14 +25,14 @@ def cluster() -> Iterator[None]:
     executor = os.environ["COLOCATE_VERL"]
     colocate_verl.install(executor, **({"cpus": 64} if executor == "dask" else {}))
     if executor != "ray":
-        ENGINE.runtime()
+        ENGINE.connect_runtime()
         yield
         return
     import ray
 
     with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as folder:  # Ray wants a short name
         ray.init(num_cpus=64, num_gpus=0, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        ENGINE.runtime()
+        ENGINE.connect_runtime()
         yield
         ray.shutdown()
 
@@ -43,4 +43,4 @@ def settled() -> Iterator[None]:
     yield
     from colocate_verl.driver import ENGINE
 
-    ENGINE.settle()
+    ENGINE.wait_closed()

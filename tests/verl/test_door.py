@@ -68,10 +68,10 @@ class TestDoor:
             private.check_version()
 
     def test_another_executor_beside_groups(self):
-        ENGINE.runtime()
+        ENGINE.connect_runtime()
         other = next(name for name in ("local", "dask") if name != ENGINE.executor)
         with pytest.raises(colocate.ConfigError, match="already"):
-            ENGINE.choose(other, {})
+            ENGINE.choose_executor(other, {})
 
     @pytest.mark.parametrize("executor", ["local", "dask"])
     def test_main_ppo_where_there_is_no_ray(self, executor):
@@ -90,9 +90,9 @@ class TestPrivateNames:
     """Each that is gone has its test fail, and not a trainer."""
 
     def test_of_verl(self):
-        home = private.home()
-        assert set(groups.FACES) <= set(vars(home))
-        assert set(of_ray.__all__) - set(groups.FACES) == {"RayClassWithInitArgs", "ResourcePoolManager"}
+        home = private.import_home()
+        assert set(groups.REPLACEMENTS) <= set(vars(home))
+        assert set(of_ray.__all__) - set(groups.REPLACEMENTS) == {"RayClassWithInitArgs", "ResourcePoolManager"}
         assert private.MARK == decorator.MAGIC_ATTR
         assert next(iter(inspect.signature(home.func_generator).parameters)) == "self"
         assert [*inspect.signature(WorkerGroup._bind_worker_method).parameters][1:] == [
@@ -102,7 +102,7 @@ class TestPrivateNames:
         given = home.RayClassWithInitArgs(dict)
         given.update_options({"name": "a"})
         given.set_additional_resource({"b": 1})
-        assert private.options_of(given) == {"name": "a", "b": 1}
+        assert private.actor_options(given) == {"name": "a", "b": 1}
         assert isinstance(constants_ppo.get_ppo_ray_runtime_env, functools.partial)
         assert "= get_ppo_ray_runtime_env(" in Path(constants_ppo.__file__).with_name("main_ppo.py").read_text()
         source = Path(home.__file__).read_text()
@@ -120,7 +120,7 @@ class TestPrivateNames:
         assert "fused_worker_dict.get(" in inspect.getsource(Worker.get_fused_worker_by_name)
 
     def test_of_ray(self):
-        assert private.unwrapped(ray.remote(type("Some", (), {}))).__name__ == "Some"
+        assert private.unwrap_class(ray.remote(type("Some", (), {}))).__name__ == "Some"
         assert ray._private.auto_init_hook.enable_auto_connect in (True, False)
         assert "auto_init_ray()" in inspect.getsource(ray._private.auto_init_hook.wrap_auto_init)
         assert inspect.isfunction(collective._check_inside_actor)

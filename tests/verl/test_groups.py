@@ -22,7 +22,7 @@ from verl.single_controller.ray.base import (
 )
 
 import colocate
-from colocate.driver import Driver, Recent
+from colocate.driver import Driver, RecentCalls
 from colocate_verl import group_of
 from colocate_verl.driver import ENGINE
 
@@ -123,16 +123,18 @@ class TestSeveralClasses:
 
     def test_they_find_each_other_and_hold_nobody(self, both):
         assert both.spawn({"actor"})["actor"].beside() == [9, 9]
-        graph = ENGINE.runtime().graph.render("tree")
+        graph = ENGINE.connect_runtime().graph.render("tree")
         assert "role critic rank 1/2 (Critic)" in graph
 
     def test_they_have_verls_names(self, both, tmp_path):
         """Graph, memory, `colocate top`, trace and errors say `critic.train_mini_batch`, and no generic call."""
-        runtime, trace = ENGINE.runtime(), tmp_path / "trace.json"
+        runtime, trace = ENGINE.connect_runtime(), tmp_path / "trace.json"
         with runtime.trace(trace):
             calls = both.spawn({"critic"})["critic"].train_mini_batch(tmp_path / "until")
             name = group_of(both).name
-            (now,) = [each for each in Driver(runtime).glance(Recent(Driver(runtime).slot_of)) if each["group"] == name]
+            (now,) = [
+                each for each in Driver(runtime).glance(RecentCalls(Driver(runtime).slot_of)) if each["group"] == name
+            ]
             graph = runtime.graph.render("tree")
             (tmp_path / "until").touch()
             with pytest.raises(colocate.RoleError, match=r"critic\.train_mini_batch raised ValueError on rank"):
@@ -186,11 +188,11 @@ class TestPools:
 
     def test_workers_end_when_nobody_holds_them(self):
         group = spawned(ray.remote(Plain), count=1, name_prefix="short")
-        assert any(name.startswith("short") for name in ENGINE.runtime().groups)
+        assert any(name.startswith("short") for name in ENGINE.connect_runtime().groups)
         del group
-        ENGINE.settle()
-        assert not any(name.startswith("short") for name in ENGINE.runtime().groups)
-        assert not ENGINE.runtime().audit()
+        ENGINE.wait_closed()
+        assert not any(name.startswith("short") for name in ENGINE.connect_runtime().groups)
+        assert not ENGINE.connect_runtime().audit()
 
 
 class TestDeath:
@@ -244,8 +246,8 @@ class TestBadInput:
     @pytest.fixture(autouse=True)
     def nothing_is_left(self):
         yield
-        ENGINE.settle()
-        assert not ENGINE.runtime().audit()
+        ENGINE.wait_closed()
+        assert not ENGINE.connect_runtime().audit()
 
     def test_a_constructor_that_raises(self):
         with pytest.raises(colocate.RoleStartError, match="no such model"):

@@ -19,9 +19,9 @@ from colocate._owned.owned import Owned, raise_together
 from colocate._plugins.needs import require
 from colocate._signals import deferred, guard
 from colocate._signals.in_framework import DISPATCHER
-from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.jobs import JobThread, format_error, report_exception
 from colocate._system.limits import SETTLES_AT_EXIT_S
-from colocate._system.lines import at
+from colocate._system.lines import format_line
 from colocate._system.numbers import FOREVER_S
 from colocate._system.printer import Printer
 from colocate._worker_group.worker_group import WorkerGroup
@@ -29,7 +29,7 @@ from colocate.errors import ColocateError, ConfigError
 from colocate.executor import Executor
 
 _numbers = itertools.count(1)
-live: dict[int, Connection] = {}
+live_connections: dict[int, Connection] = {}
 """The open connections of this process."""
 
 
@@ -66,68 +66,72 @@ class Connection(Owned):
             spill_dir,
             ports,
             cut_s,
-            timers=JobThread(f"colocate-timers-{runtime_id}", self._timers_failed),
+            timers=JobThread(f"colocate-timers-{runtime_id}", self._on_timers_failed),
             dispatcher=Dispatcher(f"{DISPATCHER}{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),
         )
         self.services.timers.start()  # Start the thread now, so that `connect` can report a lack of threads.
         self.worker_groups: dict[str, WorkerGroup] = {}
-        self._gone: dict[str, WorkerGroup] = {}  # Observers may not have received all events of these closed groups.
+        self._closed_groups: dict[
+            str, WorkerGroup
+        ] = {}  # Observers may not have received all events of these closed groups.
         self.naming = threading.Lock()
         self._pool_numbers = itertools.count(1)
         self._pools_named: dict[str, Iterator[int]] = {}
         self._group_numbers = itertools.count(1)
-        self._slow = SlowCalls(self.services, self.worker_groups)
-        live[id(self)] = self
-        guard.connected.add(id(self))
+        self._slow_calls = SlowCalls(self.services, self.worker_groups)
+        live_connections[id(self)] = self
+        guard.connected_runtimes.add(id(self))
 
-    def _timers_failed(self, error: BaseException) -> None:
+    def _on_timers_failed(self, error: BaseException) -> None:
         """Fail all groups after an error in a timer job, because the job's group is unknown and might wait forever."""
         report_exception()
         for worker_group in list(self.worker_groups.values()):
-            worker_group.fail(
-                thread_error(worker_group.name, f"the thread that keeps its deadlines met {error_text(error)}")
+            worker_group.fail_group(
+                thread_error(worker_group.name, f"the thread that keeps its deadlines met {format_error(error)}")
             )
 
-    def pool_name(self, wanted: str | None) -> tuple[str, str]:
-        """Return the wanted or an unused name for a pool, and a unique id for the reservation."""
+    def choose_pool_name(self, wanted: str | None) -> tuple[str, str]:
+        """Return the wanted name for a pool, or an unused name, with a unique id for the reservation."""
         used_names = {child.name for child in list(self.children.values())}
         pool_name = wanted or next(
             name for number in self._pool_numbers if (name := f"pool-{number}") not in used_names
         )
-        number = next(self._pools_named.setdefault(pool_name, itertools.count(1)))  # Pools may share a name.
+        # Pools may share a name, so the reservation's id has a number.
+        number = next(self._pools_named.setdefault(pool_name, itertools.count(1)))
         id = f"{self.services.id}/{pool_name}"
         return pool_name, id if number == 1 else f"{id}~{number}"
 
-    def group_name(self, wanted: str | None) -> str:
+    def choose_group_name(self, wanted: str | None) -> str:
         """Return a name for a group, unique among living groups."""
         if wanted is None:
             return next(name for number in self._group_numbers if (name := f"group-{number}") not in self.worker_groups)
         if wanted in self.worker_groups:
             raise ConfigError(
-                f"there is a group {wanted!r} already, made at {at(self.worker_groups[wanted].line)}; names are unique"
+                f"there is a group {wanted!r} already, made at {format_line(self.worker_groups[wanted].line)}; "
+                "names are unique"
             )
         return wanted
 
-    def forget(self, worker_group: WorkerGroup) -> None:
+    def release_name(self, worker_group: WorkerGroup) -> None:
         """Release the name of a closed group."""
         if self.worker_groups.get(worker_group.name) is worker_group:
-            self._gone[worker_group.name] = worker_group
+            self._closed_groups[worker_group.name] = worker_group
             self.worker_groups.pop(worker_group.name, None)
 
             def nobody_is_told() -> None:
-                if self._gone.get(worker_group.name) is worker_group:
-                    self._gone.pop(worker_group.name)
+                if self._closed_groups.get(worker_group.name) is worker_group:
+                    self._closed_groups.pop(worker_group.name)
 
-            self.services.dispatcher.soon(nobody_is_told)
+            self.services.dispatcher.call_soon(nobody_is_told)
 
-    def worker_group_of(self, group: str) -> WorkerGroup | None:
+    def find_worker_group(self, group: str) -> WorkerGroup | None:
         """Return the worker group with this name; None for a group that was closed long ago."""
-        return self.worker_groups.get(group) or self._gone.get(group)
+        return self.worker_groups.get(group) or self._closed_groups.get(group)
 
-    def slot_of(self, group: str, role: str, rank: int) -> int:
+    def find_slot(self, group: str, role: str, rank: int) -> int:
         """Return the slot of a role's rank; if the group was closed long ago, return the rank itself."""
-        worker_group = self.worker_group_of(group)
+        worker_group = self.find_worker_group(group)
         info = None if worker_group is None else worker_group.roles.get(role)
         return rank if info is None else info.slots[rank]
 
@@ -135,16 +139,16 @@ class Connection(Owned):
         """Raise `CapabilityError` if the executor lacks a capability. The error names executors that have it."""
         require(type(self.services.executor), capability, what)
 
-    def give_up(self, by: str) -> None:
+    def abandon(self, by: str) -> None:
         """Close the connection at once, after an interruption of `connect` or `spawn`."""
         for child in list(self.children.values()):
-            child.give_up(by)  # This also stops a pool's wait for slots.
-        super().give_up(by)
+            child.abandon(by)  # This also stops a pool's wait for slots.
+        super().abandon(by)
 
     def close_for(self, by: str, grace: float, force: bool) -> None:
-        if self.forked:
-            self.check()
-        if not self.life.close(by):
+        if self.is_forked:
+            self.check_usable()
+        if not self.life.mark_closing(by):
             # The dispatcher must not wait, because the closing thread waits for the dispatcher.
             if not self.services.dispatcher.is_current:
                 self.life.wait_closed()
@@ -154,7 +158,7 @@ class Connection(Owned):
             errors += self.close_children(grace)
         finally:
             try:
-                self._slow.close()
+                self._slow_calls.close()
                 self.services.executor.close()
             except Exception as error:
                 errors.append(error)
@@ -166,19 +170,19 @@ class Connection(Owned):
                     errors.append(ColocateError(text))
                 self.services.timers.close()
                 self.services.printer.close()
-                live.pop(id(self), None)
-                guard.connected.discard(id(self))
-                self.life.end()
+                live_connections.pop(id(self), None)
+                guard.connected_runtimes.discard(id(self))
+                self.life.set_closed()
         raise_together(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
 
 
 @atexit.register
-def _close_what_is_left() -> None:
-    for connection in list(live.values()):
-        if connection.forked:
+def _close_leftovers() -> None:
+    for connection in list(live_connections.values()):
+        if connection.is_forked:
             continue
         # Only the connection is reported, because the connection closes all pools and groups.
-        text = f"runtime {connection.name!r} made at {at(connection.line)} was never closed"
+        text = f"runtime {connection.name!r} made at {format_line(connection.line)} was never closed"
         try:
             try:
                 if connection.closed_by is None:  # Don't warn if an interrupted close still runs.
@@ -187,4 +191,4 @@ def _close_what_is_left() -> None:
                 connection.close_here("interpreter exit", 2.0, True)
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
-    deferred.settle(SETTLES_AT_EXIT_S)
+    deferred.wait_until_done(SETTLES_AT_EXIT_S)

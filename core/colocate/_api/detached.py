@@ -29,8 +29,8 @@ from colocate._owned.owned import State, raise_together
 from colocate._role.budget import Budget
 from colocate._role.role import RoleInfo, check_role
 from colocate._signals.deferred import run_deferred
-from colocate._system.lines import at, caller, origin
-from colocate._system.numbers import FOREVER_S, duration_problem, name_problem
+from colocate._system.lines import find_caller, format_line, get_origin
+from colocate._system.numbers import FOREVER_S, find_duration_problem, find_name_problem
 from colocate._system.threads import Thread
 from colocate._version import __version__
 from colocate._worker_group.spawn import Declared
@@ -38,7 +38,7 @@ from colocate._worker_group.worker_group import Attachment, WorkerGroup
 from colocate.errors import BorrowedError, ClusterError, ColocateError, ConfigError
 from colocate.executor import Detachable, Lease, Request, Reservation
 
-_FORM = 12  # Increase this if the pickled contents of a record change, but not colocate's version.
+_FORM = 12  # Increase this if a record's pickled contents change without a new version of colocate.
 _AGAIN_S = 0.5
 
 # -- the record
@@ -75,7 +75,7 @@ class GroupRecord:
     modules: dict[str, tuple[str, str]]
     parts: dict[str, Any]  # The state of each feature of the group, by feature name.
 
-    def declared(self) -> Declared:
+    def load_roles(self) -> Declared:
         """Return the group's roles, or raise ColocateError if their import fails."""
         try:
             (default_group, torchrun, distributions, budgets, env, roles), definitions = unpack_whole(self.roles)
@@ -105,7 +105,7 @@ class PoolRecord:
     groups: tuple[GroupRecord, ...]
 
 
-def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) -> Lease:
+def _make_lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) -> Lease:
     records = []
     for group in groups:
         declared, restarts = group.declared, group.restarts
@@ -127,8 +127,8 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
                 group.created,
                 restarts.limit,
                 group.published.script,
-                dict(group.published.given.contents),
-                {name: state for name, part in group.parts.items() if (state := part.kept()) is not None},
+                dict(group.published.shipped_modules.contents),
+                {name: state for name, part in group.parts.items() if (state := part.handover_state()) is not None},
             )
         )
     pool_record = PoolRecord(pool.name, pool.request, pool.budget, float(ttl), tuple(records))
@@ -142,7 +142,7 @@ def _lease(pool: Slots, groups: Sequence[WorkerGroup], name: str, ttl: float) ->
     return Lease(name, float(ttl), workers, pickle.dumps((_versions(), pickle.dumps(pool_record))), about)
 
 
-def load(record: bytes, name: str) -> PoolRecord:
+def load_record(record: bytes, name: str) -> PoolRecord:
     """Unpickle a pool's record, or raise ColocateError if other versions of colocate or Python wrote the record."""
 
     def words(version: str, python: str, form: int = 1) -> str:
@@ -166,61 +166,63 @@ def _versions() -> tuple[str, str, int]:
 
 
 def detach(pool: Slots, name: str, ttl: float) -> None:
-    if (problem := "must be text, not None" if name is None else name_problem(name)) is not None:
+    if (problem := "must be text, not None" if name is None else find_name_problem(name)) is not None:
         raise ConfigError(f"pool.detach(name) {problem}")
-    if duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
+    if find_duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
         raise ConfigError(
             f"pool.detach({name!r}, ttl={ttl!r}): give seconds. They are how long it lives without a driver; "
             "a pool without an end would be a leak"
         )
-    pool.check()
+    pool.check_usable()
     pool.connection.require(Detachable, f"detach pool {pool.name!r}")
     executor = cast("Detachable", pool.connection.services.executor)
     if not pool.request.detachable:
         raise ConfigError(
             f"pool {pool.name!r} was reserved without detachable=True: runtime.reserve(..., detachable=True)"
         )
-    if pool.attachment is not None and not pool.attachment.own:
+    if pool.attachment is not None and not pool.attachment.is_owner:
         raise ConfigError(
             f"pool {pool.name!r} is borrowed, and stays detached as {pool.attachment.name!r} when this borrow is closed"
             f"; runtime.attach({pool.attachment.name!r}, own=True) takes it, and may detach it again"
         )
-    file, number = caller()
+    file, number = find_caller()
     by = f"detaching pool {pool.name!r} as {name!r} at {file}:{number}; runtime.attach({name!r}) takes it up"
     groups = _close_all(pool, by)
     reservation = pool.reservation
     assert reservation is not None
     try:
-        executor.publish(reservation, _lease(pool, groups, name, ttl))
+        executor.publish(reservation, _make_lease(pool, groups, name, ttl))
     except BaseException:  # Undo the close, unless another driver has taken the pool meanwhile.
         for node in (pool, *groups):
             node.life.reopen()
         if not executor.retain(reservation):
-            lost(pool, "another driver")
+            close_lost_pool(pool, "another driver")
         for group in groups:
-            group.workforce.look()
+            group.workforce.recheck_exits()
         raise
     failed = [error for group in groups for error in group.residents.unreported_failures()]
-    _left(pool, groups)
-    executor.let_go(reservation)
+    _forget_pool(pool, groups)
+    executor.detach(reservation)
     raise_together(f"pool {pool.name!r} was detached, and this had gone wrong", failed)
 
 
 def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
-    """Close a pool and the groups for new uses, and return the groups; raise if calls or residents are in use."""
+    """Refuse new uses of a pool and its groups; return the groups. Raise if calls are pending or residents in use."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(pool.lock)
         groups = pool.worker_groups
         for group in groups:
             locks.enter_context(group.order.lock)
-        pool.check()
+        pool.check_usable()
         if pool.reservation is None:
-            raise pool.unreserved("can't be detached: it ")
+            raise pool.unreserved_error("can't be detached: it ")
         for group in groups:
-            group.check()
+            group.check_usable()
             if group.life.state is not State.READY:
                 raise ColocateError(f"group {group.name!r} can't be detached while it is {group.state}")
-            if (label := next(filter(None, (part.under_way() for part in group.parts.values())), None)) is not None:
+            if (
+                label := next(filter(None, (part.background_work() for part in group.parts.values())), None)
+            ) is not None:
                 raise ColocateError(f"group {group.name!r} can't be detached while {label} is being written")
             if pending := list(group.order.pending.values()):
                 raise ColocateError(
@@ -230,7 +232,7 @@ def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:
             if lent := group.residents.borrowers():
                 raise ColocateError(f"group {group.name!r} can't be detached: {'; '.join(lent)}. Wait for that")
         for node in (pool, *groups):
-            node.life.close(by)
+            node.life.mark_closing(by)
     return groups
 
 
@@ -250,111 +252,114 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
             fenced_by.append(by)
             groups = list(pools)
         for group_record in groups:
-            lost(group_record, by)
+            close_lost_pool(group_record, by)
 
-    adopted = executor.adopt(name, _who(), own, fenced)
+    adopted = executor.adopt(name, _driver_label(), own, fenced)
     try:
-        connection.check()
-        record = load(adopted.record, name)
+        connection.check_usable()
+        record = load_record(adopted.record, name)
         pool = Slots(connection, record.name, record.request, record.budget)
     except BaseException:
-        executor.let_go(adopted.reservation)
+        executor.detach(adopted.reservation)
         raise
     named = {group.name for group in record.groups}
-    attachment = pool.attachment = Attachment(name, own, record.ttl, named, changed=lambda: _changed(pool))
+    attachment = pool.attachment = Attachment(name, own, record.ttl, named, renew_lease=lambda: _renew_lease(pool))
     pool.epoch = adopted.epoch
     try:
-        pool.hold(adopted.reservation)
+        pool.accept_reservation(adopted.reservation)
         with lock:
             pools.append(pool)
             by = next(iter(fenced_by), None)
         if by is not None:
-            lost(pool, by)
-        groups = [_taken(pool, group_record) for group_record in record.groups]
-        connection.check()
-        pool.check()  # Another driver may have taken the pool meanwhile.
+            close_lost_pool(pool, by)
+        groups = [_resume_group(pool, group_record) for group_record in record.groups]
+        connection.check_usable()
+        pool.check_usable()  # Another driver may have taken the pool meanwhile.
         for group in groups:
-            _greet(group)
+            _synchronize_workers(group)
     except BaseException as error:
-        attachment.own = False  # The pool must survive the failed attachment.
+        attachment.is_owner = False  # The pool must survive the failed attachment.
         pool.close_after(error, "its failed attachment", 0.0)
         raise
     return pool
 
 
-def _changed(pool: Slots) -> None:
+def _renew_lease(pool: Slots) -> None:
     """Update the record for later drivers after groups of the pool were spawned, closed or restarted."""
     attachment = pool.attachment
     executor = pool.connection.services.executor
     if attachment is None or pool.reservation is None or pool.closed_by is not None:
         return
     with attachment.lock:
-        groups = [group for group in pool.worker_groups if attachment.own or group.name in attachment.groups]
+        groups = [group for group in pool.worker_groups if attachment.is_owner or group.name in attachment.groups]
         attachment.groups = {group.name for group in groups}
-        cast("Detachable", executor).renew(pool.reservation, _lease(pool, groups, attachment.name, attachment.ttl))
+        cast("Detachable", executor).update_lease(
+            pool.reservation, _make_lease(pool, groups, attachment.name, attachment.ttl)
+        )
 
 
-def _taken(pool: Slots, record: GroupRecord) -> WorkerGroup:
+def _resume_group(pool: Slots, record: GroupRecord) -> WorkerGroup:
     """Take over a group with running workers, as the record describes the group."""
     other = pool.connection.worker_groups.get(record.name)
     if other is not None:
         assert pool.attachment is not None
         raise ConfigError(
             f"pool {pool.attachment.name!r} can't be attached: it has a group {record.name!r}, and so has this "
-            f"runtime, made at {at(other.line)}; names are unique in a runtime. Close that one first, attach by "
+            f"runtime, made at {format_line(other.line)}; names are unique in a runtime. Close that one first, "
+            "attach by "
             "another runtime, or give the groups of either names of their own when they are spawned (name=...)"
         )
-    group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
+    group = pool.place_group(record.slots, record.load_roles(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
-    group.published.follows(record.script, record.modules)
+    group.published.adopt_script(record.script, record.modules)
     for name, state in record.parts.items():
-        group.part(name).take(state)
+        group.get_part(name).resume_handover(state)
     executor = cast("Detachable", pool.connection.services.executor)
-    group.workforce.take(executor, record.tokens)
+    group.workforce.adopt_workers(executor, record.tokens)
     return group
 
 
-def _greet(group: WorkerGroup) -> None:
-    """Wait until the workers have said hello to this driver, then stop all ranks by a hold."""
+def _synchronize_workers(group: WorkerGroup) -> None:
+    """Wait for each worker's first message (`hello`), then stop all ranks at a hold (barrier)."""
     silent = group.workforce.wait_hello(group.grace)
-    group.workforce.ready()
+    group.workforce.mark_ready()
     if silent and group.failure is None:
-        group.fail(hung_error(group, silent[0], None, None, NO_ANSWER))
+        group.fail_group(hung_error(group, silent[0], None, None, NO_ANSWER))
     elif group.failure is None:
-        group.order.begin_anew(group.background)
+        group.order.hold_all_lanes(group.background)
 
 
 # -- the end
 
 
-def _left(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
+def _forget_pool(pool: Slots, groups: Sequence[WorkerGroup]) -> None:
     """Close this driver's objects for a pool that this driver no longer commands."""
     for group in groups:
-        group.leave()
+        group.detach()
     pool.disown()
-    pool.life.end()
+    pool.life.set_closed()
 
 
-def lost(pool: Slots, by: str) -> None:
+def close_lost_pool(pool: Slots, by: str) -> None:
     """Close a pool that another driver has taken. Runs on the receiving thread, so nothing may block here."""
     reason = f"{by}, who has taken it"
-    with pool.lock:  # Under the lock, a concurrent spawn has registered a group or will fail.
-        is_first, groups = pool.life.close(reason), pool.worker_groups
+    with pool.lock:  # A concurrent spawn registers its group before this lock is taken, or fails later.
+        is_first, groups = pool.life.mark_closing(reason), pool.worker_groups
     for group in groups:
-        if group.life.close(reason):
+        if group.life.mark_closing(reason):
             group.residents.break_borrows()
-            if not is_first:  # This driver is closing the pool already, and that close then ends early.
-                group.leave()
+            if not is_first:  # This driver is closing the pool already; `detach` ends that close early.
+                group.detach()
     if not is_first:
         return
-    _left(pool, groups)
+    _forget_pool(pool, groups)
     executor, reservation = cast("Detachable", pool.connection.services.executor), pool.reservation
 
     def let_go(reservation: Reservation) -> None:
         try:
-            Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced").start()
+            Thread(target=executor.detach, args=(reservation,), name="colocate-fenced").start()
         except RuntimeError:  # No thread can start now, so try again a moment later.
-            pool.connection.services.timers.after(_AGAIN_S, lambda: let_go(reservation))
+            pool.connection.services.timers.call_later(_AGAIN_S, lambda: let_go(reservation))
 
     if reservation is not None:
         let_go(reservation)
@@ -362,7 +367,7 @@ def lost(pool: Slots, by: str) -> None:
 
 def close_detached(connection: Connection, name: str, force: bool) -> None:
     """End a detached pool. With `force`, the pool is taken from a driver that has attached it."""
-    file, number = caller()
+    file, number = find_caller()
     run_deferred(lambda: _close(connection, name, force, f"pool.close() at {file}:{number}"))
 
 
@@ -372,7 +377,7 @@ def _close(connection: Connection, name: str, force: bool, by: str) -> None:
     if not force:
         try:
             # Borrow the pool, so that no other driver can attach it from now on.
-            borrowed = executor.adopt(name, _who(), False, lambda by: None)
+            borrowed = executor.adopt(name, _driver_label(), False, lambda by: None)
         except BorrowedError as error:
             raise BorrowedError(
                 f"pool {name!r} is attached by {'; '.join(error.borrowers)}. Wait for that to end, or break it: "
@@ -385,18 +390,20 @@ def _close(connection: Connection, name: str, force: bool, by: str) -> None:
             ) from None
     try:
         pool = attach(connection, name, own=True)
-    except Exception:  # For example, the record is of another version: end the pool without asking the workers.
+    except Exception:  # Another version may have written the record: end the pool without asking the workers.
         try:
-            connection.services.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
+            connection.services.executor.release(
+                executor.adopt(name, _driver_label(), True, lambda by: None).reservation
+            )
         except ClusterError:
-            executor.end(name)
+            executor.end_pool(name)
     else:
         with contextlib.suppress(ExceptionGroup):  # Ignore errors from before this close.
             pool.close_here(by, 10.0, False)
     finally:
         if borrowed is not None:
-            executor.let_go(borrowed.reservation)
+            executor.detach(borrowed.reservation)
 
 
-def _who() -> str:
-    return f"driver {os.getpid()} on {platform.node()} ({at(origin())})"
+def _driver_label() -> str:
+    return f"driver {os.getpid()} on {platform.node()} ({format_line(get_origin())})"

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from colocate import features
-from colocate._api.held import Held
+from colocate._api.held import NodeHandle
 from colocate._calls.sending import refuse_here
 from colocate._calls.view import RoleView
 from colocate._display import table
-from colocate._role.call import Call, Underway
+from colocate._role.call import Call, CallFuture
 from colocate._role.context import Context
 from colocate._role.method import Discardable, Tag
-from colocate._role.role import RoleInfo, written_class
+from colocate._role.role import RoleInfo, strip_type_arguments
 from colocate._signals.deferred import run_deferred
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEDGERS_WITHIN_S
-from colocate._system.numbers import limit
+from colocate._system.numbers import parse_limit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
+class ColocatedGroup(NodeHandle[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
     """Several roles in one worker per slot, made by `pool.spawn` or `colocate.spawn`. A `with` block closes the group.
 
     Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
@@ -63,11 +63,11 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         Raises:
             ConfigError: There is no such role, or it is of another class.
         """
-        cls = written_class(cls)
+        cls = strip_type_arguments(cls)
         info = self._node.roles.get(name)
         if info is None:
             raise ConfigError(f"group {self.name!r} has no role {name!r}: it has {', '.join(self._node.roles)}")
-        if cls is not None and cls is not info.cls and not issubclass(info.cls, cls) and not self._is_of(info, cls):
+        if cls is not None and cls is not info.cls and not issubclass(info.cls, cls) and not self._has_class(info, cls):
             actual, target = (f"{role_class.__module__}:{role_class.__qualname__}" for role_class in (info.cls, cls))
             raise ConfigError(f"role {name!r} of group {self.name!r} is a {actual}, and no {target} or subclass of it")
         view = self._views.get(name)
@@ -88,9 +88,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             }
             for info in self._node.roles.values()
         ]
-        return self._shown(table(roles))
+        return self._render(table(roles))
 
-    def _is_of(self, info: RoleInfo, cls: type) -> bool:
+    def _has_class(self, info: RoleInfo, cls: type) -> bool:
         """Compare a role's class with `cls` by name, because classes of an attached pool may be copies."""
         names = [(base.__module__, base.__qualname__) for base in info.cls.__mro__]
         return self._node.home.attachment is not None and (cls.__module__, cls.__qualname__) in names
@@ -102,11 +102,11 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return self.role(key)
-        key = written_class(key)
+        key = strip_type_arguments(key)
         if not isinstance(key, type):
             raise ConfigError(f"group {self.name!r} has a view for a role's name, or for its class, not for {key!r}")
         role_names = [
-            name for name, info in self._node.roles.items() if issubclass(info.cls, key) or self._is_of(info, key)
+            name for name, info in self._node.roles.items() if issubclass(info.cls, key) or self._has_class(info, key)
         ]
         if len(role_names) != 1:
             has = ", ".join(f"{name} ({info.cls.__qualname__})" for name, info in self._node.roles.items())
@@ -150,17 +150,19 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         Returns:
             The results, one item per worker.
         """
-        results: list[Any] = features.module("functions.driver").run(self._node, function, args, kwargs).result()
+        results: list[Any] = (
+            features.import_module_of("functions.driver").submit_function(self._node, function, args, kwargs).result()
+        )
         return results
 
     def scope(self) -> AbstractContextManager[None]:
-        """Free residents kept in a `with` block when the block ends, and raise failures of calls that nobody used.
+        """Free residents kept in a `with` block when the block ends, and raise the calls' unreported failures.
 
         This is for residents of this thread or task. The failures are those of calls kept inside, and of residents
         dropped before, outside of any open block.
         """
-        if self._node.forked:
-            self._node.check()
+        if self._node.is_forked:
+            self._node.check_usable()
         return self._node.residents.scope()
 
     def pipeline(self) -> AbstractContextManager[None]:
@@ -175,8 +177,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             PipelineError: Inside the block, by an operation that needs an answer: a plain call, `result()`,
                 `fetch()`.
         """
-        self._node.check()
-        return cast("AbstractContextManager[None]", features.module("pipelines.driver").pipeline(self._node))
+        self._node.check_usable()
+        return cast("AbstractContextManager[None]", features.import_module_of("pipelines.driver").pipeline(self._node))
 
     @overload
     def checkpoint(
@@ -224,14 +226,14 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
                 resident was dropped unused. The directory's old contents stay.
         """
         refuse_here(self._node, "checkpoint")
-        refuse_to_wait(f"the checkpoint of group {self.name!r}")
-        checkpoints: Any = self._node.part("checkpoints")
+        check_may_wait(f"the checkpoint of group {self.name!r}")
+        checkpoints: Any = self._node.get_part("checkpoints")
         folder = Path(directory)
         tag = folder.name if tag is None else tag
         if wait:
-            run_deferred(lambda: checkpoints.write(folder, tag))
+            run_deferred(lambda: checkpoints.write_checkpoint(folder, tag))
             return None
-        underway: Underway = run_deferred(lambda: checkpoints.begin(folder, tag))
+        underway: CallFuture = run_deferred(lambda: checkpoints.start_checkpoint(folder, tag))
         return Call(underway)
 
     def restore(self, directory: str | os.PathLike[str]) -> str | int | float | None:
@@ -254,10 +256,10 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
                 group.
         """
         refuse_here(self._node, "restore")
-        refuse_to_wait(f"the restore of group {self.name!r}")
+        check_may_wait(f"the restore of group {self.name!r}")
         folder = Path(directory)
         tag: str | int | float | None
-        tag = run_deferred(lambda: cast("Any", self._node.part("checkpoints")).restore(folder))
+        tag = run_deferred(lambda: cast("Any", self._node.get_part("checkpoints")).restore_checkpoint(folder))
         return tag
 
     def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
@@ -275,11 +277,11 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             RoleError: A `device_state` raised.
             TimeoutError: A worker hasn't answered in time.
         """
-        self._node.check()
-        limited = limit(timeout, "memory(timeout)")
-        refuse_to_wait(f"the memory of group {self.name!r}")
+        self._node.check_usable()
+        limited = parse_limit(timeout, "memory(timeout)")
+        check_may_wait(f"the memory of group {self.name!r}")
         usage: GroupMemory
-        usage = run_deferred(lambda: cast("Any", self._node.part("memory")).asked(Deadline(limited)))
+        usage = run_deferred(lambda: cast("Any", self._node.get_part("memory")).ask_memory(Deadline(limited)))
         return usage
 
     def sleep(
@@ -317,8 +319,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             MemoryBudgetError: There is no room at the destination: nothing has changed.
             RoleError: The sleep is impossible; nothing has changed.
         """
-        limited = limit(timeout, "sleep(timeout)", positive=True)
-        nbytes: int = cast("Any", self._node.part("memory")).sleep(role, tags, limited, on_call, discard)
+        limited = parse_limit(timeout, "sleep(timeout)", positive=True)
+        nbytes: int = cast("Any", self._node.get_part("memory")).sleep_role(role, tags, limited, on_call, discard)
         return nbytes
 
     def wake(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
@@ -336,8 +338,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             MemoryBudgetError: The bytes don't fit: nothing has changed.
             RoleError: The wake is impossible, or the role's `wake` has raised.
         """
-        limited = limit(timeout, "wake(timeout)", positive=True)
-        nbytes: int = cast("Any", self._node.part("memory")).wake(role, tags, limited)
+        limited = parse_limit(timeout, "wake(timeout)", positive=True)
+        nbytes: int = cast("Any", self._node.get_part("memory")).wake_role(role, tags, limited)
         return nbytes
 
     def pause(self, role: str, how: Literal["wait", "keep", "abort"] = "wait", timeout: float | None = None) -> None:
@@ -358,8 +360,8 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             TimeoutError: A call still runs; the role goes on, or stays paused as before.
             ColocateError: Another thread has resumed the role, or paused it again, before it was idle.
         """
-        limited = limit(timeout, "pause(timeout)", positive=True)
-        cast("Any", self._node.part("pausing")).pause(role, how, limited)
+        limited = parse_limit(timeout, "pause(timeout)", positive=True)
+        cast("Any", self._node.get_part("pausing")).pause_role(role, how, limited)
 
     def resume(self, role: str) -> None:
         """Resume a background role after `pause`; no effect on a role that isn't paused.
@@ -370,7 +372,7 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         Raises:
             ConfigError: There is no such background role.
         """
-        cast("Any", self._node.part("pausing")).resume(role)
+        cast("Any", self._node.get_part("pausing")).resume_role(role)
 
     def resize(self, timeout: float | None = None) -> int:
         """Restart a group on all available slots, if the group has lost slots and more are available again.
@@ -392,9 +394,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
         """
         node = self._node
         refuse_here(node, "resize")
-        limited = limit(timeout, "resize(timeout)")
-        refuse_to_wait(f"the resize of group {self.name!r}")
-        size: int = run_deferred(lambda: cast("Any", node.part("checkpoints")).resize(limited))
+        limited = parse_limit(timeout, "resize(timeout)")
+        check_may_wait(f"the resize of group {self.name!r}")
+        size: int = run_deferred(lambda: cast("Any", node.get_part("checkpoints")).resize_group(limited))
         return size
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
@@ -410,9 +412,9 @@ class ColocatedGroup(Held[WorkerGroup], node=WorkerGroup, by="pool.spawn"):
             TimeoutError: The group isn't ready yet.
             ColocateError: The group has failed for good, or is closed.
         """
-        limited = limit(timeout, "wait_ready(timeout)")
-        refuse_to_wait(f"wait_ready of group {self.name!r}")
-        return run_deferred(lambda: self._node.restarts.wait(limited))
+        limited = parse_limit(timeout, "wait_ready(timeout)")
+        check_may_wait(f"wait_ready of group {self.name!r}")
+        return run_deferred(lambda: self._node.restarts.wait_ready(limited))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close the group. New calls are refused, running calls get `grace` seconds, and then the workers are ended.

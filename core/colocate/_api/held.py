@@ -1,4 +1,4 @@
-"""`Held`: the base class of the users' handles of runtimes, pools and groups."""
+"""`NodeHandle`: the base class of the users' handles of runtimes, pools and groups."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from colocate import features
 from colocate._owned.owned import Owned
-from colocate._role.call import OnDriver
-from colocate._system.lines import at
+from colocate._role.call import DriverObject
+from colocate._system.lines import format_line
 
 N = TypeVar("N", bound=Owned)
-_names: dict[type[Owned], type[Held[Any]]] = {}
+_names: dict[type[Owned], type[NodeHandle[Any]]] = {}
 
 
-class Held(OnDriver, Generic[N]):
+class NodeHandle(DriverObject, Generic[N]):
     """A user's handle of a runtime, pool or group. Dropping a handle closes nothing."""
 
     _by: ClassVar[str]
@@ -32,7 +32,7 @@ class Held(OnDriver, Generic[N]):
         self._node: N = node
 
     @classmethod
-    def _of(cls, node: N) -> Self:
+    def _wrap(cls, node: N) -> Self:
         """Return the user's handle of a node. Each call for one node returns the same object."""
         # Use `setdefault`, because other threads may request the handle at the same time.
         handle: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
@@ -47,7 +47,7 @@ class Held(OnDriver, Generic[N]):
     def owner(self) -> Any:
         """The owner, which closes this object at the latest: a group's pool or a pool's runtime; None for a runtime."""
         owner = self._node.owner
-        return None if owner is None else _names[type(owner)]._of(owner)
+        return None if owner is None else _names[type(owner)]._wrap(owner)
 
     @property
     def alive(self) -> bool:
@@ -63,10 +63,10 @@ class Held(OnDriver, Generic[N]):
         return repr(self._node)
 
     def _repr_html_(self) -> str:
-        return self._shown()
+        return self._render()
 
-    def _shown(self, *more: str) -> str:
-        return str(features.module("looking.graph").shown(self._node, *more))
+    def _render(self, *more: str) -> str:
+        return str(features.import_module_of("looking.graph").render_html(self._node, *more))
 
     def __enter__(self) -> Self:
         return self
@@ -75,5 +75,7 @@ class Held(OnDriver, Generic[N]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         node = self._node.closed_as
-        if not node.forked:
-            node.close_after(error, f"leaving its with block at {at(node.line)}", 10.0 if error is None else 2.0)
+        if not node.is_forked:
+            node.close_after(
+                error, f"leaving its with block at {format_line(node.line)}", 10.0 if error is None else 2.0
+            )

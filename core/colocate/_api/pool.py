@@ -10,17 +10,23 @@ from typing import Any, Literal, cast, overload
 import attrs
 
 from colocate._api.group import ColocatedGroup
-from colocate._api.held import Held
+from colocate._api.held import NodeHandle
 from colocate._api.slots import Slots
-from colocate._owned.owned import Making
+from colocate._owned.owned import NodeBuilder
 from colocate._plugins.needs import NEEDS, check_alone, check_needs
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
 from colocate._signals.deferred import run_deferred
-from colocate._signals.in_framework import refuse_to_wait
-from colocate._system.numbers import amount_problem, limit, name_problem, shown, variable_problem
-from colocate._system.tracebacks import without_own_frames
-from colocate._worker_group.spawn import declare, refuse_fixed
+from colocate._signals.in_framework import check_may_wait
+from colocate._system.numbers import (
+    find_amount_problem,
+    find_name_problem,
+    find_variable_problem,
+    format_value,
+    parse_limit,
+)
+from colocate._system.tracebacks import drop_own_traceback
+from colocate._worker_group.spawn import check_can_shrink, declare
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, ConfigError, Mistake
 from colocate.executor import OwnProcess
@@ -45,7 +51,7 @@ class Slot:
 
 @attrs.frozen(eq=False)
 class PoolPart:
-    """Some slots of a pool, on which a group can be spawned. Dropping this object closes nothing."""
+    """A part of a pool's slots, on which a group can be spawned. Dropping this object closes nothing."""
 
     pool: Pool
     indices: tuple[int, ...]
@@ -71,12 +77,12 @@ class PoolPart:
         env: Mapping[str, str] | None = None,
     ) -> ColocatedGroup:
         """Spawn a group on the slots of this part; see `Pool.spawn`."""
-        budget = Budget.of(device_memory, host_memory, "spawn() ")
+        budget = Budget.from_sizes(device_memory, host_memory, "spawn() ")
         how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step, env
         return self.pool._spawn(self.indices, roles, *how)
 
 
-class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
+class Pool(NodeHandle[Slots], node=Slots, by="runtime.reserve"):
     """Slots reserved together, all or none. Made by `runtime.reserve`; a `with` block closes the pool."""
 
     @property
@@ -85,7 +91,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         node = self._node
         slots = []
         for index, place in enumerate(node.places):
-            groups = ", ".join(group.name for group in node.taken.get(index, ()) if index in group.indices)
+            groups = ", ".join(group.name for group in node.groups_by_slot.get(index, ()) if index in group.indices)
             state = groups or ("lost" if node._is_lost(index) else "free")
             slots.append(Slot(index, place.node, place.devices, state))
         return slots
@@ -93,12 +99,12 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
         """The groups of the pool, by name."""
-        return {worker_group.name: ColocatedGroup._of(worker_group) for worker_group in self._node.worker_groups}
+        return {worker_group.name: ColocatedGroup._wrap(worker_group) for worker_group in self._node.worker_groups}
 
     @property
     def spares(self) -> list[Slot]:
         """The pool's spares (`reserve(..., spares=1)`), with index -1; a spare's state is "spare" or "lost"."""
-        lost = self._node.connection.services.executor.lost
+        lost = self._node.connection.services.executor.is_lost
         return [Slot(-1, place.node, place.devices, "lost" if lost(place) else "spare") for place in self._node.spares]
 
     def __len__(self) -> int:
@@ -156,7 +162,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             ConfigError: The declaration is wrong; lists all mistakes.
             RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
         """
-        budget = Budget.of(device_memory, host_memory, "spawn() ")
+        budget = Budget.from_sizes(device_memory, host_memory, "spawn() ")
         how = name, mesh, on_failure, timeout, restarts, restore, budget, residency, step, env
         return self._spawn(tuple(range(len(self))), roles, *how)
 
@@ -176,15 +182,15 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         env: Mapping[str, str] | None,
     ) -> ColocatedGroup:
         node = self._node
-        node.check()
-        if (problem := name_problem(name)) is not None:
+        node.check_usable()
+        if (problem := find_name_problem(name)) is not None:
             raise ConfigError(f"spawn(name) {problem}")
         if on_failure not in ("fail", "restart"):
             raise ConfigError(f"on_failure={on_failure!r}: it is 'fail' or 'restart'")
-        if (problem := amount_problem(restarts, whole=True, least=1)) is not None:
+        if (problem := find_amount_problem(restarts, whole=True, least=1)) is not None:
             raise ConfigError(f"spawn(restarts) {problem}; a group that isn't restarted has on_failure='fail'")
-        timeout = limit(timeout, "spawn(timeout)")
-        variables = environment(env, "spawn(...)")
+        timeout = parse_limit(timeout, "spawn(timeout)")
+        variables = check_environment(env, "spawn(...)")
         if variables:
             node.connection.require(OwnProcess, "set the environment of a worker (env=)")
         declared = declare(roles, len(indices), mesh)
@@ -202,30 +208,32 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         if asking:
             check_alone(asking)
         if on_failure == "restart" and node.least < node.request.slots:
-            refuse_fixed(declared.specs, mesh, node.least, node.request.slots)
+            check_can_shrink(declared.specs, mesh, node.least, node.request.slots)
             if len(indices) < node.request.slots:
                 raise ConfigError(
                     f"pool {node.name!r} has {node.least} to {node.request.slots} slots, so that a group that is "
                     "restarted may go on with fewer: spawn it on all of them, or reserve a fixed number"
                 )
-        making: Making[WorkerGroup] = Making(f"spawn(name={name!r})")
+        making: NodeBuilder[WorkerGroup] = NodeBuilder(f"spawn(name={name!r})")
 
         def start() -> WorkerGroup:
-            worker_group = making.made(node.occupy(indices, declared, name, restarts if on_failure == "restart" else 0))
+            worker_group = making.set_node(
+                node.add_group(indices, declared, name, restarts if on_failure == "restart" else 0)
+            )
             try:
                 if restore is not None:
-                    cast("Any", worker_group.part("checkpoints")).begins_at(Path(restore))
-                worker_group.start(timeout)
+                    cast("Any", worker_group.get_part("checkpoints")).set_start_folder(Path(restore))
+                worker_group.start_workers(timeout)
             except BaseException as error:
                 worker_group.close_after(error, "its failed start", 0.0)
                 raise
-            worker_group.services.tell("colocate_group_spawned", ColocatedGroup._of(worker_group))
+            worker_group.services.notify_observers("colocate_group_spawned", ColocatedGroup._wrap(worker_group))
             return worker_group
 
         try:
-            return making.run(start, ColocatedGroup._of)
+            return making.build(start, ColocatedGroup._wrap)
         except ColocateError as error:  # Drop the traceback if all frames are colocate's own.
-            raise without_own_frames(error)  # noqa: B904 - it is the same one
+            raise drop_own_traceback(error)  # noqa: B904 - it is the same one
 
     def detach(self, name: str, ttl: float) -> None:
         """Hand the pool, with all groups, over to the cluster. For this driver, the pool is then closed.
@@ -242,7 +250,7 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
             ConfigError: The pool was reserved without `detachable=True`, or the name is taken.
             ColocateError: Calls are pending, or another group uses the pool's residents.
         """
-        refuse_to_wait(f"detaching {self._node.kind} {self.name!r}")
+        check_may_wait(f"detaching {self._node.kind} {self.name!r}")
 
         def detach() -> None:
             from colocate._api import detached
@@ -265,12 +273,12 @@ class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
         self._node.close_by_caller(grace, force)
 
 
-def environment(env: Any, what: str) -> dict[str, str]:
+def check_environment(env: Any, what: str) -> dict[str, str]:
     """Return environment variables as strings, or raise `ConfigError` with all mistakes; `what` names the call."""
     variables = {} if env is None else env
     if not isinstance(variables, Mapping):
-        raise ConfigError(f"{what} env must be a mapping from variables to values, not {shown(env)}")
-    problems = {key: variable_problem(key, value) for key, value in variables.items()}
+        raise ConfigError(f"{what} env must be a mapping from variables to values, not {format_value(env)}")
+    problems = {key: find_variable_problem(key, value) for key, value in variables.items()}
     mistakes = [Mistake(f"env.{key!r}", None, why) for key, why in problems.items() if why is not None]
     if mistakes:
         raise ConfigError(f"{what} was asked for what can't be", mistakes=tuple(mistakes))

@@ -10,36 +10,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from colocate import features
-from colocate._api.connection import Connection, live
+from colocate._api.connection import Connection, live_connections
 from colocate._api.group import ColocatedGroup
-from colocate._api.held import Held
+from colocate._api.held import NodeHandle
 from colocate._api.pool import Pool
 from colocate._api.slots import Slots
 from colocate._calls.records import check_observer
-from colocate._owned.owned import Making
+from colocate._owned.owned import NodeBuilder
 from colocate._plugins.needs import require
 from colocate._role.budget import NO_BUDGET, Budget
 from colocate._signals.deferred import run_deferred
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._signatures import options_of, path_text
 from colocate._system.limits import DEBUGGED_S, REGROWN_WITHIN_S
-from colocate._system.lines import at, caller
+from colocate._system.lines import find_caller, format_line
 from colocate._system.numbers import (
-    amount_problem,
-    duration_problem,
-    gpus_problem,
-    labels_problem,
-    limit,
-    name_problem,
-    port_range,
-    resources_problem,
-    seconds,
-    shown,
-    together_problem,
-    variable_problem,
+    find_amount_problem,
+    find_duration_problem,
+    find_gpus_problem,
+    find_labels_problem,
+    find_name_problem,
+    find_resources_problem,
+    find_together_problem,
+    find_variable_problem,
+    format_value,
+    parse_limit,
+    parse_ports,
+    parse_seconds,
 )
-from colocate._system.printer import told_when_slow
-from colocate._system.room import spill_problem
+from colocate._system.printer import report_when_slow
+from colocate._system.room import find_spill_problem
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, Growing, Labelled, OwnProcess, Request, SharedSlots
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("colocate")
 
 
-def begin(
+def open_runtime(
     executor: str,
     cls: type[Executor],
     options: dict[str, Any],
@@ -69,39 +69,39 @@ def begin(
     """Check the arguments of `colocate.connect`, connect to an executor, and return the runtime."""
     if strict:
         options["strict"] = True
-    call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
-    collective_timeout = seconds(collective_timeout, "connect(collective_timeout)", positive=True)
+    call_timeout = parse_limit(call_timeout, "connect(call_timeout)", positive=True)
+    collective_timeout = parse_seconds(collective_timeout, "connect(collective_timeout)", positive=True)
     spill = os.fspath(spill_dir) if isinstance(spill_dir, os.PathLike) else spill_dir
-    if spill is not None and (problem := spill_problem(spill)) is not None:
+    if spill is not None and (problem := find_spill_problem(spill)) is not None:
         raise ConfigError(f"connect(spill_dir) {problem}")
     if spill is not None:
-        features.needed("memory")
+        features.get_feature("memory")
         require(cls.variant(options), OwnProcess, "have roles sleep (spill_dir=)")
     if debug:
-        features.needed("debugging")
+        features.get_feature("debugging")
         require(cls.variant(options), OwnProcess, "stop where a role raises (debug=True)")
         # While a debugger stops one rank, the other ranks may wait in a collective.
         collective_timeout = max(collective_timeout, DEBUGGED_S)
-    span = port_range(ports, "connect(ports)")
-    cut_s = limit(cut_s, "connect(cut_s)", positive=True)
-    making: Making[Connection] = Making(f"connect({executor!r})")
+    span = parse_ports(ports, "connect(ports)")
+    cut_s = parse_limit(cut_s, "connect(cut_s)", positive=True)
+    making: NodeBuilder[Connection] = NodeBuilder(f"connect({executor!r})")
 
     def start() -> Connection:
         if replace:
             _close_earlier(executor)
-        with told_when_slow(f"connect({executor!r})"):
+        with report_when_slow(f"connect({executor!r})"):
             accepted = options_of(cls)
             if "strict" not in accepted.parameters:
-                # An executor without this option has processes as workers, which always use the wire format.
+                # An executor without this option has processes as workers, which always receive serialized values.
                 options.pop("strict", None)
             if problems := list(accepted.problems(options)):
                 mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
                 raise ConfigError(f"connect({executor!r}, ...): the options don't fit", mistakes=mistakes)
-            connected = cls.connect(**accepted.built(options))
+            connected = cls.connect(**accepted.convert(options))
             if cut_s is not None:
-                connected.bear(cut_s)
+                connected.set_cut_timeout(cut_s)
         settings = seed, strict, call_timeout, collective_timeout, spill, span, cut_s
-        connection = making.made(Connection(executor, connected, *settings))
+        connection = making.set_node(Connection(executor, connected, *settings))
         hook = os.environ.get("PYTHONBREAKPOINT", "")
         if hook.startswith("ray."):  # An earlier connection to Ray has set this variable.
             hook = ""
@@ -109,22 +109,22 @@ def begin(
             connection.services.debugging = debug, hook
         return connection
 
-    return making.run(start, Runtime._of)
+    return making.build(start, Runtime._wrap)
 
 
 def _close_earlier(executor: str) -> None:
-    where = at(caller())
-    for connection in reversed(list(live.values())):
-        if connection.name == executor and not connection.forked:
+    where = format_line(find_caller())
+    for connection in reversed(list(live_connections.values())):
+        if connection.name == executor and not connection.is_forked:
             try:
                 connection.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
             except BaseExceptionGroup as errors:  # Errors of an earlier runtime don't prevent the new one.
                 details = "".join(f"\n  {type(error).__name__}: {error}" for error in errors.exceptions)
-                line = at(connection.line)
+                line = format_line(connection.line)
                 _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, line, where, details)
 
 
-class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
+class Runtime(NodeHandle[Connection], node=Connection, by="colocate.connect"):
     """A connection to one executor, made by `connect`. A `with` block closes the runtime and everything in it."""
 
     @property
@@ -135,12 +135,14 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     @property
     def groups(self) -> dict[str, ColocatedGroup]:
         """The open groups, by name."""
-        return {name: ColocatedGroup._of(worker_group) for name, worker_group in list(self._node.worker_groups.items())}
+        return {
+            name: ColocatedGroup._wrap(worker_group) for name, worker_group in list(self._node.worker_groups.items())
+        }
 
     @property
     def graph(self) -> Graph:
         """The tree of all pools, groups and workers, which `runtime.graph.render("tree")` returns as text."""
-        return cast("Graph", features.module("looking.graph").Graph(self._node))
+        return cast("Graph", features.import_module_of("looking.graph").Graph(self._node))
 
     def observe(self, plugin: Any) -> None:
         """Register an observer: an object with hooks for events, called on the runtime's dispatcher thread.
@@ -183,7 +185,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         zero: float = 0.0,
         without: Collection[str] = (),
     ) -> Trace:
-        self._node.check()
+        self._node.check_usable()
         # Import this here, because only traces need colocate_report.
         trace: Trace = import_module("colocate_report.trace").Trace(self, path, ahead or {}, zero, without)
         self.observe(trace)
@@ -211,7 +213,7 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Raises:
             ConfigError: An argument is no view of this runtime, or the role is recorded already, also in the folder.
         """
-        module = features.module("recordings.driver")
+        module = features.import_module_of("recordings.driver")
         recorder: Recorder = module.record(views, folder, limit, inputs, self._node.services)
         return recorder
 
@@ -274,14 +276,14 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             CapabilityError: The executor lacks a requested capability.
         """
         connection = self._node
-        connection.check()
-        least, slots = _least_and_most(slots, groups, detachable)
+        connection.check_usable()
+        least, slots = _parse_slot_range(slots, groups, detachable)
         labels, resources = labels or {}, resources or {}
         where = labels, resources, together
         _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name, groups, *where, grow)
-        timeout = seconds(timeout, "reserve(timeout)")
-        regrow_timeout = seconds(regrow_timeout, "reserve(regrow_timeout)")
-        if (problem := amount_problem(spares, whole=True)) is not None:
+        timeout = parse_seconds(timeout, "reserve(timeout)")
+        regrow_timeout = parse_seconds(regrow_timeout, "reserve(regrow_timeout)")
+        if (problem := find_amount_problem(spares, whole=True)) is not None:
             raise ConfigError(f"reserve(spares) {problem}")
         if spares and detachable:
             raise ConfigError("reserve(spares=...): a pool that may be detached has none; it isn't reserved anew")
@@ -293,36 +295,36 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             connection.require(Growing, "wait for nodes that are to come (grow=)")
         if detachable:
             connection.require(Detachable, "give a pool to its cluster (detachable=)")
-        budget = Budget.of(device_memory, host_memory)
+        budget = Budget.from_sizes(device_memory, host_memory)
         if groups > 1:
             connection.require(SharedSlots, f"let groups share slots (groups={groups})")
             if budget != NO_BUDGET:
                 connection.require(
                     OwnProcess, "keep a budget (device_memory=, host_memory=) of slots that groups share"
                 )
-        chosen, id = connection.pool_name(name)
+        chosen, id = connection.choose_pool_name(name)
         variables = {key: str(value) for key, value in (env or {}).items()}
         ports, cut_s = connection.services.ports, connection.services.cut_s
         amounts = slots, gpus, cpus, budget.host, strategy, timeout
         where = dict(labels), dict(resources), together or ""
         request = Request(*amounts, chosen, variables, id, detachable, ports, groups, *where, grow, cut_s)
-        making: Making[Slots] = Making(f"reserve(name={chosen!r})")
+        making: NodeBuilder[Slots] = NodeBuilder(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
-            slots = making.made(Slots(connection, chosen, request, budget, regrow_timeout, spares, least))
+            slots = making.set_node(Slots(connection, chosen, request, budget, regrow_timeout, spares, least))
             try:
-                connection.check()  # Check again, because a close before `made` has missed the pool.
-                with told_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):
-                    reservation = connection.services.executor.reserve(slots.wanted)
+                connection.check_usable()  # Check again, because a close before `set_node` has missed the pool.
+                with report_when_slow(f"reserve(name={chosen!r}, slots={request.slots})"):
+                    reservation = connection.services.executor.reserve(slots.full_request)
             except BaseException as error:
                 if isinstance(error, PlacementTimeout):
                     _name_holders(error, slots)
                 slots.close_for("its failed reservation", 0.0, True)
                 raise
-            slots.hold(reservation)
+            slots.accept_reservation(reservation)
             return slots
 
-        return making.run(reserve, Pool._of)
+        return making.build(reserve, Pool._wrap)
 
     def attach(self, name: str, own: bool = False) -> Pool:
         """Attach a detached pool; `pool.groups` has the running groups.
@@ -340,16 +342,16 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             BorrowedError: Another driver has the pool (without `own`).
             CapabilityError: The executor can't detach pools.
         """
-        self._node.check()
+        self._node.check_usable()
         self._node.require(Detachable, "attach a pool")
-        making: Making[Slots] = Making(f"attach({name!r})")
+        making: NodeBuilder[Slots] = NodeBuilder(f"attach({name!r})")
 
         def attach() -> Slots:
             from colocate._api import detached
 
-            return making.made(detached.attach(self._node, name, own))
+            return making.set_node(detached.attach(self._node, name, own))
 
-        return making.run(attach, Pool._of)
+        return making.build(attach, Pool._wrap)
 
     def detached(self) -> list[dict[str, Any]]:
         """Return the cluster's detached pools, with name, groups, slots, nodes, driver, seconds left and epoch.
@@ -359,11 +361,11 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         Raises:
             CapabilityError: The executor can't detach pools.
         """
-        self._node.check()
+        self._node.check_usable()
         self._node.require(Detachable, "list detached pools")
-        refuse_to_wait("detached()")
+        check_may_wait("detached()")
         return run_deferred(
-            lambda: [dict(pool_facts) for pool_facts in cast("Detachable", self._node.services.executor).published()]
+            lambda: [dict(pool_facts) for pool_facts in cast("Detachable", self._node.services.executor).list_pools()]
         )
 
     def audit(self) -> Audit:
@@ -373,9 +375,9 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
             The cluster's objects under colocate's name that no graph owns (`.leaked`), and the graph's objects that
                 the cluster lacks (`.missing`). Starting and closing objects are in neither.
         """
-        self._node.check()
-        refuse_to_wait("audit()")
-        return cast("Audit", run_deferred(lambda: features.module("looking.audit").audit(self._node)))
+        self._node.check_usable()
+        check_may_wait("audit()")
+        return cast("Audit", run_deferred(lambda: features.import_module_of("looking.audit").audit(self._node)))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close the runtime's pools, the newest first, and disconnect.
@@ -390,11 +392,15 @@ class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
         self._node.close_by_caller(grace, force)
 
 
-def _least_and_most(slots: Any, groups: Any, detachable: Any) -> tuple[int | None, int]:
+def _parse_slot_range(slots: Any, groups: Any, detachable: Any) -> tuple[int | None, int]:
     """Return the minimum and the maximum number of slots. The minimum is None if `slots` is one number."""
     if not isinstance(slots, tuple | list):
         return None, slots
-    if len(slots) != 2 or any(amount_problem(number, whole=True, least=1) for number in slots) or slots[0] > slots[1]:
+    if (
+        len(slots) != 2
+        or any(find_amount_problem(number, whole=True, least=1) for number in slots)
+        or slots[0] > slots[1]
+    ):
         raise ConfigError(f"reserve(slots={slots!r}): give a number, or the least and the most, as in (6, 8)")
     if groups != 1 or detachable:
         option = "groups" if groups != 1 else "detachable"
@@ -406,7 +412,11 @@ def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
     """Add the runtime's other pools to an error, because an earlier run of a notebook cell may hold the slots."""
     children = list(waited.connection.children.values())
     pools = [child for child in children if isinstance(child, Slots) and child is not waited]
-    held = [f"pool {pool.name!r} has {len(pool.places)} (reserved at {at(pool.line)})" for pool in pools if pool.places]
+    held = [
+        f"pool {pool.name!r} has {len(pool.places)} (reserved at {format_line(pool.line)})"
+        for pool in pools
+        if pool.places
+    ]
     if held:
         text = f"{error.message.removesuffix(':')}; of this runtime's own, {', '.join(held)}: close what isn't needed"
         error.args = (f"{text}:",)
@@ -431,24 +441,30 @@ def _check_request(
     grow: Any,
 ) -> None:
     problems = {
-        "slots": amount_problem(slots, whole=True, least=1),
-        "gpus": gpus_problem(gpus),
-        "cpus": amount_problem(cpus),
-        "timeout": duration_problem(timeout),
-        "env": None if isinstance(env, Mapping) else f"must be a mapping from variables to values, not {shown(env)}",
-        "detachable": None if isinstance(detachable, bool) else f"must be True or False, not {shown(detachable)}",
-        "name": name_problem(name),
-        "groups": amount_problem(groups, whole=True, least=1),
-        "labels": labels_problem(labels),
-        "resources": resources_problem(resources),
-        "together": together_problem(together),
-        "grow": None if grow is None or isinstance(grow, bool) else f"must be True, False or None, not {shown(grow)}",
+        "slots": find_amount_problem(slots, whole=True, least=1),
+        "gpus": find_gpus_problem(gpus),
+        "cpus": find_amount_problem(cpus),
+        "timeout": find_duration_problem(timeout),
+        "env": None
+        if isinstance(env, Mapping)
+        else f"must be a mapping from variables to values, not {format_value(env)}",
+        "detachable": None
+        if isinstance(detachable, bool)
+        else f"must be True or False, not {format_value(detachable)}",
+        "name": find_name_problem(name),
+        "groups": find_amount_problem(groups, whole=True, least=1),
+        "labels": find_labels_problem(labels),
+        "resources": find_resources_problem(resources),
+        "together": find_together_problem(together),
+        "grow": None
+        if grow is None or isinstance(grow, bool)
+        else f"must be True, False or None, not {format_value(grow)}",
     }
     mistakes = [Mistake(name, None, problem) for name, problem in problems.items() if problem is not None]
     if strategy not in _STRATEGIES:
         mistakes.append(Mistake("strategy", None, f"is {strategy!r}; {', '.join(map(repr, _STRATEGIES))}"))
     for key, value in env.items() if isinstance(env, Mapping) else ():
-        if (problem := variable_problem(key, value)) is not None:
+        if (problem := find_variable_problem(key, value)) is not None:
             mistakes.append(Mistake(f"env.{key!r}", None, problem))
     if mistakes:
         raise ConfigError("reserve(...) was asked for what can't be", mistakes=tuple(mistakes))

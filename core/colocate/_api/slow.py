@@ -29,34 +29,34 @@ class SlowCalls:
 
     def __init__(self, services: Services, worker_groups: Mapping[str, WorkerGroup]) -> None:
         self._services = services
-        self._crews = worker_groups
+        self._worker_groups = worker_groups
         self._warned: weakref.WeakKeyDictionary[WorkerGroup, dict[str, int]] = weakref.WeakKeyDictionary()
         self._unbuilt: weakref.WeakSet[Workforce] = weakref.WeakSet()
         self._starts: dict[Workforce, SlowStart] = {}
-        self._timer = services.timers.after(SLOW_EVERY_S, self._look)
+        self._timer = services.timers.call_later(SLOW_EVERY_S, self._check_calls)
 
     def close(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check_calls(self) -> None:
         now = time.time()
-        worker_groups = list(self._crews.values())
+        worker_groups = list(self._worker_groups.values())
         starting = [
             (worker_group, worker_group.workforce)
             for worker_group in worker_groups
-            if worker_group.life.is_starting and not worker_group.stopped()
+            if worker_group.life.is_starting and not worker_group.stopped_slots()
         ]
         self._starts = {
             crew: self._starts.get(crew) or SlowStart(worker_group, crew) for worker_group, crew in starting
         }
         for start in self._starts.values():
-            start.look()
+            start.report_progress()
         for worker_group in worker_groups:
             warned = self._warned.setdefault(worker_group, {})
-            for oldest in worker_group.order.oldest():
+            for oldest in worker_group.order.oldest_calls():
                 if now - oldest.moved <= SLOW_S or warned.get(oldest.lane) == oldest.seq:
                     continue
-                if now - oldest.moved - worker_group.stood(oldest.moved) > SLOW_S:
+                if now - oldest.moved - worker_group.paused_seconds(oldest.moved) > SLOW_S:
                     warned[oldest.lane] = oldest.seq
                     subject = f"{oldest.label} of group {worker_group.name!r} has been running"
                     if worker_group.is_paused(oldest.lane):
@@ -64,22 +64,22 @@ class SlowCalls:
                             f"{oldest.label} of group {worker_group.name!r} isn't done, and role {oldest.lane!r} is "
                             f"paused until group.resume({oldest.lane!r}); it has been so"
                         )
-                    self._warn(worker_group, subject, oldest.missing())
+                    self._warn(worker_group, subject, oldest.missing_slots())
             workforce = worker_group.workforce
-            if workforce not in self._unbuilt and (slots := workforce.constructing(SLOW_S)):
+            if workforce not in self._unbuilt and (slots := workforce.find_constructing(SLOW_S)):
                 self._unbuilt.add(workforce)
                 self._warn(
                     worker_group, f"the roles of group {worker_group.name!r} have been under construction", slots
                 )
-        self._timer = self._services.timers.after(SLOW_EVERY_S, self._look)
+        self._timer = self._services.timers.call_later(SLOW_EVERY_S, self._check_calls)
 
     def _warn(self, worker_group: WorkerGroup, what: str, slots: list[int]) -> None:
         def tell(stacks: Stacks) -> None:
-            where = "\n".join(f"slot {slot}: {stacks.of(slot)}" for slot in slots)
+            where = "\n".join(f"slot {slot}: {stacks.describe_slot(slot)}" for slot in slots)
             text = f"{what} for {SLOW_S:.0f} s\n{where}"
-            self._services.printer.soon(lambda: _log.warning(text))
+            self._services.printer.call_soon(lambda: _log.warning(text))
 
-        worker_group.order.stacks.ask(slots, tell)
+        worker_group.order.stacks.ask_stacks(slots, tell)
 
 
 @attrs.define(eq=False)
@@ -88,30 +88,30 @@ class SlowStart:
 
     Attributes:
         steps: Each slot's current step, and the time of its begin.
-        said: The last report's steps, and the age of the start then.
+        last_report: The last report's steps, and the age of the start then.
     """
 
     worker_group: WorkerGroup
     workforce: Workforce
     steps: dict[int, tuple[str, float]] = attrs.field(factory=dict)
-    said: tuple[set[str], float] = (set(), 0.0)
+    last_report: tuple[set[str], float] = (set(), 0.0)
 
-    def look(self) -> None:
-        """Ask starting workers for the current steps; report new steps, or unchanged steps after twice the time."""
-        slots = self.workforce.starting(STARTING_S)
+    def report_progress(self) -> None:
+        """Log slow steps of starting workers: new steps at once, unchanged steps when the start's age has doubled."""
+        slots = self.workforce.find_starting(STARTING_S)
         heard = [slot for slot in slots if self.workforce.workers[slot].hello is not None]
         if slots:
-            self.worker_group.order.stacks.ask(heard, partial(self._tell, slots, heard))
+            self.worker_group.order.stacks.ask_stacks(heard, partial(self._log_steps, slots, heard))
 
-    def _tell(self, slots: list[int], heard: list[int], stacks: Stacks) -> None:
+    def _log_steps(self, slots: list[int], heard: list[int], stacks: Stacks) -> None:
         now, since = time.time(), self.workforce.began
         slow_steps: dict[str, list[int]] = defaultdict(list)
         for slot in slots:
             step = "starting its process"
             if slot in heard:  # The first line of a stack names the step.
-                constructor, importing, module = stacks.of(slot).partition("\n")[0].partition(", importing ")
+                constructor, importing, module = stacks.describe_slot(slot).partition("\n")[0].partition(", importing ")
                 constructor = constructor.removeprefix("running ")
-                if not importing and constructor == "nothing":  # The worker waits for others to start.
+                if not importing and constructor == "nothing":  # The worker waits for other workers to start.
                     continue
                 step = f"importing {module}" if importing else constructor
             before = self.steps.get(slot)
@@ -119,13 +119,13 @@ class SlowStart:
                 self.steps[slot] = step, since if before is None else now
             if now - self.steps[slot][1] > STARTING_S:
                 slow_steps[step].append(slot)
-        last_steps, age = self.said
+        last_steps, age = self.last_report
         if slow_steps and (slow_steps.keys() != last_steps or now - since >= 2 * age):
-            self.said = set(slow_steps), now - since
+            self.last_report = set(slow_steps), now - since
             for step, step_slots in slow_steps.items():
                 spent = now - min(self.steps[slot][1] for slot in step_slots)
                 workers_text = f"worker{'s' if len(step_slots) > 1 else ''} {', '.join(map(str, step_slots))}"
                 if len(step_slots) > _NAMED:
                     workers_text = f"{len(step_slots)} workers"
                 text = f"[colocate] group {self.worker_group.name!r} starts: {step}: {spent:.0f} s on {workers_text}"
-                self.worker_group.services.printer.line(text)
+                self.worker_group.services.printer.print_line(text)

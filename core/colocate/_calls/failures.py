@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from colocate._calls.pending import PendingCall
-from colocate._protocol.consequence import OWN_WORDS, Consequence, Poisoned, Unmade
+from colocate._protocol.consequence import OWN_WORDS, Consequence, GroupNotCreated, PoisonedPart
 from colocate._protocol.from_worker import Failure
-from colocate._system.jobs import OUR_FAULT, error_text
-from colocate._system.lines import with_cells
+from colocate._system.jobs import OUR_FAULT, format_error
+from colocate._system.lines import replace_cells
 from colocate.errors import (
     CallTimeout,
     CapabilityError,
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from colocate._worker_group.worker_group import WorkerGroup
 
 
-def _names(*kinds: type[ColocateError]) -> set[str]:
+E = TypeVar("E", WorkerDied, RoleError)
+
+
+def _qualified_names(*kinds: type[ColocateError]) -> set[str]:
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
 
-_CONSEQUENCES = _names(Consequence, Poisoned, Unmade)
-_OWN_WORDS = _names(CapabilityError, ChildDied, *OWN_WORDS)
+_CONSEQUENCES = _qualified_names(Consequence, PoisonedPart, GroupNotCreated)
+_OWN_WORDS = _qualified_names(CapabilityError, ChildDied, *OWN_WORDS)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 
@@ -43,9 +46,9 @@ def failure_error(
     if (
         failure.host
         and kind in _OWN_WORDS
-        and isinstance(role_exception := original(link, body, kind, text), ColocateError)
+        and isinstance(role_exception := unpack_exception(link, body, kind, text), ColocateError)
     ):
-        # Colocate raised this error, for example about bad arguments, so that the error's own text stays.
+        # Colocate raised this error, for example about bad arguments, so its text reaches the caller unchanged.
         caller_error = copy.copy(role_exception)
         caller_error.group, caller_error.role, caller_error.method, caller_error.rank = (
             link.name,
@@ -55,18 +58,18 @@ def failure_error(
         )
         caller_error.node, caller_error.called_at, caller_error.row = link.node(slot), call.called_at, row
         if isinstance(caller_error, ChildDied):
-            caller_error.remote_traceback = with_cells(failure.traceback) or None
+            caller_error.remote_traceback = replace_cells(failure.traceback) or None
         if row is not None:
             caller_error.args = (f"row {row}: {caller_error.message}", *caller_error.args[1:])
         if isinstance(caller_error, MemoryBudgetError) and len(call.targets) > 1 and call.method != "__init__":
-            where = f"on rank {rank} of group {link.name!r} (node {link.node(slot)}){_states(call, slot)}"
+            where = f"on rank {rank} of group {link.name!r} (node {link.node(slot)}){_describe_other_ranks(call, slot)}"
             caller_error.args = (f"{caller_error.message}, {where}", *caller_error.args[1:])
         return caller_error
     where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
     if role is None:
         where = call.label if call.method != "__init__" else "what comes before the constructors of the roles"
-    states = _states(call, slot) if call.method != "__init__" and row is None else ""
-    follows = kind in _CONSEQUENCES  # The role hasn't raised this error, which reports an interruption.
+    states = _describe_other_ranks(call, slot) if call.method != "__init__" and row is None else ""
+    follows = kind in _CONSEQUENCES  # Such an error reports an interruption, and isn't raised by the role.
     how = "was given up" if follows else f"raised {kind}"
     if failure.unmade is not None:
         how, text = "could not begin", f"{failure.unmade} can't be rebuilt there: {kind}: {text}"
@@ -78,39 +81,41 @@ def failure_error(
         method=call.method,
         rank=rank,
         node=link.node(slot),
-        remote_traceback=with_cells(failure.traceback),
+        remote_traceback=replace_cells(failure.traceback),
         called_at=call.called_at,
         row=row,
     )
-    error._follows = follows
+    error._is_consequence = follows
     if not follows:  # Unpickled later, because this thread reads all connections and mustn't run users' code.
-        error._unpickle = lambda: original(link, body, kind, text)
+        error._unpickle = lambda: unpack_exception(link, body, kind, text)
     return error
 
 
-def never_sent(call: PendingCall, error: BaseException) -> BaseException:
+def unsent_error(call: PendingCall, error: BaseException) -> BaseException:
     """Return the error of a call that was never sent. An interruption such as Ctrl-C becomes a `ColocateError`."""
     if isinstance(error, Exception):
         return error
-    return ColocateError(f"{call.label} was never sent: it was interrupted by {error_text(error)}", method=call.method)
+    return ColocateError(
+        f"{call.label} was never sent: it was interrupted by {format_error(error)}", method=call.method
+    )
 
 
-def original(link: WorkerGroup, body: Any, kind: str, text: str) -> BaseException:
+def unpack_exception(link: WorkerGroup, body: Any, kind: str, text: str) -> BaseException:
     if body is not None:
         try:
             value = link.unpack(body)
         except BaseException as fault:  # Unpickling runs code of users' classes, which may raise.
-            return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {error_text(fault)})")
+            return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {format_error(fault)})")
         if isinstance(value, BaseException):
             return value
     return RuntimeError(f"{kind}: {text} (the exception itself can't be pickled)")
 
 
-def _states(call: PendingCall, failed: int) -> str:
+def _describe_other_ranks(call: PendingCall, failed: int) -> str:
     other_slots = [slot for slot in call.targets if slot != failed]
     if not other_slots:
         return ""
-    missing = set(call.missing())
+    missing = set(call.missing_slots())
     done = [str(call.rank_of(slot)) for slot in other_slots if slot not in missing]
     busy = [str(call.rank_of(slot)) for slot in other_slots if slot in missing]
     parts = ([f"done on rank {', '.join(done[:16])}"] if done else []) + (
@@ -173,7 +178,7 @@ def hung_error(
 
 
 def broken_error(link: WorkerGroup, slot: int, pid: int | None, reason: str, log_tail: str) -> WorkerDied:
-    return _died(link, slot, pid, f"can't go on: {reason}", detail=reason, log_tail=log_tail or None)
+    return worker_error(WorkerDied, link, slot, pid, f"can't go on: {reason}", detail=reason, log_tail=log_tail or None)
 
 
 def thread_error(name: str, reason: str) -> ColocateError:
@@ -190,7 +195,8 @@ def death_error(link: WorkerGroup, slot: int, pid: int | None, exit: Exit, runni
         how = "is gone"
     doing = f" while it ran {running}" if running else ""
     why = f": {exit.detail}" if exit.detail else ""
-    return _died(
+    return worker_error(
+        WorkerDied,
         link,
         slot,
         pid,
@@ -203,24 +209,9 @@ def death_error(link: WorkerGroup, slot: int, pid: int | None, exit: Exit, runni
     )
 
 
-def _died(link: WorkerGroup, slot: int, pid: int | None, how: str, **known: Any) -> WorkerDied:
-    where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
-    return WorkerDied(
-        f"worker {slot} of group {link.name!r} ({where}) {how}",
-        group=link.name,
-        rank=slot,
-        node=link.node(slot),
-        pid=pid,
-        **known,
-    )
-
-
-def worker_error(link: WorkerGroup, slot: int, pid: int | None, what: str) -> RoleError:
-    where = f"node {link.node(slot)}" if pid is None else f"node {link.node(slot)}, pid {pid}"
-    return RoleError(
-        f"worker {slot} of group {link.name!r} ({where}) {what}",
-        group=link.name,
-        rank=slot,
-        node=link.node(slot),
-        pid=pid,
-    )
+def worker_error(kind: type[E], link: WorkerGroup, slot: int, pid: int | None, what: str, **known: Any) -> E:
+    """Return an error about a worker, whose text names the worker's group, process and node."""
+    node = link.node(slot)
+    where = f"node {node}" if pid is None else f"pid {pid}, node {node}"
+    text = f"worker {slot} of group {link.name!r} ({where}) {what}"
+    return kind(text, group=link.name, rank=slot, node=node, pid=pid, **known)

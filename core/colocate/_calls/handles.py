@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import attrs
 
 from colocate import _display as html
-from colocate._calls.pending import PendingCall, result_of
-from colocate._protocol.uses import Item, Origin, Own, Part, Pick, Rows, Source, Use
-from colocate._role.call import INSTEAD_OF_RESIDENT, OnDriver, Resident, ResidentSpec
-from colocate._signals.in_framework import refuse_to_wait
-from colocate._system.lines import at
-from colocate._system.numbers import FOREVER_S, limit, size_text
+from colocate._calls.pending import PendingCall, unpack_result
+from colocate._protocol.uses import Item, LocalPart, Origin, Part, Pick, Rows, Source, Use
+from colocate._role.call import INSTEAD_OF_RESIDENT, DriverObject, Resident, ResidentSpec
+from colocate._signals.in_framework import check_may_wait
+from colocate._system.lines import format_line
+from colocate._system.numbers import FOREVER_S, format_size, parse_limit
 from colocate._values import batch
 from colocate._values.batch import Deferred
 from colocate._values.collect import Concat, Gather
 from colocate._values.dispatch import check_items
 from colocate._values.mesh import Mesh
-from colocate._values.plain import even_sizes
+from colocate._values.plain import split_evenly
 
 if TYPE_CHECKING:
-    from colocate._values.batch import Beside, Padding
+    from colocate._values.batch import AlignedRows, Padding
     from colocate._values.plain import Partition
 
-from colocate._calls.residents import Kept, Pin, Residents
+from colocate._calls.residents import Pin, ResidentRecord, Residents
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -36,17 +36,17 @@ T_co = TypeVar("T_co", covariant=True)
 class Consumer:
     """A role that uses residents, with the facts for comparing partitions.
 
-    `finds_own` caches answers for residents of the role's group, which are used again in each step: whether each
+    `alignments` caches answers for residents of the role's group, which are used again in each step: whether each
     rank has its part in its own worker, by origin and split.
     """
 
     group: str
     slots: tuple[int, ...] | range
     mesh: Callable[[str | None], Mesh]
-    finds_own: dict[tuple[Origin, str, str | None, int], bool] = attrs.field(factory=dict, init=False)
+    alignments: dict[tuple[Origin, str, str | None, int], bool] = attrs.field(factory=dict, init=False)
 
 
-class Reference(OnDriver, Deferred):
+class Reference(DriverObject, Deferred):
     """A placeholder for a resident in a call's arguments. Type checkers see the value's type. Other uses fail."""
 
     __slots__ = ("_consumer", "_handle", "_kept", "_lent", "_residents")
@@ -59,7 +59,7 @@ class Reference(OnDriver, Deferred):
         self._consumer = consumer
         self._lent: object = None
 
-    def bound(self, consumer: Consumer) -> Reference:
+    def bind_consumer(self, consumer: Consumer) -> Reference:
         return Reference(self._handle, consumer)
 
     def lend(self, call: PendingCall, borrower: Residents) -> None:
@@ -72,24 +72,26 @@ class Reference(OnDriver, Deferred):
     def sizes(self, axis: str, mesh: str | None, count: int, of: int = 1) -> list[int]:
         """Wait for the call that makes the value; return the number of rows of each part."""
         record = self._kept
-        self._residents.made(record, FOREVER_S)
+        self._residents.wait_until_made(record, FOREVER_S)
         if isinstance(record.source.collect, Concat):
             sizes = record.sizes()
         else:  # The value isn't a sequence of parts, so fetch the whole value and count.
-            sizes = [batch.rows(self._residents.fetch(record), f"the resident of {record.source.label}")]
-        return even_sizes(sum(sizes), count, of) if self.own(axis, mesh, count) is None else sizes
+            sizes = [batch.get_row_count(self._residents.fetch(record), f"the resident of {record.source.label}")]
+        return split_evenly(sum(sizes), count, of) if self.own(axis, mesh, count) is None else sizes
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding, of: int = 1) -> Any:
         own_part = self.own(axis, mesh, count, of) if padding == "none" else None
-        return Part(self._kept.source, index, count, padding == "even", of=of) if own_part is None else own_part
+        return (
+            Part(self._kept.source, index, count, padding == "even", from_values=of) if own_part is None else own_part
+        )
 
     def own(
         self, axis: str, mesh: str | None, count: int, of: int = 1, partition: Partition | None = None
     ) -> Any | None:
         """Return a placeholder for all parts if each rank has the right rows locally; otherwise None."""
-        if not self._finds_own(axis, mesh, count) or partition != self.partition:
+        if not self._is_aligned(axis, mesh, count) or partition != self.partition:
             return None
-        return Own(self._kept.source, count, of)
+        return LocalPart(self._kept.source, count, of)
 
     @property
     def partition(self) -> Partition | None:
@@ -100,7 +102,7 @@ class Reference(OnDriver, Deferred):
         ranks = source.ranks
         return ranks.pick(source.partition, source.collect.sources(ranks))
 
-    def pick(self, rows: Sequence[int], beside: Beside) -> Any:
+    def pick(self, rows: Sequence[int], beside: AlignedRows) -> Any:
         return Pick(self._kept.source, rows, beside)
 
     @property
@@ -108,11 +110,11 @@ class Reference(OnDriver, Deferred):
         """Whether the number of rows in each part is known."""
         return self._kept.call.done() and isinstance(self._kept.source.collect, Concat)
 
-    def share(self, index: int, count: int, padding: Padding, beside: Beside, of: int = 1) -> Any:
+    def share(self, index: int, count: int, padding: Padding, beside: AlignedRows, of: int = 1) -> Any:
         return Part(self._kept.source, index, count, padding == "even", beside, of)
 
     def items(self, count: int, parameter: str) -> Sequence[Any]:
-        """Return a placeholder for each item. For a list of the ranks' results, the number of items is checked now."""
+        """Return a placeholder for each item. The driver checks the number of items for a list of ranks' results."""
         source = self._kept.source
         if type(source.collect) is Gather:
             check_items(parameter, list(source.holders), count)
@@ -125,23 +127,25 @@ class Reference(OnDriver, Deferred):
         return Use(self._kept.source)
 
     def fetch(self) -> Any:
-        refuse_to_wait(f"the resident of {self._kept.source.label}")
+        check_may_wait(f"the resident of {self._kept.source.label}")
         return self._residents.fetch(self._kept)
 
-    def _finds_own(self, axis: str, mesh: str | None, count: int) -> bool:
+    def _is_aligned(self, axis: str, mesh: str | None, count: int) -> bool:
         """Return whether each rank of the consumer has the right part locally: same slots, same partition."""
         origin, consumer = self._kept.source.origin, self._consumer
         if consumer is None or origin.group != consumer.group or origin.ranks.targets is not None:
             return False
         key = origin, axis, mesh, count
-        is_own = consumer.finds_own.get(key)
+        is_own = consumer.alignments.get(key)
         if is_own is None:
             is_own, collect = False, origin.collect
             if isinstance(collect, Concat) and origin.slots == consumer.slots:
                 source_mesh, target_mesh = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
                 if source_mesh.size(collect.axis) == count and "pp" not in source_mesh.shape:
-                    is_own = count == origin.ranks.world_size or source_mesh.lies_as(collect.axis, target_mesh, axis)
-            consumer.finds_own[key] = is_own
+                    is_own = count == origin.ranks.world_size or source_mesh.matches_layout(
+                        collect.axis, target_mesh, axis
+                    )
+            consumer.alignments[key] = is_own
         return is_own
 
     def _no_use(self, *_args: Any, **_options: Any) -> NoReturn:
@@ -180,7 +184,7 @@ class KeptResident(Resident[T_co]):
         self._residents = residents
         self._hold: Pin | None = Pin()  # None after `free`, which drops the pin.
         ending = weakref.ref(self._hold, lambda _: residents.ended.append(source.key))
-        self._kept = Kept(source, call, weakref.ref(self), ending)
+        self._kept = ResidentRecord(source, call, weakref.ref(self), ending)
 
     def __repr__(self) -> str:
         return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
@@ -189,13 +193,16 @@ class KeptResident(Resident[T_co]):
         record = self._kept
         state, why = self._residents.state_of(record)
         parts = [
-            {"rank": rank, "rows": "" if size[1] is None else size[1], "bytes": size_text(size[0])}
+            {"rank": rank, "rows": "" if size[1] is None else size[1], "bytes": format_size(size[0])}
             for rank, size in zip(record.call.ranks, record.call.bodies, strict=False)
             if size is not None
         ]
         return html.page(
             html.heading(
-                "resident of", record.source.label, state, f"group {record.source.group}, {at(record.call.line)}"
+                "resident of",
+                record.source.label,
+                state,
+                f"group {record.source.group}, {format_line(record.call.line)}",
             ),
             html.reason(why, "" if state == "freed" else "bad") if why else html.table(parts),
         )
@@ -208,30 +215,30 @@ class KeptResident(Resident[T_co]):
     @property
     def spec(self) -> ResidentSpec:
         residents, record = self._residents, self._kept
-        deadline, source = residents.made(record, None), record.source
+        deadline, source = residents.wait_until_made(record, None), record.source
         counted = source.collect.sources(source.ranks) or source.holders
-        body = residents.ask(record, counted[:1], False, deadline)[0]
-        structure = result_of(residents.link, record.call, source.slot(counted[0]), body)
+        body = residents.ask_parts(record, counted[:1], False, deadline)[0]
+        structure = unpack_result(residents.link, record.call, source.slot(counted[0]), body)
         return ResidentSpec(structure, tuple(size[0] for size in record.call.bodies), tuple(record.call.rows))
 
     def wait(self, timeout: float | None = None) -> None:
-        refuse_to_wait(f"the resident of {self._kept.source.label}")
-        self._residents.made(self._kept, limit(timeout, "wait(timeout)"))
+        check_may_wait(f"the resident of {self._kept.source.label}")
+        self._residents.wait_until_made(self._kept, parse_limit(timeout, "wait(timeout)"))
 
     def fetch(self, timeout: float | None = None) -> T_co:
-        refuse_to_wait(f"the resident of {self._kept.source.label}")
-        value: T_co = self._residents.fetch(self._kept, limit(timeout, "fetch(timeout)"))
+        check_may_wait(f"the resident of {self._kept.source.label}")
+        value: T_co = self._residents.fetch(self._kept, parse_limit(timeout, "fetch(timeout)"))
         return value
 
     def free(self) -> None:
         """Free the value. Calls that already use the value still get the value."""
         link = self._residents.link
-        if link.forked:
-            link.check()
+        if link.is_forked:
+            link.check_usable()
         self._residents.release(self._kept, "free()")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._residents.link.forked:
+        if not self._residents.link.is_forked:
             self.free()

@@ -60,7 +60,7 @@ class Hold:
         number: The hold's number in ranks' answers; `lane` is the background role, "" for the main lane.
         waiting: The slots of ranks that haven't stopped, or are in a phase before all continue.
         parts: State of features, by feature name.
-        back: The reports of stopped ranks, by slot.
+        reports: The reports of stopped ranks, by slot.
         phase: The work of all stopped ranks before they continue, and its timeout in seconds.
     """
 
@@ -72,19 +72,20 @@ class Hold:
     withdrawn: set[int] = attrs.field(factory=set)
     root: ColocateError | None = None
     suspected: tuple[PendingCall, ColocateError] | None = None
-    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # The flag marks a consequence.
+    # The bool says whether the error is only a consequence of another failure.
+    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)
     timer: Timer | None = None
-    armed: float = 0.0  # Time of the timer's start, in seconds of time.time().
+    armed_at: float = 0.0  # Time of the timer's start, in seconds of time.time().
     failures: list[PendingCall] = attrs.field(factory=list)  # Failed calls, which don't continue after the hold.
-    patient: bool = False  # Whether a better cause may arrive from a rank that still runs.
+    is_patient: bool = False  # Whether a running rank may still report the real cause of the call's failure.
     parts: dict[str, Any] = attrs.field(factory=dict)
-    back: dict[int, from_worker.Held] = attrs.field(factory=dict)
+    reports: dict[int, from_worker.HoldReached] = attrs.field(factory=dict)
     phase: tuple[str, float] | None = None
 
     def cause(self) -> ColocateError | None:
         return self.root or (self.suspected[1] if self.suspected is not None else None)
 
-    def ended(self) -> Sequence[PendingCall]:
+    def failed_calls(self) -> Sequence[PendingCall]:
         """Return the calls that don't continue after the hold."""
         return (*self.failures, *(call for call, _, _ in self.later), *(self.suspected or ())[:1])
 
@@ -94,16 +95,16 @@ class Stacks:
     """The stacks of several ranks at one time.
 
     Attributes:
-        told: Answers by slot.
-        seen: Descriptions from outside the process by slot, for ranks without an answer, if possible.
+        answers: Answers by slot.
+        outside_views: Descriptions from outside the process by slot, for ranks without an answer, if possible.
     """
 
-    told: dict[int, str] = attrs.field(factory=dict)
-    seen: dict[int, str] = attrs.field(factory=dict)
+    answers: dict[int, str] = attrs.field(factory=dict)
+    outside_views: dict[int, str] = attrs.field(factory=dict)
 
-    def of(self, slot: int) -> str:
+    def describe_slot(self, slot: int) -> str:
         """Return a rank's stack, or a placeholder for an unknown stack."""
-        return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
+        return self.answers.get(slot) or self.outside_views.get(slot) or NO_ANSWER
 
 
 class CallOrder:
@@ -127,11 +128,11 @@ class CallOrder:
         self._holds: dict[str, Hold] = {}  # The hold in progress, by lane.
         self._ended: dict[tuple[str, int], float] = {}  # End of the last reported call, by lane and slot.
 
-    def renew(self) -> None:
-        """Reset the state for new workers, after `fail_all`. The lock is held."""
+    def start_generation(self) -> None:
+        """Reset the state for new workers, after `fail_all`. The caller holds the lock."""
         self._resumed.clear()  # The lanes of new workers count holds from the beginning again.
         self._forget_holds()  # The holds belong to the previous generation of workers.
-        self.stacks.renew()
+        self.stacks.start_generation()
 
     # -- submission
 
@@ -139,7 +140,7 @@ class CallOrder:
     def next_seq(self) -> int:
         return self._last_seq + 1
 
-    def enter(self, call: PendingCall) -> int:
+    def enqueue_call(self, call: PendingCall) -> int:
         """Assign a call the next place in the order. The caller holds the lock until the call is sent."""
         call.unsent = None
         call.link = self.link
@@ -147,24 +148,24 @@ class CallOrder:
         self.pending[call.seq] = call
         return call.seq
 
-    def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
-        """Fail a call that couldn't be sent to all ranks. If `sent`, some ranks may have the call. The lock is held."""
+    def abandon_call(self, call: PendingCall, error: BaseException, sent: bool) -> None:
+        """Fail a call that couldn't be sent to all ranks. With `sent`, some may have it. The caller holds the lock."""
         if sent and call.lane not in self._holds:
-            self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
+            self._start_hold(call.seq, known=None, cut=True, lane=call.lane)
         if (hold := self._holds.get(call.lane)) is not None:
             hold.withdrawn.add(call.seq)
-        self._end(call, error)
-        call._fail(error)
+        self._remove_call(call, error)
+        call._set_error(error)
 
-    def drop(self, call: PendingCall, error: BaseException) -> None:
+    def drop_call(self, call: PendingCall, error: BaseException) -> None:
         """Fail a call that will never be sent, or has been withdrawn from all ranks."""
         with self.lock:
             if not call.done():
                 call.unsent = None
-                self._end(call, error)
-                call._fail(error)
+                self._remove_call(call, error)
+                call._set_error(error)
 
-    def cancel(self, call: PendingCall) -> bool:
+    def cancel_call(self, call: PendingCall) -> bool:
         """Withdraw a call that no rank has begun; return whether the call was withdrawn.
 
         Waits for each rank's receiving thread, not for the lane, which may be busy.
@@ -172,37 +173,37 @@ class CallOrder:
         with self.lock:
             if call.seq not in self.pending:
                 return False
-            live = set(self.link.live())
+            live = set(self.link.live_slots())
             slots = [slot for slot in call.targets if slot in live]
             request = self._withdrawals.open(slots)
         is_dropped = False
         try:
-            self.link.send(slots, to_worker.Withdraw(request.token, call.seq, call.lane))
-            request.wait(WITHDRAWN_WITHIN_S)
+            self.link.send(slots, to_worker.OfferCancel(request.token, call.seq, call.lane))
+            request.wait_over(WITHDRAWN_WITHIN_S)
         finally:  # This also runs after an interruption, because ranks wait for the decision.
-            self._withdrawals.drop(request)
+            self._withdrawals.drop_request(request)
             with self.lock:
                 can = request.error is None and not request.owing and all(request.answers.values())
                 is_dropped = can and call.seq in self.pending
-                self.link.send(slots, to_worker.Decided(request.token, call.seq, is_dropped, call.lane))
+                self.link.send(slots, to_worker.CancelDecision(request.token, call.seq, is_dropped, call.lane))
                 if is_dropped:
-                    self.drop(call, CallCancelled(f"{call.label} was cancelled before any rank had begun it"))
+                    self.drop_call(call, CallCancelled(f"{call.label} was cancelled before any rank had begun it"))
         return is_dropped
 
-    def watch(self, call: PendingCall, timeout: float) -> None:
+    def set_timeout(self, call: PendingCall, timeout: float) -> None:
         """Start a timer that fails a call after `timeout` seconds."""
         with self.lock:
             if not call.done() and call.timer is None:
-                call.timer = self._timers.after(timeout, partial(self.late, weakref.ref(call), timeout))
+                call.timer = self._timers.call_later(timeout, partial(self.on_timeout, weakref.ref(call), timeout))
 
     # -- what workers say
 
-    def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
+    def on_call_done(self, slot: int, done: from_worker.CallEnded, body: Any) -> None:
         """Record a rank's result of a call."""
         with self.lock.lock:  # A plain lock is enough on our own thread, and faster.
             call = self.pending.get(done.seq)
             if done.parts:
-                self._tell_ended(slot, done.seq, done.parts)
+                self._report_call_end(slot, done.seq, done.parts)
             if call is None:  # The call has already failed elsewhere.
                 return
             index = call.index_of(slot)
@@ -210,19 +211,19 @@ class CallOrder:
             call.rows[index] = done.rows
             call.spans.append((index, done.start, done.end))
             self._ended[call.lane, slot] = done.end
-            if done.taken:
-                call.taken = {**call.taken, index: done.taken}
+            if done.receipts:
+                call.receipts = {**call.receipts, index: done.receipts}
             call.remaining -= 1
             if call.remaining == 0:
                 # The call counts as failed, because a used resident's call has failed meanwhile.
-                poison = call.poison() if call.uses else None
-                self._end(call, poison)
+                poison = call.find_poison() if call.uses else None
+                self._remove_call(call, poison)
                 if poison is None:
-                    call._settle(call.bodies)
+                    call._set_result(call.bodies)
                 else:
-                    call._fail(poison)
+                    call._set_error(poison)
 
-    def failed(self, slot: int, failed: from_worker.Failed, body: Any) -> None:
+    def on_call_failed(self, slot: int, failed: from_worker.Failed, body: Any) -> None:
         """Record that a call has failed on a rank, and that the rank has stopped."""
         with self.lock:
             seq, failure = failed.seq, failed.failure
@@ -230,40 +231,41 @@ class CallOrder:
             hold = self._holds.get(failed.lane)
             if failure.secondary and self.link.closed_by is not None:
                 return  # The group's end has interrupted the call's wait, and is reported to all callers.
-            if hold is None:  # If there is a hold already, another rank has failed first.
-                hold = self._begin_hold(seq, known=slot, lane=failed.lane)
-            self.link.halted(hold, slot, failed.parts, False)
-            self._tell_ended(slot, seq, failed.parts)
+            if hold is None:  # If there is a hold already, another rank has failed before.
+                hold = self._start_hold(seq, known=slot, lane=failed.lane)
+            self.link.on_rank_halted(hold, slot, failed.parts, False)
+            self._report_call_end(slot, seq, failed.parts)
             if call is None:
                 return
             index = call.index_of(slot)
             call.spans.append((index, failed.start, failed.end))
             self._ended[call.lane, slot] = failed.end
             call.raised = (*call.raised, index)
-            if failed.taken:
-                call.taken = {**call.taken, index: failed.taken}
-            poison = call.poison()
+            if failed.receipts:
+                call.receipts = {**call.receipts, index: failed.receipts}
+            poison = call.find_poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
-            if seq > hold.failed and seq not in hold.withdrawn:  # This is sent once, after the first rank's failure.
-                self.link.send(self.link.live(), to_worker.Unwanted(seq))
+            # `CancelCall` is sent once per call, after the first rank's failure.
+            if seq > hold.failed and seq not in hold.withdrawn:
+                self.link.send(self.link.live_slots(), to_worker.CancelCall(seq))
             hold.withdrawn.add(seq)
-            self._lower(hold, seq)
+            self._lower_failed(hold, seq)
             if failure.secondary and hold.root is None and poison is None:
                 # A lost connection or resident is a consequence, and a report of the cause is still to come.
-                hold.patient = hold.patient or failure.type in CAUSE_MAY_COME_LATE
-                self._suspect(hold, call, error)
+                hold.is_patient = hold.is_patient or failure.type in CAUSE_MAY_COME_LATE
+                self._add_suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
                 hold.later.append((call, error, failure.secondary))
             else:
-                self._tell_root(hold, call, error)
+                self._fail_root_call(hold, call, error)
 
-    def can_withdraw(self, slot: int, answer: from_worker.CanWithdraw) -> None:
+    def on_cancel_vote(self, slot: int, answer: from_worker.CancelVote) -> None:
         """Record a rank's vote on the withdrawal of a call. One refusal ends the vote."""
-        request = self._withdrawals.answered(answer.token, slot, answer.can)
+        request = self._withdrawals.add_answer(answer.token, slot, answer.can)
         if request is not None and not answer.can:
-            self._withdrawals.drop(request)
+            self._withdrawals.drop_request(request)
 
-    def alive(self, slot: int, alive: from_worker.Alive) -> None:
+    def on_heartbeat(self, slot: int, alive: from_worker.Heartbeat) -> None:
         """Record a rank's acknowledgement of a hold."""
         with self.lock:
             hold = self._holds.get(alive.lane)
@@ -271,7 +273,7 @@ class CallOrder:
                 hold.silent.discard(slot)
                 self._check_suspicion(hold)
 
-    def held(self, slot: int, held: from_worker.Held) -> None:
+    def on_hold_reached(self, slot: int, held: from_worker.HoldReached) -> None:
         """Record that a rank has stopped in a hold."""
         with self.lock:
             hold = self._holds.get(held.lane)
@@ -279,27 +281,27 @@ class CallOrder:
                 return
             hold.waiting.discard(slot)
             hold.silent.discard(slot)
-            hold.back[slot] = held
-            self.link.halted(hold, slot, held.parts, True)
-            if not hold.waiting and not self.link.all_back(hold):
-                self._resume(hold)
+            hold.reports[slot] = held
+            self.link.on_rank_halted(hold, slot, held.parts, True)
+            if not hold.waiting and not self.link.on_all_halted(hold):
+                self._finish_hold(hold)
 
-    def begin_phase(self, hold: Hold, what: str, within_s: float) -> None:
-        """Start a phase of a hold, in which all stopped ranks do some work and wait again. The lock is held.
+    def start_phase(self, hold: Hold, what: str, within_s: float) -> None:
+        """Start a phase of a hold, in which all stopped ranks do some work and wait again. The caller holds the lock.
 
-        `phase_over` follows for each rank.
+        `finish_phase` follows for each rank.
 
         Args:
             hold: The hold in which all ranks have stopped.
             what: Description of the work, for errors.
             within_s: Timeout in seconds.
         """
-        hold.waiting, hold.phase = set(self.link.live()), (what, within_s)
+        hold.waiting, hold.phase = set(self.link.live_slots()), (what, within_s)
         if hold.timer is not None:
             hold.timer.cancel()
-        self._arm(hold, within_s)
+        self._start_timer(hold, within_s)
 
-    def phase_over(
+    def finish_phase(
         self, slot: int, number: int, error: Callable[[ColocateError | None], ColocateError] | None = None
     ) -> None:
         """Record that a rank has finished a phase of the main lane's hold. With `error`, fail the group instead.
@@ -315,13 +317,13 @@ class CallOrder:
                 return
             hold.waiting.discard(slot)
             if error is not None:
-                self.link.fail(error(hold.cause()))
+                self.link.fail_group(error(hold.cause()))
             elif not hold.waiting:
-                self._resume(hold)
+                self._finish_hold(hold)
 
-    def gone(self, slot: int) -> None:
+    def on_worker_exited(self, slot: int) -> None:
         """Record a rank's exit, so that no hold or vote waits for the rank any more."""
-        self._withdrawals.gone(slot, ColocateError(f"worker {slot} has ended"))
+        self._withdrawals.on_party_gone(slot, ColocateError(f"worker {slot} has ended"))
         with self.lock:
             for hold in self._holds.values():
                 hold.waiting.discard(slot)
@@ -332,14 +334,14 @@ class CallOrder:
         with self.lock:
             calls = list(self.pending.values())
             for lane in {call.lane for call in calls}:
-                self._note_running(lane, [call for call in calls if call.lane == lane], set())
+                self._note_stragglers(lane, [call for call in calls if call.lane == lane], set())
             for call in calls:
-                self._end(call, error)
-                call._fail(error)
+                self._remove_call(call, error)
+                call._set_error(error)
             self._forget_holds()
             return bool(calls)
 
-    def begin_anew(self, background: Iterable[str] = ()) -> None:
+    def hold_all_lanes(self, background: Iterable[str] = ()) -> None:
         """Stop all ranks by a hold, to end the work of an earlier driver before any new call.
 
         Args:
@@ -347,7 +349,7 @@ class CallOrder:
         """
         with self.lock:
             for lane in ("", *background):
-                self._begin_hold(self.link.base, known=None, cut=True, lane=lane)
+                self._start_hold(self.link.base, known=None, cut=True, lane=lane)
 
     # -- the hold
 
@@ -357,43 +359,43 @@ class CallOrder:
                 hold.timer.cancel()
         self._holds.clear()
 
-    def _begin_hold(self, failed: int, known: int | None, cut: bool = False, lane: str = "") -> Hold:
-        live = self.link.live()
+    def _start_hold(self, failed: int, known: int | None, cut: bool = False, lane: str = "") -> Hold:
+        live = self.link.live_slots()
         hold = Hold(self._resumed.get(lane, self.link.base) + 1, lane, failed, set(live), set(live) - {known})
         hold.withdrawn.add(failed)
         self._holds[lane] = hold
-        self._arm(hold, self.link.grace)
+        self._start_timer(hold, self.link.grace)
         # The failed rank gets the hold, too, because another async call there may wait for peers.
         self.link.send(live, to_worker.Hold(hold.number, failed, cut, lane))
         return hold
 
-    def _lower(self, hold: Hold, seq: int) -> None:
+    def _lower_failed(self, hold: Hold, seq: int) -> None:
         if seq < hold.failed:
             hold.failed = seq
-            self.link.send(self.link.live(), to_worker.Hold(hold.number, seq, False, hold.lane))
+            self.link.send(self.link.live_slots(), to_worker.Hold(hold.number, seq, False, hold.lane))
 
-    def _tell_root(self, hold: Hold, call: PendingCall, error: ColocateError) -> None:
+    def _fail_root_call(self, hold: Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
             hold.root = error
         earlier = itertools.takewhile(lambda each: each.seq < call.seq, list(self.pending.values()))
-        busy = {slot for each in earlier if each.lane == call.lane for slot in each.missing()}
-        self._note_running(call.lane, [call], busy)
-        self._end(call, error)
-        call._fail(error)
+        busy = {slot for each in earlier if each.lane == call.lane for slot in each.missing_slots()}
+        self._note_stragglers(call.lane, [call], busy)
+        self._remove_call(call, error)
+        call._set_error(error)
 
-    def _suspect(self, hold: Hold, call: PendingCall, error: ColocateError) -> None:
+    def _add_suspect(self, hold: Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.suspected is not None:
-            if hold.suspected[0] is call and hold.suspected[1]._follows and not error._follows:
-                hold.suspected = call, error  # The new error has more information.
+            if hold.suspected[0] is call and hold.suspected[1]._is_consequence and not error._is_consequence:
+                hold.suspected = call, error  # The new error isn't a mere consequence, so it says more.
             else:
                 hold.later.append((call, error, True))
             return
         hold.suspected = call, error
-        self._timers.after(ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
+        self._timers.call_later(ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
         self._check_suspicion(hold)
 
     def _check_suspicion(self, hold: Hold) -> None:
-        if not hold.silent and not hold.patient:
+        if not hold.silent and not hold.is_patient:
             self._settle_suspicion(hold)
 
     def _settle_suspicion(self, hold: Hold) -> None:
@@ -407,123 +409,128 @@ class CallOrder:
                 return
             if hold.suspected is not None and hold.root is None and not hold.suspected[0].done():
                 call, error = hold.suspected
-                self._tell_root(hold, call, call.poison() or error)
+                self._fail_root_call(hold, call, call.find_poison() or error)
 
-    def _resume(self, hold: Hold) -> None:
+    def _finish_hold(self, hold: Hold) -> None:
         self._settle_suspicion(hold)
         if hold.suspected is not None:
             hold.later.append((*hold.suspected, True))
         for later, error, follows in sorted(hold.later, key=lambda item: item[0].seq):
             if not later.done():
-                error = later.poison() or later_error(error, hold.root, follows)
-                self._end(later, error)
-                later._fail(error)
+                error = later.find_poison() or later_error(error, hold.root, follows)
+                self._remove_call(later, error)
+                later._set_error(error)
         if hold.timer is not None:
             hold.timer.cancel()
-        self.link.report_unfinished(hold.back)
+        self.link.report_unfinished(hold.reports)
         self._resumed[hold.lane] = hold.number
         del self._holds[hold.lane]
-        self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn), hold.lane))
+        self.link.send(self.link.live_slots(), to_worker.Resume(hold.number, sorted(hold.withdrawn), hold.lane))
 
-    def _arm(self, hold: Hold, seconds: float) -> None:
-        hold.armed = time.time()
-        hold.timer = self._timers.after(seconds, lambda: self._overdue(hold))
+    def _start_timer(self, hold: Hold, seconds: float) -> None:
+        hold.armed_at = time.time()
+        hold.timer = self._timers.call_later(seconds, lambda: self._on_overdue(hold))
 
-    def _overdue(self, hold: Hold) -> None:
+    def _on_overdue(self, hold: Hold) -> None:
         with self.lock:
             if self._holds.get(hold.lane) is not hold:
                 return
-            if (stood := self.link.stood(hold.armed)) > 0.0:
-                self._arm(hold, stood)
+            if (stood := self.link.paused_seconds(hold.armed_at)) > 0.0:
+                self._start_timer(hold, stood)
                 return
             # A rank that still runs an earlier call isn't stuck, because calls have no deadline by default.
             earlier = [call for seq, call in list(self.pending.items()) if seq < hold.failed]
             busy = {
-                slot for other in earlier if other.lane == hold.lane or other.is_for_all for slot in other.missing()
+                slot
+                for other in earlier
+                if other.lane == hold.lane or other.is_for_all
+                for slot in other.missing_slots()
             }
             stuck = sorted(hold.waiting - busy)
             if not stuck:
-                self._arm(hold, self.link.grace)
+                self._start_timer(hold, self.link.grace)
                 return
-        self.stacks.ask(stuck, lambda found: self._give_up(hold, stuck, found))
+        self.stacks.ask_stacks(stuck, lambda found: self._fail_stuck_group(hold, stuck, found))
 
-    def _give_up(self, hold: Hold, stuck: list[int], stacks: Stacks) -> None:
+    def _fail_stuck_group(self, hold: Hold, stuck: list[int], stacks: Stacks) -> None:
         with self.lock:
             still = [slot for slot in stuck if slot in hold.waiting]
             if self._holds.get(hold.lane) is hold and still:
-                self.link.fail(hung_error(self.link, still[0], hold.phase, hold.cause(), stacks.of(still[0])))
+                self.link.fail_group(
+                    hung_error(self.link, still[0], hold.phase, hold.cause(), stacks.describe_slot(still[0]))
+                )
 
     # -- deadlines
 
-    def late(self, ref: weakref.ref[PendingCall], timeout: float) -> None:
+    def on_timeout(self, ref: weakref.ref[PendingCall], timeout: float) -> None:
         """Fail a call that has exceeded the timeout, unless the call is settled or was never sent."""
         call = ref()
         if call is None or call.done() or call.seq < 0:
             return
-        if (stood := self.link.stood(call.submitted)) > 0.0:
+        if (stood := self.link.paused_seconds(call.submitted)) > 0.0:
             remaining_s = call.submitted + timeout + stood - time.time()
             if remaining_s > 0.0:
-                call.timer = self._timers.after(remaining_s, partial(self.late, ref, timeout))
+                call.timer = self._timers.call_later(remaining_s, partial(self.on_timeout, ref, timeout))
                 return
-        self.stacks.ask(call.missing(), lambda found: self._time_out(call, timeout, found))
+        self.stacks.ask_stacks(call.missing_slots(), lambda found: self._time_out_call(call, timeout, found))
 
-    def _time_out(self, call: PendingCall, timeout: float, stacks: Stacks) -> None:
+    def _time_out_call(self, call: PendingCall, timeout: float, stacks: Stacks) -> None:
         with self.lock:
             if not call.done():
-                by_slot = {slot: stacks.of(slot) for slot in call.missing()}
-                self.break_off(call, timeout_error(self.link, call, timeout, by_slot))
+                by_slot = {slot: stacks.describe_slot(slot) for slot in call.missing_slots()}
+                self.abort_call(call, timeout_error(self.link, call, timeout, by_slot))
 
-    def break_off(self, call: PendingCall, error: ColocateError) -> None:
+    def abort_call(self, call: PendingCall, error: ColocateError) -> None:
         """Fail a call that may be running, and stop all ranks as after a failure."""
         with self.lock:
             if call.done():
                 return
             if call.seq < 0:  # The call hasn't been sent yet.
-                self.drop(call, error)
+                self.drop_call(call, error)
                 return
             hold = self._holds.get(call.lane)
             if hold is None:
-                hold = self._begin_hold(call.seq, known=None, cut=True, lane=call.lane)
+                hold = self._start_hold(call.seq, known=None, cut=True, lane=call.lane)
             elif hold.phase is None:  # In a phase no call runs, and the ranks' work mustn't be interrupted.
-                self._lower(hold, call.seq)
-                live = self.link.live()
-                self.link.send(live, to_worker.Unwanted(call.seq))
+                self._lower_failed(hold, call.seq)
+                live = self.link.live_slots()
+                self.link.send(live, to_worker.CancelCall(call.seq))
                 self.link.send(live, to_worker.Hold(hold.number, hold.failed, True, hold.lane))
             hold.withdrawn.add(call.seq)
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:
                 self._settle_suspicion(hold)  # A later call can't be the cause of an earlier failure.
-            self._tell_root(hold, call, error)
+            self._fail_root_call(hold, call, error)
 
     def is_held(self, lane: str) -> bool:
         return lane in self._holds
 
-    def still_running(self) -> set[int]:
+    def find_running_slots(self) -> set[int]:
         """Return the slots that still run a call which was running at the last stack report."""
         with self.lock:
-            missing = {seq: call.missing() for seq, call in list(self.pending.items())}
+            missing = {seq: call.missing_slots() for seq, call in list(self.pending.items())}
             return {slot for slot, ran in self.stacks.ran.items() if any(slot in missing.get(seq, ()) for seq in ran)}
 
-    def owing(self) -> set[int]:
+    def find_owing_slots(self) -> set[int]:
         """Return the slots with unfinished calls."""
         with self.lock:
-            return {slot for call in list(self.pending.values()) for slot in call.missing()}
+            return {slot for call in list(self.pending.values()) for slot in call.missing_slots()}
 
-    def oldest(self, slot: int | None = None) -> list[PendingCall]:
+    def oldest_calls(self, slot: int | None = None) -> list[PendingCall]:
         """Return the oldest unfinished call of each lane, on the given slot or on any slot."""
         calls: dict[str, PendingCall] = {}
         for call in list(self.pending.values()):
-            if call.lane not in calls and (slot is None or slot in call.missing()):
+            if call.lane not in calls and (slot is None or slot in call.missing_slots()):
                 calls[call.lane] = call
         return [*calls.values()]
 
-    def _tell_ended(self, slot: int, seq: int, told: Mapping[str, Any]) -> None:
+    def _report_call_end(self, slot: int, seq: int, told: Mapping[str, Any]) -> None:
         failed = chain.from_iterable(hold.failures for hold in self._holds.values())
         for call in filter(
             None, (self.pending.get(seq), *(failed_call for failed_call in failed if failed_call.seq == seq))
         ):
-            self.link.ended(call, slot, told)
+            self.link.on_call_report(call, slot, told)
 
-    def _note_running(self, lane: str, calls: Iterable[PendingCall], busy: set[int]) -> None:
+    def _note_stragglers(self, lane: str, calls: Iterable[PendingCall], busy: set[int]) -> None:
         """Record for each failed call the ranks that still run the call, and when each rank began.
 
         Args:
@@ -533,20 +540,20 @@ class CallOrder:
         """
         pairs: list[tuple[PendingCall, int]] = []
         if (hold := self._holds.get(lane)) is not None:
-            busy |= set(self.link.live()) - hold.waiting  # These ranks have stopped, and run no call.
-            pairs = [(other, index) for other in hold.failures for index, _ in other.left]
+            busy |= set(self.link.live_slots()) - hold.waiting  # These ranks have stopped, and run no call.
+            pairs = [(other, index) for other in hold.failures for index, _ in other.stragglers]
         for call in calls:
-            slots = call.missing()
+            slots = call.missing_slots()
             # These slots still run an earlier failed call.
             failed = {other.targets[index] for other, index in pairs if other.seq < call.seq}
             running = [slot for slot in slots if slot not in busy and slot not in failed]
             ended = [self._ended.get((lane, slot), 0.0) for slot in running]
-            call.left = [
+            call.stragglers = [
                 (call.index_of(slot), max(call.submitted, since)) for slot, since in zip(running, ended, strict=True)
             ]
             busy.update(slots)
 
-    def _end(self, call: PendingCall, error: BaseException | None) -> None:
+    def _remove_call(self, call: PendingCall, error: BaseException | None) -> None:
         """Remove a call from the pending calls. The caller settles the call next, with this error, if any."""
         self.pending.pop(call.seq, None)
         if self._holds and (hold := self._holds.get(call.lane)) is not None and call.seq in hold.withdrawn:
@@ -570,40 +577,40 @@ class StackQuestions:
         self._link, self._timers, self._lock = link, link.services.timers, lock
         self._requests: Requests[int, str] = Requests(link.base)
 
-    def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
+    def ask_stacks(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
         """Ask ranks for their stacks, and call `then` with the answers on the timers' thread, in a bounded time."""
         stacks = Stacks()
 
         def over() -> None:
-            stacks.told.update(dict.fromkeys(filter(self._link.has_left, slots), HAS_LEFT))
-            stacks.told.update(request.answers)
-            self._timers.soon(lambda: then(stacks))
+            stacks.answers.update(dict.fromkeys(filter(self._link.has_left, slots), HAS_LEFT))
+            stacks.answers.update(request.answers)
+            self._timers.call_soon(lambda: then(stacks))
 
         with self._lock:
             responders = [slot for slot in slots if not self._link.has_left(slot)]
             request = self._requests.open(responders)
-            request.then(over)
+            request.add_callback(over)
             if responders:
-                self._timers.after(SILENT_AFTER_S, lambda: self._look_at(request, stacks))
-                self._timers.after(STACKS_WITHIN_S, lambda: self._requests.drop(request))
+                self._timers.call_later(SILENT_AFTER_S, lambda: self._inspect_silent(request, stacks))
+                self._timers.call_later(STACKS_WITHIN_S, lambda: self._requests.drop_request(request))
                 self._link.send(responders, to_worker.AskStack(request.token))
 
-    def answered(self, slot: int, answer: from_worker.Stack) -> None:
+    def on_stack(self, slot: int, answer: from_worker.Stack) -> None:
         """Record a rank's stack."""
         with self._lock:
             self.ran[slot] = answer.running
-        self._requests.answered(answer.token, slot, answer.text)
+        self._requests.add_answer(answer.token, slot, answer.text)
 
-    def renew(self) -> None:
-        """Reset the state for new workers. The lock is held."""
+    def start_generation(self) -> None:
+        """Reset the state for new workers. The caller holds the lock."""
         self._requests = Requests(self._link.base)
         self.ran.clear()
 
-    def _look_at(self, request: Request[int, str], found: Stacks) -> None:
+    def _inspect_silent(self, request: Request[int, str], found: Stacks) -> None:
         def seen(slot: int, what: str | None) -> None:
             if what is not None:
-                found.seen[slot] = what
+                found.outside_views[slot] = what
 
-        if not request.over:
+        if not request.is_over:
             for slot in request.owing:
-                self._link.look(slot, partial(seen, slot))
+                self._link.inspect_worker(slot, partial(seen, slot))

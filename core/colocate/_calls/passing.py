@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from colocate._worker_group.workforce import Worker
 
 
-def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
+def _remote_machines(workers: Iterable[Worker]) -> list[list[Worker]]:
     machines: dict[str, list[Worker]] = {}
     for worker in workers:
         if (lane := worker.host.lane) is not None and not lane.is_local:
@@ -19,11 +19,11 @@ def _far(workers: Iterable[Worker]) -> list[list[Worker]]:
     return list(machines.values())
 
 
-def ways(workers: Iterable[Worker], key: int) -> tuple[Sequence[tuple[int, Passed]], Sequence[Worker]]:
-    """Return the route of a body that workers on other machines forward. The driver sends to the first machine only.
+def plan_relays(workers: Iterable[Worker], key: int) -> tuple[Sequence[tuple[int, Passed]], Sequence[Worker]]:
+    """Return the route of a message body that workers pass on from machine to machine.
 
-    The first worker of each machine fetches from the previous machine, and forwards to the other workers of the
-    machine.
+    The driver sends to the first machine only. The first worker of each machine fetches from the previous machine, and
+    forwards to the other workers of the machine.
 
     Args:
         workers: The receivers.
@@ -33,7 +33,7 @@ def ways(workers: Iterable[Worker], key: int) -> tuple[Sequence[tuple[int, Passe
         The receivers' slots, each with its forwarding instructions; empty if nothing is to be forwarded, or
             addresses are unknown. Second, the workers with unknown addresses.
     """
-    machines = _far(workers)
+    machines = _remote_machines(workers)
     if sum(map(len, machines)) < 2:
         return (), ()
     relays: list[tuple[int, Passed]] = []

@@ -9,13 +9,13 @@ from functools import partial
 from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from colocate._protocol.taken import Taken
-from colocate._role.call import Call, Underway
+from colocate._protocol.taken import Receipt
+from colocate._role.call import Call, CallFuture
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
 from colocate._signals.guard import calls_users_code
-from colocate._system.jobs import Timer, error_text
-from colocate._system.lines import at, shown
+from colocate._system.jobs import Timer, format_error
+from colocate._system.lines import format_line, get_shown_file
 from colocate._system.tracebacks import NotRebuilt, rebuilding
 from colocate._values.mesh import Ranks
 from colocate.errors import ColocateError, ForkedError, SerializationError
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 OnEnd: TypeAlias = Callable[["PendingCall", BaseException | None], None]
 
 
-class Unsent:
+class UnsentCalls:
     """The owner of calls that aren't sent yet. Residents of such calls are unusable until the calls are sent."""
 
-    def refuse_wait(self, label: str, awaits: bool) -> None:
-        """Raise if the waiting code itself must send the call. Here a thread of the framework sends, so do nothing."""
+    def check_can_wait(self, label: str, awaits: bool) -> None:
+        """Raise if the waiting code itself must send the call. Here a framework thread sends it, so do nothing."""
 
 
-class PendingCall(Underway):
+class PendingCall(CallFuture):
     """A call in progress, with the answers of ranks so far.
 
     Attributes:
@@ -49,10 +49,10 @@ class PendingCall(Underway):
         partition: The rows of each rank, for scattered rows chosen by cost.
         sent: Bytes of the arguments, if observed.
         raised: Indices of ranks that have raised.
-        left: Indices of ranks that were still running the call when it failed, and the times of their begin.
+        stragglers: Indices of ranks that were still running the call when it failed, and the times of their begin.
         parts: Reports of features, by feature name.
         received: Bytes received before the results.
-        taken: Notes on residents that ranks have received, by index, if observed.
+        receipts: Notes on residents that ranks have received, by index, if observed.
         on_end: Callback under the order's lock, just before the call is settled.
         lane: The background role of the call's order; "" for the group's order.
         is_for_all: Whether the call has a place in the orders of all background roles, too.
@@ -76,9 +76,9 @@ class PendingCall(Underway):
     partner: PendingCall | None = None
     failure: ColocateError | None = None
     raised: Sequence[int] = ()
-    left: Sequence[tuple[int, float]] = ()
+    stragglers: Sequence[tuple[int, float]] = ()
     parts: Mapping[str, Any] = MappingProxyType({})
-    taken: Mapping[int, Sequence[Taken]] = MappingProxyType({})
+    receipts: Mapping[int, Sequence[Receipt]] = MappingProxyType({})
     _places: dict[int, int] | None = None
 
     def __init__(
@@ -86,9 +86,9 @@ class PendingCall(Underway):
     ) -> None:
         """Args: targets: Slots of the group. ranks: The role's ranks on these slots (default: 0, 1, ...)."""
         super().__init__(label)
-        # Set here, so that `CallOrder.enter` needn't allocate.
+        # Set here, so that `CallOrder.enqueue_call` needn't allocate.
         self.seq = -1
-        self.unsent: Unsent | None = None
+        self.unsent: UnsentCalls | None = None
         self.role = role
         self.method = method
         self.targets = targets
@@ -103,45 +103,45 @@ class PendingCall(Underway):
     def line(self) -> tuple[str, int]:
         """The file and line of the user's call."""
         code, number = self.at
-        return (code if isinstance(code, str) else shown(code), number)
+        return (code if isinstance(code, str) else get_shown_file(code), number)
 
     @property
     def called_at(self) -> str | None:
         """The file and line of the user's call, for errors; None for a call without a line, such as a group's start."""
         line = self.line
-        return at(line) if line[0] else None
+        return format_line(line) if line[0] else None
 
     def cancel(self) -> bool:
         self._check_fork()
         self._check_unsent()
         link = self.link
-        return link is not None and not self.done() and link.order.cancel(self)
+        return link is not None and not self.done() and link.order.cancel_call(self)
 
     def _wait(self, timeout: float | None) -> None:
         if self.unsent is not None:
-            self.unsent.refuse_wait(self.label, awaits=False)
+            self.unsent.check_can_wait(self.label, awaits=False)
         self._check_fork()
         if not self.is_set:
-            if held_open:
-                self.refuse_in_vain()
+            if blocked_calls:
+                self.check_deadlock()
             super()._wait(timeout)
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         if self.unsent is not None:
-            self.unsent.refuse_wait(self.label, awaits)
+            self.unsent.check_can_wait(self.label, awaits)
 
     def _check_wait(self, *, awaits: bool = False) -> None:
         super()._check_wait(awaits=awaits)
-        if held_open and not self.is_set:
-            self.refuse_in_vain(awaits)
+        if blocked_calls and not self.is_set:
+            self.check_deadlock(awaits)
 
-    def refuse_in_vain(self, awaits: bool = False) -> None:
-        """Raise if this thread or task would wait for ever, because an earlier call is held open here."""
-        for other, refuse in list(held_open.items()):
+    def check_deadlock(self, awaits: bool = False) -> None:
+        """Raise if a wait here would never end, because an earlier call only ends when this thread or task acts."""
+        for other, refuse in list(blocked_calls.items()):
             refuse(other, self, awaits)
 
     def _check_fork(self) -> None:
-        if self.link is not None and self.link.forked:
+        if self.link is not None and self.link.is_forked:
             raise ForkedError(
                 f"{self.label} was submitted by the process that forked this one; its result is told there"
             )
@@ -151,27 +151,28 @@ class PendingCall(Underway):
         if self.keep is None:
             self.bodies = []
 
-    def _given(self, handle: Call[Any]) -> None:
+    def _attach_handle(self, handle: Call[Any]) -> None:
         self.handle = weakref.ref(handle)
-        if self.is_set:  # The handle is set first, so that this thread or the failing thread reports the failure.
-            self._tell_failure()
+        # The handle is set before this check, so that this thread or the failing thread reports the failure.
+        if self.is_set:
+            self._report_failure()
 
-    def _fail(self, error: BaseException) -> bool:
-        return super()._fail(error) and self._tell_failure()
+    def _set_error(self, error: BaseException) -> bool:
+        return super()._set_error(error) and self._report_failure()
 
-    def _tell_failure(self) -> bool:
+    def _report_failure(self) -> bool:
         error = self._error or self.failure
         if self.handle is not None and self.link is not None and error is not None:
-            self.link.unasked.failed(self, error)
+            self.link.unasked.add_failure(self, error)
         return True
 
     @calls_users_code
-    def _joined(self, raw: Sequence[Any]) -> Any:
+    def _join_results(self, raw: Sequence[Any]) -> Any:
         info, spec, link = self.info, self.spec, self.link
         if self.keep is not None or info is None or spec is None or link is None:
             return None
         results = [
-            None if body is None else result_of(link, self, slot, body)
+            None if body is None else unpack_result(link, self, slot, body)
             for slot, body in zip(self.targets, raw, strict=True)
         ]
         ranks = info.ranks
@@ -181,7 +182,7 @@ class PendingCall(Underway):
             ranks = Ranks(ranks.world_size, ranks.meshes, self.rows, partition=self.partition)
         return spec.collect.join(results, ranks)
 
-    def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
+    def _add_callback(self, callback: Callable[[Any], object], own: bool = True) -> None:
         self._check_fork()
         self._callbacks.append((callback, own))
         if self.done():
@@ -192,7 +193,7 @@ class PendingCall(Underway):
             callback(self)
         else:
             services = self.link.services
-            (services.timers if own else services.dispatcher).soon(partial(callback, self))
+            (services.timers if own else services.dispatcher).call_soon(partial(callback, self))
 
     def index_of(self, slot: int) -> int:
         targets = self.targets
@@ -205,22 +206,22 @@ class PendingCall(Underway):
     def rank_of(self, slot: int) -> int:
         return self.ranks[self.index_of(slot)]
 
-    def poison(self) -> ColocateError | None:
-        """Return the error of the failed call behind a used resident, if any. Only this error is then reported."""
+    def find_poison(self) -> ColocateError | None:
+        """Return the error of a used resident's failed call, if any. This error replaces the call's own error."""
         errors = (use._kept.call._error for use in self.uses)
         return next((error for error in errors if isinstance(error, ColocateError)), None)
 
-    def missing(self) -> list[int]:
+    def missing_slots(self) -> list[int]:
         """Return the slots that haven't answered."""
         answered = {rank for rank, _, _ in self.spans}
         return [slot for index, slot in enumerate(self.targets) if index not in answered]
 
 
-held_open: dict[PendingCall, Callable[[PendingCall, PendingCall, bool], None]] = {}
+blocked_calls: dict[PendingCall, Callable[[PendingCall, PendingCall, bool], None]] = {}
 """Calls that only end when a user acts, each with a function that raises if this user waits for a later call."""
 
 
-def result_of(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any:
+def unpack_result(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any:
     """Unpack a call's result from a rank.
 
     Raises:
@@ -232,10 +233,10 @@ def result_of(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any
         with rebuilding("it"):
             return link.unpack(body)
     except NotRebuilt as error:
-        part = "" if error.what == "it" else f"{error.what}: "
+        part = "" if error.subject == "it" else f"{error.subject}: "
         raise SerializationError(
             f"the result of {call.label} on rank {call.rank_of(slot)} of group {link.name!r} can't be rebuilt on the "
-            f"driver: {part}{error_text(error.why)}",
+            f"driver: {part}{format_error(error.cause)}",
             argument="result",
             group=link.name,
             role=call.role or None,
@@ -243,4 +244,4 @@ def result_of(link: WorkerGroup, call: PendingCall, slot: int, body: Any) -> Any
             rank=call.rank_of(slot),
             node=link.node(slot),
             called_at=call.called_at,
-        ) from error.why
+        ) from error.cause

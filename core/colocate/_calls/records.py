@@ -13,12 +13,12 @@ from colocate._system.nearest import did_you_mean
 from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from colocate._protocol.taken import Taken
+    from colocate._protocol.taken import Receipt
 
 
 @attrs.frozen
 class TransferRecord:
-    """The transfer of a kept result, or of some rows, to a call on another worker.
+    """The transfer of a kept result, or of some of its rows, to a call on another worker.
 
     Attributes:
         rank: The receiving rank.
@@ -198,7 +198,7 @@ class CheckpointRecord:
     end: float
 
 
-class Ended(NamedTuple):
+class EndedCall(NamedTuple):
     """The facts of an ended call for observers, without references to the call's results."""
 
     group: str
@@ -207,25 +207,25 @@ class Ended(NamedTuple):
     ranks: Sequence[int]
     answers: Sequence[tuple[int, float, float]]
     raised: Sequence[int]
-    left: Sequence[tuple[int, float]]
+    stragglers: Sequence[tuple[int, float]]
     submitted: float
     failed: float | None  # Time of the failure, in seconds of time.time().
-    kept: bool
+    is_kept: bool
     error: str | None
     ready: float
     sent: int
     received: int
-    taken: Mapping[int, Sequence[Taken]]
+    receipts: Mapping[int, Sequence[Receipt]]
     makers: Mapping[int, tuple[str, str, str]]  # Group, role and method of each used resident, by key.
 
-    def record(self) -> CallRecord:
+    def to_record(self) -> CallRecord:
         spans = tuple(sorted([(self.ranks[index], start, end) for index, start, end in self.answers]))
         last = max((end for _, _, end in spans), default=self.submitted)
         finished = last if self.failed is None else max(last, self.failed)
         ran_on = tuple(rank for rank, _, _ in spans)
         transfers: list[TransferRecord] = []
         handed_over: dict[str, int] = {}
-        for index, receipts in self.taken.items():
+        for index, receipts in self.receipts.items():
             for key, source, nbytes, start, end, lent, refusal in receipts:
                 group, role, method = self.makers[key]
                 if end:
@@ -242,7 +242,7 @@ class Ended(NamedTuple):
             self.submitted,
             finished,
             spans,
-            self.kept,
+            self.is_kept,
             self.error,
             self.ready,
             self.sent,
@@ -250,7 +250,7 @@ class Ended(NamedTuple):
             tuple(transfers),
             handed_over,
             tuple(sorted([self.ranks[index] for index in self.raised])),
-            tuple(sorted([(self.ranks[index], since) for index, since in self.left])),
+            tuple(sorted([(self.ranks[index], since) for index, since in self.stragglers])),
         )
 
 
@@ -281,10 +281,10 @@ def check_observer(observer: object, where: str) -> None:
 class Observers(list[Any]):
     """The list of registered observers, changed by `append` and `remove`. Without observers, events cost nothing."""
 
-    def tell_call(self, call: Ended) -> None:
-        self.tell(CALL_FINISHED, call.record())
+    def notify_call(self, call: EndedCall) -> None:
+        self.notify(CALL_FINISHED, call.to_record())
 
-    def tell(self, hook: str, *args: Any) -> None:
+    def notify(self, hook: str, *args: Any) -> None:
         """Call a hook of all observers that have this hook. Errors are raised after the last observer."""
         errors: list[BaseException] = []
         for plugin in list(self):

@@ -20,9 +20,9 @@ import attrs
 
 from colocate._calls.failures import failure_error
 from colocate._calls.order import CallOrder
-from colocate._calls.pending import OnEnd, PendingCall, result_of
+from colocate._calls.pending import OnEnd, PendingCall, unpack_result
 from colocate._calls.records import FetchRecord
-from colocate._definitions.packed import packed_bytes
+from colocate._definitions.packed import count_packed_bytes
 from colocate._owned.owned import Owned
 from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
@@ -30,10 +30,10 @@ from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Source
 from colocate._signals.guard import calls_users_code
 from colocate._system.deadline import Deadline
-from colocate._system.here import Here
-from colocate._system.jobs import error_text
+from colocate._system.here import ThreadTask
+from colocate._system.jobs import format_error
 from colocate._system.limits import RELEASED_AFTER_S
-from colocate._system.lines import caller
+from colocate._system.lines import find_caller
 from colocate.errors import ClosedError, ColocateError, DispatchError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Pin:
 
 
 @attrs.define(eq=False)
-class Kept:
+class ResidentRecord:
     """The driver's record of one resident.
 
     Attributes:
@@ -61,18 +61,18 @@ class Kept:
         call: The call that makes the value.
         handle: The handle; references to the resident keep the handle alive.
         ending: Weak reference whose callback records the end of the pin.
-        used: Whether a user has received the call's outcome.
+        is_used: Whether a user has received the call's outcome.
         released: What has freed the resident, except for a dropped handle.
-        lost: Why the resident's workers are gone.
+        loss: Why the resident's workers are gone.
     """
 
     source: Source
     call: PendingCall
     handle: weakref.ref[KeptResident[Any]]
     ending: weakref.ref[Pin]
-    used: bool = False
+    is_used: bool = False
     released: str | None = None
-    lost: ColocateError | None = None
+    loss: ColocateError | None = None
 
     @property
     def freed_by(self) -> str | None:
@@ -82,13 +82,13 @@ class Kept:
     @property
     def error(self) -> BaseException | None:
         """The error that explains a missing value: the failure of the call, or the loss of the workers."""
-        return self.call._error or self.lost
+        return self.call._error or self.loss
 
     @property
     def is_unreported(self) -> bool:
         """Whether the call has failed, and no user has received the error here or from another call."""
         error = self.call._error
-        return error is not None and not self.used and not (isinstance(error, ColocateError) and error._told)
+        return error is not None and not self.is_used and not (isinstance(error, ColocateError) and error._is_reported)
 
     def sizes(self) -> list[int]:
         """Return the rows of each part, in the order of joining, once the call is done."""
@@ -108,13 +108,13 @@ class Borrow:
     pin: Pin
     call: weakref.ref[PendingCall]
     borrower: Residents
-    kept: Kept
-    words: str
+    record: ResidentRecord
+    text: str
 
-    def break_off(self, error: ColocateError) -> None:
+    def abort_call(self, error: ColocateError) -> None:
         call = self.call()
         if call is not None:
-            self.borrower.order.break_off(call, error)
+            self.borrower.order.abort_call(call, error)
 
 
 @attrs.define(eq=False)
@@ -124,13 +124,13 @@ class Scope:
     Only the block itself holds a strong reference, so the scope ends wherever the block is interrupted.
     """
 
-    of: Residents
+    residents: Residents
     line: tuple[str, int]
-    kept: list[Kept] = attrs.field(factory=list)
-    here: Here = attrs.field(factory=Here)
+    records: list[ResidentRecord] = attrs.field(factory=list)
+    place: ThreadTask = attrs.field(factory=ThreadTask)
 
 
-class Refused(Exception):
+class PartRefused(Exception):
     """Raised if a worker refuses to send a part of a resident; has the failure and the packed exception."""
 
     def __init__(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
@@ -149,7 +149,7 @@ class Residents:
     Attributes:
         link: The group.
         order: The order of the group's calls.
-        kept: The residents by key: until freed, their calls ended, and failures reported.
+        records: The residents by key: until freed, their calls ended, and failures reported.
         ended: Keys of residents that workers may free, but haven't been asked to.
         scopes: The open scopes of all threads and tasks.
     """
@@ -157,133 +157,140 @@ class Residents:
     def __init__(self, link: WorkerGroup, order: CallOrder) -> None:
         self.link = link
         self.order = order
-        self.kept: dict[int, Kept] = {}
+        self.records: dict[int, ResidentRecord] = {}
         self.ended: deque[int] = deque()
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self._over: list[Kept] = []  # Residents that were freed before their calls had ended; the calls have ended now.
+        self._over: list[
+            ResidentRecord
+        ] = []  # Residents that were freed before their calls had ended; the calls have ended now.
         self._borrows: dict[weakref.ref[Borrow], None] = {}  # A dict keeps the order of the borrows.
-        self._flushes_by = 0.0  # A flush is scheduled before this time.
+        self._flushes_by = 0.0  # A scheduled flush runs before this time.
         # Open questions to this generation's workers, and the function that sends a question.
-        self._asking: tuple[Requests[int, Any], Callable[[int, Message], None]] = Requests(link.base), link.teller()
+        self._asking: tuple[Requests[int, Any], Callable[[int, Message], None]] = (
+            Requests(link.base),
+            link.make_sender(),
+        )
 
     # -- one resident
 
-    def add(self, kept: Kept) -> None:
-        self.kept[kept.source.key] = kept
+    def add_record(self, kept: ResidentRecord) -> None:
+        self.records[kept.source.key] = kept
 
-    def forget_unsent(self, kept: Kept) -> None:
+    def forget_unsent(self, kept: ResidentRecord) -> None:
         """Forget a resident of a call that couldn't be sent; the caller gets the error."""
-        kept.used = True
-        self.kept.pop(kept.source.key, None)
+        kept.is_used = True
+        self.records.pop(kept.source.key, None)
 
-    def check(self, kept: Kept, by: WorkerGroup | None = None) -> None:
+    def check_record(self, kept: ResidentRecord, by: WorkerGroup | None = None) -> None:
         """Raise an error if a resident was freed, was never made because of a failure, or belongs to a closed group.
 
         The group's state isn't checked again for a call of the same group, which has been checked.
         """
-        if self.link.forked:
-            self.link.check()
+        if self.link.is_forked:
+            self.link.check_usable()
         if kept.freed_by is not None:
             raise ClosedError(f"resident of {kept.source.label} was freed by {kept.freed_by}", closed_by=kept.freed_by)
         if (error := kept.error) is not None:
-            kept.used = True
+            kept.is_used = True
             if isinstance(error, ColocateError):
-                error._told = True
+                error._is_reported = True
             # Each user gets a copy, because a traceback keeps the user's frames, and so the handle, alive.
             raise copy.copy(error)
         if by is not self.link:
-            self.link.check()
+            self.link.check_usable()
 
-    def use(self, kept: Kept, by: WorkerGroup) -> None:
+    def mark_used(self, kept: ResidentRecord, by: WorkerGroup) -> None:
         """Check a resident that is an argument of a call, and mark the resident as used."""
-        self.check(kept, by)
-        kept.used = True
+        self.check_record(kept, by)
+        kept.is_used = True
 
-    def pin(self, kept: Kept) -> Pin:
+    def pin(self, kept: ResidentRecord) -> Pin:
         """Return the pin of a resident; raise an error if the resident is unusable."""
         handle = kept.handle()
         pin = None if handle is None else handle._hold
-        if pin is None or kept.lost is not None:
-            self.check(kept)
+        if pin is None or kept.loss is not None:
+            self.check_record(kept)
         assert pin is not None, "what was freed is refused"
         return pin
 
-    def release(self, kept: Kept, by: str) -> None:
+    def release(self, kept: ResidentRecord, by: str) -> None:
         """Release a resident, unless released before; `by` is the reason in words. References may still exist."""
         if kept.freed_by is None:
             kept.released = by
             if (handle := kept.handle()) is not None:
                 handle._hold = None
 
-    def state_of(self, kept: Kept) -> tuple[str, str]:
+    def state_of(self, kept: ResidentRecord) -> tuple[str, str]:
         """Return a resident's state as a word, and the reason if unusable, without asking a worker."""
         if kept.freed_by is not None:
             return "freed", f"freed by {kept.freed_by}"
         if kept.call._error is not None:
-            return "poisoned", error_text(kept.call._error)
+            return "poisoned", format_error(kept.call._error)
         if self.link.closed_by is not None:
             return "lost", f"its group was closed by {self.link.closed_by}"
-        if (lost := kept.lost or self.link.failure) is not None:
-            return "lost", error_text(lost)
+        if (lost := kept.loss or self.link.failure) is not None:
+            return "lost", format_error(lost)
         return "kept" if kept.call.done() else "pending", ""
 
     # -- scopes
 
-    def here(self) -> tuple[Scope, ...]:
+    def open_scopes(self) -> tuple[Scope, ...]:
         """Return the open scopes of this thread or task."""
         scopes = (ref() for ref in _open.get())
-        return tuple(scope for scope in scopes if scope is not None and scope.of is self and scope.here.is_current)
+        return tuple(
+            scope for scope in scopes if scope is not None and scope.residents is self and scope.place.is_current
+        )
 
-    def free_with(self, scopes: Sequence[Scope], kept: Kept) -> None:
+    def free_at_end(self, scopes: Sequence[Scope], kept: ResidentRecord) -> None:
         for scope in scopes:
-            scope.kept.append(kept)
+            scope.records.append(kept)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Free the residents that this thread or task keeps in a block; raise errors of unused `.keep` calls."""
-        scope = Scope(self, caller())
+        scope = Scope(self, find_caller())
         self.scopes.add(scope)
         _open.set((*(ref for ref in _open.get() if ref() is not None), weakref.ref(scope)))
         try:
             yield
         except BaseException:
-            self.leave(scope)
+            self.close_scope(scope)
             raise
         finally:
             _open.set(tuple(ref for ref in _open.get() if ref() is not scope))
-        self._raise(self._take_untold(scope))
+        self._raise(self._take_unreported(scope))
 
-    def leave(self, scope: Scope) -> None:
+    def close_scope(self, scope: Scope) -> None:
         """Free the residents of a scope. Idempotent."""
         self.scopes.discard(scope)
-        for record in scope.kept:
+        for record in scope.records:
             self.release(record, "the end of its scope")
 
     # -- unreported failures
 
-    def raise_untold(self) -> None:
+    def raise_unreported(self) -> None:
         """Raise unreported failures, except for failures that an open scope will raise."""
-        self._raise(self._take_untold(None))
+        self._raise(self._take_unreported(None))
 
-    def _take_untold(self, scope: Scope | None) -> list[BaseException]:
-        """Return unreported errors of `.keep` calls with unused results, for the caller to raise, and leave the scope.
+    def _take_unreported(self, scope: Scope | None) -> list[BaseException]:
+        """Return unreported errors of `.keep` calls with unused results, for the caller to raise, and close the scope.
 
         These are the scope's failures, and those of residents that nobody can use any more.
         """
         with self.order.lock:
-            mine = () if scope is None else [record for record in scope.kept if record.call.done()]
-            elsewhere = {record for other in self.scopes if other is not scope for record in other.kept}
-            dropped = [record for record in list(self.kept.values()) if record.freed_by and record not in elsewhere]
+            mine = () if scope is None else [record for record in scope.records if record.call.done()]
+            elsewhere = {record for other in self.scopes if other is not scope for record in other.records}
+            dropped = [record for record in list(self.records.values()) if record.freed_by and record not in elsewhere]
             errors: list[BaseException] = []
             for record in (*mine, *dropped):
                 error = record.call._error
                 if record.is_unreported and error is not None and (error is not self.link.failure or record in mine):
-                    record.used = True
+                    record.is_used = True
                     errors.append(error)
                     if record.freed_by:
-                        self.kept.pop(record.source.key, None)
-        if scope is not None:  # The scope is left last, because a release would log the failures, too.
-            self.leave(scope)
+                        self.records.pop(record.source.key, None)
+        if scope is not None:  # The scope is closed last, because a release would log the failures, too.
+            self.close_scope(scope)
         return list(dict.fromkeys(errors))
 
     def _raise(self, errors: Sequence[BaseException]) -> None:
@@ -294,7 +301,7 @@ class Residents:
 
     def unreported_failures(self) -> list[BaseException]:
         """Return failures of `.keep` calls with unused results, except for the group's own failure."""
-        records = list(self.kept.values())
+        records = list(self.records.values())
         failed_records = [
             record for record in records if record.is_unreported and record.call._error is not self.link.failure
         ]
@@ -302,7 +309,7 @@ class Residents:
 
     # -- other groups' calls
 
-    def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Pin | Borrow:
+    def lend(self, call: PendingCall, kept: ResidentRecord, borrower: Residents) -> Pin | Borrow:
         """Lend a resident to a call until the returned object is dropped; raise if the resident is unusable."""
         pin = self.pin(kept)
         if borrower is self:
@@ -318,21 +325,21 @@ class Residents:
     def borrowers(self, closing: Owned | None = None) -> list[str]:
         """Return descriptions of unfinished uses by other groups, except for groups within `closing`."""
         borrows = self._borrowed()
-        texts = [borrow.words for borrow in borrows if closing is None or not borrow.borrower.link.lies_in(closing)]
+        texts = [borrow.text for borrow in borrows if closing is None or not borrow.borrower.link.is_within(closing)]
         return list(dict.fromkeys(texts))
 
     def break_borrows(self) -> None:
         """Fail other groups' calls that use residents of this closing group."""
         by = self.link.closed_by
         for borrow in self._borrowed():
-            text = f"{borrow.words}, but group {self.link.name!r} was closed by {by}"
-            borrow.break_off(ClosedError(text, closed_by=by))
+            text = f"{borrow.text}, but group {self.link.name!r} was closed by {by}"
+            borrow.abort_call(ClosedError(text, closed_by=by))
 
-    def never_made(self, kept: Kept, error: ColocateError) -> None:
+    def fail_borrowers(self, kept: ResidentRecord, error: ColocateError) -> None:
         """Fail other groups' calls that use a resident, because the value will never be made."""
         for borrow in self._borrowed():
-            if borrow.kept is kept:
-                borrow.break_off(error)
+            if borrow.record is kept:
+                borrow.abort_call(error)
 
     # -- telling workers which residents to forget
 
@@ -345,51 +352,53 @@ class Residents:
         return frees
 
     def told(self, frees: Sequence[int]) -> None:
-        """Drop the records of residents that all workers were asked to free. The order's lock is held."""
-        for kept in map(self.kept.get, frees):
+        """Drop the records of residents that all workers were asked to free. The caller holds the order's lock."""
+        for kept in map(self.records.get, frees):
             if kept is not None:
-                self._settle(kept)
+                self._drop_freed(kept)
 
-    def tell(self) -> None:
-        """Ask all workers now to free the released residents. The order's lock is held."""
+    def send_frees(self) -> None:
+        """Ask all workers now to free the released residents. The caller holds the order's lock."""
         over, self._over = self._over, []
         for record in over:
-            self._settle(record)
+            self._drop_freed(record)
         if frees := self.take_frees():
             try:
-                self.link.send(self.link.live(), to_worker.Free(frees))
-            except (OSError, MemoryError):  # There is no descriptor or memory now; a later message has the keys.
+                self.link.send(self.link.live_slots(), to_worker.Free(frees))
+            except (OSError, MemoryError):  # No descriptor or memory is free; a later message carries the keys.
                 self.ended.extend(frees)
             else:
                 self.told(frees)
 
-    def _settle(self, kept: Kept) -> None:
-        """Drop the record of a freed resident after the call. A failed call's record stays until reported."""
+    def _drop_freed(self, kept: ResidentRecord) -> None:
+        """Drop a freed resident's record once its call has ended. A failed call's record stays until reported."""
         key, call, link = kept.source.key, kept.call, self.link
-        if self.kept.get(key) is not kept:
+        if self.records.get(key) is not kept:
             return
         if not call.done():
             # The record is dropped after the end of the call.
-            call.on_end = partial(self._note_over, kept, call.on_end)
+            call.on_end = partial(self._on_call_over, kept, call.on_end)
         elif not kept.is_unreported:
-            del self.kept[key]
+            del self.records[key]
         elif (error := call._error) is not link.failure:  # The group's own failure is reported elsewhere.
             # The failure is logged now, and raised later by the end of a scope, a checkpoint or a close.
             text = (
                 f"{kept.source.label} of group {link.name!r}, kept at {call.line[0]}:{call.line[1]}, has failed, and "
                 f"nobody has used its resident (freed by {kept.freed_by}): {error}"
             )
-            link.services.printer.soon(lambda: _log.error(text))
+            link.services.printer.call_soon(lambda: _log.error(text))
 
-    def _note_over(self, kept: Kept, then: OnEnd | None, call: PendingCall, error: BaseException | None) -> None:
+    def _on_call_over(
+        self, kept: ResidentRecord, then: OnEnd | None, call: PendingCall, error: BaseException | None
+    ) -> None:
         self._over.append(kept)
         if then is not None:
             then(call, error)
 
     def flush_later(self) -> None:
         """Schedule a message that frees released residents, if no other message carries the releases before."""
-        if time.monotonic() >= self._flushes_by and (self.kept or self.ended) and self.link.alive:
-            self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
+        if time.monotonic() >= self._flushes_by and (self.records or self.ended) and self.link.alive:
+            self.link.services.timers.call_later(RELEASED_AFTER_S, self._flush)
             self._flushes_by = time.monotonic() + 2 * RELEASED_AFTER_S
 
     def _flush(self) -> None:
@@ -397,39 +406,39 @@ class Residents:
             self._flushes_by = 0.0
             if not self.link.alive:  # The end of the group reports the failures.
                 return
-            self.tell()
+            self.send_frees()
         self.flush_later()
 
     # -- values for the driver
 
-    def made(self, kept: Kept, timeout: float | None) -> Deadline:
+    def wait_until_made(self, kept: ResidentRecord, timeout: float | None) -> Deadline:
         """Wait until a resident's value is made; return the rest of `timeout` (None: `call_timeout`) as a deadline."""
         deadline = Deadline(self.link.services.call_timeout if timeout is None else timeout)
-        self.check(kept)
+        self.check_record(kept)
         kept.call._check_unsent()
-        was_used, kept.used = kept.used, True
+        was_used, kept.is_used = kept.is_used, True
         try:
-            kept.call._wait(deadline.left)
+            kept.call._wait(deadline.seconds_left)
         except BaseException:  # The caller has stopped waiting, and hasn't received the outcome.
-            kept.used = was_used
+            kept.is_used = was_used
             raise
-        self.check(kept)
+        self.check_record(kept)
         return deadline
 
     @calls_users_code
-    def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
-        deadline = self.made(kept, timeout)
+    def fetch(self, kept: ResidentRecord, timeout: float | None = None) -> Any:
+        deadline = self.wait_until_made(kept, timeout)
         source = kept.source
         source_ranks = list(source.collect.sources(source.ranks))
-        answers = dict(zip(source_ranks, self.ask(kept, source_ranks, True, deadline), strict=True))
+        answers = dict(zip(source_ranks, self.ask_parts(kept, source_ranks, True, deadline), strict=True))
         parts = [
-            result_of(self.link, kept.call, source.slot(rank), answers[rank]) if rank in answers else None
+            unpack_result(self.link, kept.call, source.slot(rank), answers[rank]) if rank in answers else None
             for rank in source.holders
         ]
         ranks = attrs.evolve(source.ranks, rows=kept.call.rows)
         return source.collect.join(parts, ranks)
 
-    def ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
+    def ask_parts(self, kept: ResidentRecord, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
         """Ask ranks for their parts of a resident, or only for the structure; report received parts to observers."""
         (requests, tell), link, call = self._asking, self.link, kept.call
 
@@ -442,34 +451,34 @@ class Residents:
         pin, asked_at = self.pin(kept), time.time()
         try:
             bodies = requests.ask([kept.source.slot(rank) for rank in ranks], send, deadline, too_late)
-        except Refused as refused:
+        except PartRefused as refused:
             raise failure_error(link, call, refused.slot, refused.failure, refused.body) from None
         finally:
             del pin  # Otherwise a traceback of this frame would keep the pin alive.
         # Parts that were already in this process aren't reported.
         if contents and link.services.observers and not link.services.executor.in_process:
-            nbytes = sum(map(packed_bytes, bodies))
+            nbytes = sum(map(count_packed_bytes, bodies))
             fetch_record = FetchRecord(link.name, call.role, call.method, tuple(ranks), nbytes, asked_at, time.time())
-            link.services.tell("colocate_result_fetched", fetch_record)
+            link.services.notify_observers("colocate_result_fetched", fetch_record)
         return bodies
 
-    def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
+    def on_part(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
         if fetched.failure is None:
-            self._asking[0].answered(fetched.token, slot, body)
+            self._asking[0].add_answer(fetched.token, slot, body)
         else:
-            self._asking[0].refused(fetched.token, Refused(slot, fetched.failure, body))
+            self._asking[0].add_refusal(fetched.token, PartRefused(slot, fetched.failure, body))
 
-    def fail(self, error: ColocateError) -> None:
+    def fail_requests(self, error: ColocateError) -> None:
         """Fail all waits for parts, because no more parts will arrive."""
         self._asking[0].fail_all(error)
 
-    def renew(self, error: ColocateError) -> None:
-        """Reset the state for new workers, after `fail`. Existing handles raise the error. The order's lock is held.
+    def start_generation(self, error: ColocateError) -> None:
+        """Reset the state for new workers. Existing handles raise the error. The caller holds the order's lock.
 
         Earlier failures of unused kept calls stay, to be reported.
         """
-        for key, record in list(self.kept.items()):
-            record.lost = error
-            if record.used or record.call._error in (None, error):
-                del self.kept[key]
-        self._asking = Requests(self.link.base), self.link.teller()
+        for key, record in list(self.records.items()):
+            record.loss = error
+            if record.is_used or record.call._error in (None, error):
+                del self.records[key]
+        self._asking = Requests(self.link.base), self.link.make_sender()

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from colocate._calls.handles import KeptResident, Reference
-from colocate._calls.passing import ways
-from colocate._calls.pending import PendingCall, Unsent, held_open
-from colocate._calls.records import Ended
-from colocate._calls.residents import Kept, Pin
-from colocate._definitions.bundles import refuse_apart
+from colocate._calls.passing import plan_relays
+from colocate._calls.pending import PendingCall, UnsentCalls, blocked_calls
+from colocate._calls.records import EndedCall
+from colocate._calls.residents import Pin, ResidentRecord
+from colocate._definitions.bundles import check_shared_parameters
 from colocate._definitions.codec import pack
-from colocate._definitions.packed import Packed, owned, packed_bytes
+from colocate._definitions.packed import Packed, copy_buffers, count_packed_bytes
 from colocate._protocol import to_worker
-from colocate._protocol.bundle import together
+from colocate._protocol.bundle import bundle_bodies
 from colocate._role import context
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.in_framework import in_framework
-from colocate._system.lines import place
+from colocate._signals.in_framework import is_in_framework
+from colocate._system.lines import find_user_line
 from colocate._system.numbers import FOREVER_S
-from colocate._values.dispatch import Arguments, Plan, plan
-from colocate._values.mesh import one_axis
+from colocate._values.dispatch import Arguments, Plan, plan_call
+from colocate._values.mesh import get_default_meshes
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import HOLE
 from colocate.worker.serving.build import GROUP_WIDE_CALLS
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 OPEN: ContextVar[Pipeline | None] = ContextVar("colocate_recorder", default=None)
 
 
-def recording(worker_group: WorkerGroup) -> Pipeline | None:
+def current_recorder(worker_group: WorkerGroup) -> Pipeline | None:
     """Return the open pipeline that collects a group's calls on this thread or task; None without a pipeline."""
     recorder = OPEN.get()
     return recorder if recorder is not None and recorder.records(worker_group) else None
@@ -65,7 +65,7 @@ class Draft:
     valid: Sequence[int | None]
     timeout: float
     recorder: Pipeline | None = None
-    kept: Kept | None = None
+    record: ResidentRecord | None = None
     pin: Pin | None = None
     wakes: Mapping[str, Sequence[str]] | None = None
 
@@ -85,7 +85,7 @@ class Draft:
             raise
 
 
-def ready(
+def prepare_draft(
     worker_group: WorkerGroup,
     call: PendingCall,
     role: RoleInfo,
@@ -109,9 +109,9 @@ def ready(
     """
     services = worker_group.services
     executor = services.executor
-    call.at, call.link, call.info, call.spec = place(3), worker_group, role, spec
+    call.at, call.link, call.info, call.spec = find_user_line(3), worker_group, role, spec
     if worker_group.background:
-        give_place(worker_group, call)
+        assign_lane(worker_group, call)
     if packed is None:
         bodies: dict[int, Any] = {}
         for arguments in planned.arguments:
@@ -119,11 +119,11 @@ def ready(
                 body = executor.codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
                 bodies[id(arguments)] = body
                 if getattr(body, "has_trained", False):
-                    refuse_apart(arguments, (*body.needs, *pack(role.cls).needs), call.label)
+                    check_shared_parameters(arguments, (*body.needs, *pack(role.cls).needs), call.label)
         packed = [bodies[id(arguments)] for arguments in planned.arguments]
     if not executor.in_process:
-        worker_group.published.look(call, packed)
-    recorder = recording(worker_group) if OPEN.get() is not None else None
+        worker_group.published.check_changes(call, packed)
+    recorder = current_recorder(worker_group) if OPEN.get() is not None else None
     if uses:
         call.uses = uses
         for use in uses:
@@ -136,15 +136,15 @@ def ready(
                 )
     observers = services.observers
     if uses or observers:
-        call.on_end = partial(settled, worker_group)
+        call.on_end = partial(on_call_settled, worker_group)
         if observers and not executor.in_process:
-            call.sent = sum(map(packed_bytes, packed))
+            call.sent = sum(map(count_packed_bytes, packed))
     return Draft(
         worker_group, call, packed, planned.valid, services.call_timeout if timeout is None else timeout, recorder
     )
 
 
-def give_place(worker_group: WorkerGroup, call: PendingCall) -> None:
+def assign_lane(worker_group: WorkerGroup, call: PendingCall) -> None:
     """Assign the call to a lane, or to all lanes."""
     if call.role in worker_group.background:
         call.lane = call.role
@@ -152,40 +152,42 @@ def give_place(worker_group: WorkerGroup, call: PendingCall) -> None:
         call.is_for_all = call.method in GROUP_WIDE_CALLS
 
 
-def settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
+def on_call_settled(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> None:
     """End the loans of a call that is about to be settled, and report the call to observers."""
     if worker_group.services.observers and call.seq >= 0:  # A call without a number was never sent.
         services = worker_group.services
-        services.dispatcher.gather(partial(services.observers.tell_call, _ended(worker_group, call, error)))
+        services.dispatcher.call_batched(
+            partial(services.observers.notify_call, _make_ended_call(worker_group, call, error))
+        )
     for use in call.uses:
         use.give_back()
     call.uses = ()
 
 
-def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> Ended:
+def _make_ended_call(worker_group: WorkerGroup, call: PendingCall, error: BaseException | None) -> EndedCall:
     used = [use._kept for use in call.uses]
     # No bytes are sent if the ranks are threads of this process.
     travels = not worker_group.services.executor.in_process
-    return Ended(
+    return EndedCall(
         worker_group.name,
         call.role,
         call.method,
         call.ranks,
         call.spans,
         call.raised,
-        call.left,
+        call.stragglers,
         call.submitted,
         None if error is None else time.time(),
         call.keep is not None,
         None if error is None else str(error).partition("\n")[0],
         max([call.submitted, *(end for record in used for _, _, end in record.call.spans)]),
         call.sent,
-        sum(map(packed_bytes, call.bodies)) + call.received if travels else 0,
-        call.taken,
+        sum(map(count_packed_bytes, call.bodies)) + call.received if travels else 0,
+        call.receipts,
         {
             record.source.key: (record.source.group, record.call.role, record.call.method)
             for record in used
-            if call.taken
+            if call.receipts
         },
     )
 
@@ -193,18 +195,18 @@ def _ended(worker_group: WorkerGroup, call: PendingCall, error: BaseException | 
 def submit(draft: Draft) -> PendingCall:
     """Add a call to the open pipeline, or send the call; within framework code the timers' thread sends the call."""
     if draft.recorder is not None:
-        draft.recorder.add(draft)
-    elif in_framework():
-        _send_soon(draft)
+        draft.recorder.add_draft(draft)
+    elif is_in_framework():
+        _send_later(draft)
     else:
         send_now(draft)
     return draft.call
 
 
-def start(draft: Draft) -> PendingCall:
+def send_blocking(draft: Draft) -> PendingCall:
     """Send a call now; raise an error if the caller would wait for ever."""
-    if held_open:
-        draft.call.refuse_in_vain()
+    if blocked_calls:
+        draft.call.check_deadlock()
     send_now(draft)
     return draft.call
 
@@ -214,40 +216,40 @@ def keep(draft: Draft) -> KeptResident[Any]:
     worker_group, call = draft.worker_group, draft.call
     residents = worker_group.residents
     call.keep = worker_group.base + worker_group.services.new_key()
-    scopes = residents.here()
+    scopes = residents.open_scopes()
     assert call.info is not None
     assert call.spec is not None
-    resident: KeptResident[Any] = KeptResident(residents, worker_group.source(call, call.info, call.spec), call)
-    draft.kept = resident._kept
+    resident: KeptResident[Any] = KeptResident(residents, worker_group.make_source(call, call.info, call.spec), call)
+    draft.record = resident._kept
     try:
         submit(draft)
     except BaseException:
         residents.forget_unsent(resident._kept)
         raise
     residents.flush_later()
-    residents.free_with(scopes, resident._kept)
+    residents.free_at_end(scopes, resident._kept)
     return resident
 
 
-def _send_soon(draft: Draft) -> None:
+def _send_later(draft: Draft) -> None:
     """Send a call on the timers' thread, because the framework's own code is running on this thread."""
-    worker_group, record = draft.worker_group, draft.kept
-    bodies = {id(body): owned(body) for body in draft.bodies}
+    worker_group, record = draft.worker_group, draft.record
+    bodies = {id(body): copy_buffers(body) for body in draft.bodies}
     # Copied now, because the caller may write to the arguments.
     draft.bodies = [bodies[id(body)] for body in draft.bodies]
     draft.lend()
     if record is not None:
         # The workers mustn't free the resident before the call is sent.
         draft.pin = worker_group.residents.pin(record)
-        worker_group.residents.add(record)
-    draft.call.unsent = Unsent()
+        worker_group.residents.add_record(record)
+    draft.call.unsent = UnsentCalls()
 
     def send_it() -> None:
         with suppress(BaseException):  # The call itself reports the error.
             send_now(draft)
         draft.pin = None
 
-    worker_group.services.timers.soon(send_it)
+    worker_group.services.timers.call_soon(send_it)
 
 
 def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: bool = False) -> None:
@@ -263,27 +265,27 @@ def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: b
         messages = Messages((draft,))
         try:
             with worker_group.order.lock:
-                worker_group.check(notes_restarts=not is_again)
+                worker_group.check_usable(notes_restarts=not is_again)
                 draft.lend()
-                if draft.kept is not None:
-                    worker_group.residents.add(draft.kept)
+                if draft.record is not None:
+                    worker_group.residents.add_record(draft.record)
                 sent = send(messages)
                 if then is not None:
                     try:
                         then()
                     except BaseException as error:
-                        worker_group.order.give_up(call, error, True)
+                        worker_group.order.abandon_call(call, error, True)
                         raise
         finally:
             messages.discard()
     except BaseException as error:
-        worker_group.order.drop(call, error)  # A second drop has no effect.
+        worker_group.order.drop_call(call, error)  # A second drop has no effect.
         raise
-    watch(sent)
+    set_timeouts(sent)
 
 
 class Messages:
-    """The encoded calls of one group, one message for each worker with a part. Only the calls' numbers are missing.
+    """The encoded calls of one group, one message for each worker that takes part. Only the calls' numbers are missing.
 
     The encoding runs on the caller's thread and without locks, because it may take long.
     """
@@ -304,28 +306,28 @@ class Messages:
         self._calls: list[PendingCall] = []  # One call for each placeholder of a number, in the order of `_puts`.
         self._puts: list[Callable[[int], object]] = []
         self._unlocated: Sequence[Worker] = ()
-        lots, everywhere = _lots(drafts)
+        lots, everywhere = _group_drafts(drafts)
         if worker_group.residents.ended and everywhere == len(worker_group.workforce.workers):
             self._frees = worker_group.residents.take_frees()
         for lot, slots in lots:
-            calls = [_message(draft, index, HOLE + place) for place, (draft, index) in enumerate(lot)]
+            calls = [_make_message(draft, index, HOLE + place) for place, (draft, index) in enumerate(lot)]
             message: to_worker.Call | to_worker.Batch
             if len(lot) == 1:
                 ((draft, index),), (message,) = lot, calls
                 body, message.frees = draft.bodies[index], self._frees  # type: ignore[misc]  # not shared yet
             else:
-                wheres, body = together([draft.bodies[index] for draft, index in lot])
+                wheres, body = bundle_bodies([draft.bodies[index] for draft, index in lot])
                 message = to_worker.Batch(self._frees, list(zip(calls, wheres, strict=True)))
             if body is not None:
                 self._needs = self._needs or bool(getattr(body, "needs", ()))
             relays: Sequence[tuple[int, to_worker.Passed]] = ()
             if len(slots) > 1 and isinstance(body, Packed) and body.nbytes >= to_worker.PASSED_BYTES:
                 slots, relays = self._pass_on(message, slots)
-            self._add(lot, message, body, slots)
+            self._add_frame(lot, message, body, slots)
             # These messages follow the body, because the receivers fetch the body from another worker.
             for slot, passed in relays:
                 message.passed = passed  # type: ignore[misc]
-                self._add(lot, message, None, [slot])
+                self._add_frame(lot, message, None, [slot])
 
     def _pass_on(
         self, message: to_worker.Call | to_worker.Batch, slots: list[int]
@@ -333,21 +335,21 @@ class Messages:
         """Return the slots that get a large body from the driver, and the routes to all other receivers."""
         group = self._worker_group
         workers = group.workforce.workers
-        relays, self._unlocated = ways((workers[slot] for slot in slots), group.base + group.services.new_key())
+        relays, self._unlocated = plan_relays((workers[slot] for slot in slots), group.base + group.services.new_key())
         if not relays:
             return slots, ()
         (_, message.passed), *other_relays = relays  # type: ignore[misc]
         apart = {slot for slot, _ in other_relays}
         return [slot for slot in slots if slot not in apart], other_relays
 
-    def _add(self, lot: list[tuple[Draft, int]], message: Any, body: Any, slots: list[int]) -> None:
+    def _add_frame(self, lot: list[tuple[Draft, int]], message: Any, body: Any, slots: list[int]) -> None:
         frame, puts = self._worker_group.services.executor.numbered(message, body)
         self._frames.append((frame, slots))
         self._puts += puts
         self._calls += [draft.call for draft, _ in lot]
 
     def send(self) -> None:
-        """Assign the calls places in the group's order, and send all messages. The order's lock is held.
+        """Assign the calls places in the group's order, and send all messages. The caller holds the order's lock.
 
         Raises:
             BaseException: There is no descriptor left, say: all of the calls have failed.
@@ -360,15 +362,15 @@ class Messages:
                 worker.locate(lambda *_: None)
             if self._needs:
                 slots = [slot for _, slots in self._frames for slot in slots]
-                worker_group.published.before(slots, (body for draft in drafts for body in draft.bodies))
+                worker_group.published.send_definitions(slots, (body for draft in drafts for body in draft.bodies))
             for draft in drafts:
                 for part in worker_group.parts.values() if draft.call.is_for_all else ():
-                    part.sends(draft.call)
-                order.enter(draft.call)
+                    part.check_send(draft.call)
+                order.enqueue_call(draft.call)
             for call, put in zip(self._calls, self._puts, strict=True):
                 put(call.seq)
             if not self._frees and worker_group.frees_first and worker_group.residents.ended:
-                worker_group.residents.tell()  # The calls may need the freed memory.
+                worker_group.residents.send_frees()  # The calls may need the freed memory.
             for frame, slots in self._frames:
                 for slot in slots:
                     sent = True
@@ -378,11 +380,11 @@ class Messages:
                 self._frees = ()
         except BaseException as error:
             for draft in drafts:
-                order.give_up(draft.call, error, sent)
+                order.abandon_call(draft.call, error, sent)
             raise
 
     def put_frees_back(self) -> None:
-        """Return the freed residents to the queue for later messages."""
+        """Put the unsent keys of freed residents back into the queue for later messages."""
         self._worker_group.residents.ended.extend(self._frees)
         self._frees = ()
 
@@ -393,8 +395,8 @@ class Messages:
             self._worker_group.services.executor.discard(frame)
 
 
-def _lots(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], list[int]]], int]:
-    """Group the workers that get equal calls and bodies; return the calls and slots of each group of workers.
+def _group_drafts(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], list[int]]], int]:
+    """Group the workers that get the same calls and bodies; return the calls and slots of each group of workers.
 
     The second result is the number of slots.
     """
@@ -423,7 +425,7 @@ def _lots(drafts: Sequence[Draft]) -> tuple[list[tuple[list[tuple[Draft, int]], 
     return lots, len(by_slot)
 
 
-def _message(draft: Draft, index: int, seq: int) -> to_worker.Call:
+def _make_message(draft: Draft, index: int, seq: int) -> to_worker.Call:
     call = draft.call
     uses = bool(call.uses)
     observed = uses and bool(draft.worker_group.services.observers)
@@ -431,21 +433,21 @@ def _message(draft: Draft, index: int, seq: int) -> to_worker.Call:
     return to_worker.Call(seq, call.info.key, call.method, call.keep, draft.valid[index], uses, (), observed)
 
 
-def watch(drafts: Sequence[Draft]) -> None:
+def set_timeouts(drafts: Sequence[Draft]) -> None:
     """Start the deadlines of sent calls in reverse order, so that the deadline of an inserted wake starts last."""
     for draft in reversed(drafts):
         if draft.timeout < FOREVER_S:
-            draft.worker_group.order.watch(draft.call, draft.timeout)
+            draft.worker_group.order.set_timeout(draft.call, draft.timeout)
 
 
 # -- calls of whole workers
 
 
-def everyone(worker_group: WorkerGroup) -> RoleInfo:
-    """Return the role of calls that run on all workers of a group, with no user's role."""
+def make_group_role(worker_group: WorkerGroup) -> RoleInfo:
+    """Return a stand-in role for calls that run on all workers of a group, not on a user's role."""
     slots = range(len(worker_group.workforce.workers))
     key = len(slots), worker_group.services.seed
-    return RoleInfo("", object, {}, slots, one_axis(len(slots)), "", key=key)
+    return RoleInfo("", object, {}, slots, get_default_meshes(len(slots)), "", key=key)
 
 
 def for_all(
@@ -456,7 +458,7 @@ def for_all(
     arguments: Arguments,
     timeout: float | None = None,
 ) -> Draft:
-    """Prepare a call that runs on all workers of a group, with no user's role.
+    """Prepare a call that runs on all workers of a group, not on a user's role.
 
     Args:
         worker_group: The workers' group.
@@ -466,18 +468,18 @@ def for_all(
         arguments: The arguments.
         timeout: Seconds until the call is given up; None for never.
     """
-    info = everyone(worker_group)
-    planned = plan(spec.dispatch, arguments, info.ranks)
+    info = make_group_role(worker_group)
+    planned = plan_call(spec.dispatch, arguments, info.ranks)
     call = PendingCall(label, "", method, info.slots)
-    return ready(worker_group, call, info, spec, planned, [], FOREVER_S if timeout is None else timeout)
+    return prepare_draft(worker_group, call, info, spec, planned, [], FOREVER_S if timeout is None else timeout)
 
 
 def send(messages: Messages) -> Sequence[Draft]:
-    """Send calls of one group, and calls that features insert; return all sent calls. The order's lock is held."""
+    """Send calls of one group, and calls that features insert; return all. The caller holds the order's lock."""
     drafts, worker_group = messages.drafts, messages._worker_group
     all_drafts = drafts
     for part in worker_group.drafting:
-        all_drafts = part.drafted(all_drafts)
+        all_drafts = part.prepend_calls(all_drafts)
     if all_drafts is drafts:
         messages.send()
         return drafts
@@ -492,9 +494,9 @@ def send(messages: Messages) -> Sequence[Draft]:
 
 def refuse_here(worker_group: WorkerGroup, label: str) -> None:
     """Refuse a blocking call inside a pipeline, on a closed or failed group, or from role code."""
-    if (recorder := recording(worker_group)) is not None:
+    if (recorder := current_recorder(worker_group)) is not None:
         recorder.refuse_call(label)
-    worker_group.check()
+    worker_group.check_usable()
     refuse_inside(label, worker_group.name)
 
 

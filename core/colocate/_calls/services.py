@@ -43,8 +43,8 @@ class Services:
         secret: The key with which workers and driver authenticate each other.
         debugging: Whether ranks stop where a role raises, and the driver's PYTHONBREAKPOINT; None for neither.
         is_ending: Whether the run was asked to end: then no rank of any group of this process stops in a debugger.
-        hears: Callback for the output of workers' processes: the worker's boot, the role and rank, if known, and the
-            line; returns whether to hide the line.
+        output_handler: Callback for the output of workers' processes: the worker's boot, the role and rank, if known,
+            and the line; returns whether to hide the line.
         resumed: Checkpoints of groups in a resumed run, by group name.
         run: The run (`Run`) that records calls; None for none.
     """
@@ -62,7 +62,7 @@ class Services:
     dispatcher: Dispatcher
     printer: Printer
     observers: Observers = attrs.field(factory=Observers)
-    hears: Callable[[Boot, str | None, str], bool] | None = None
+    output_handler: Callable[[Boot, str | None, str], bool] | None = None
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
     debugging: tuple[bool, str] | None = None
     is_ending: bool = False
@@ -78,13 +78,13 @@ class Services:
     def new_key(self) -> int:
         return next(self._keys)
 
-    def settle(self) -> bool:
+    def flush_observers(self) -> bool:
         """Wait until observers have received all events; return False if an observer hangs."""
         flag = Flag()
-        self.dispatcher.soon(flag.set)
+        self.dispatcher.call_soon(flag.set)
         return flag.wait(TOLD_WITHIN_S)
 
-    def tell(self, hook: str, *args: Any) -> None:
+    def notify_observers(self, hook: str, *args: Any) -> None:
         """Report an event to the observers, on the dispatcher's thread."""
         if self.observers:
-            self.dispatcher.soon(partial(self.observers.tell, hook, *args))
+            self.dispatcher.call_soon(partial(self.observers.notify, hook, *args))

@@ -9,16 +9,25 @@ import attrs
 
 from colocate._calls.handles import Consumer, Reference
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import OPEN, Draft, keep, ready, recording, refuse_inside, start, submit
+from colocate._calls.sending import (
+    OPEN,
+    Draft,
+    current_recorder,
+    keep,
+    prepare_draft,
+    refuse_inside,
+    send_blocking,
+    submit,
+)
 from colocate._role import context
-from colocate._role.call import Call, OnDriver, Resident, lives_on_driver
+from colocate._role.call import Call, DriverObject, Resident, lives_on_driver
 from colocate._role.method_spec import MethodSpec, no_such_attribute
 from colocate._role.role import RoleInfo, no_such_method
-from colocate._signals.in_framework import refuse_to_wait
-from colocate._system.numbers import limit
-from colocate._values.dispatch import Broadcast, chosen_ranks, plan
+from colocate._signals.in_framework import check_may_wait
+from colocate._system.numbers import parse_limit
+from colocate._values.dispatch import Broadcast, parse_ranks, plan_call
 from colocate._values.leaves import map_leaves
-from colocate._values.nesting import no_end
+from colocate._values.nesting import find_nesting_error
 from colocate._values.plain import is_plain
 from colocate.errors import ColocateError, ConfigError
 
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
     from colocate._worker_group.worker_group import WorkerGroup
 
 
-class RoleView(OnDriver):
+class RoleView(DriverObject):
     """The driver's handle of one role of one group; `colocate.inspect(view)` has more facts."""
 
     __slots__ = ("__dict__", "__weakref__")
@@ -39,8 +48,11 @@ class RoleView(OnDriver):
         spec = role.methods.get(name)
         if spec is None:
             raise no_such_method(role.name, name, role.methods)
-        plain = spec.feature is None
-        call = ViewCall(worker_group, role, spec) if plain else worker_group.part(spec.feature).view_call(role, spec)
+        call = (
+            ViewCall(worker_group, role, spec)
+            if spec.feature is None
+            else worker_group.get_part(spec.feature).view_call(role, spec)
+        )
         self.__dict__[name] = call  # Later attribute accesses find the call directly.
         return call
 
@@ -96,7 +108,7 @@ def inspect(view: Any) -> Inspection:
     )
 
 
-class ViewCall(OnDriver):
+class ViewCall(DriverObject):
     """The driver's callable for one method of a role, on the role's ranks."""
 
     __slots__ = (
@@ -117,23 +129,23 @@ class ViewCall(OnDriver):
         self._timeout = timeout
         self._ranks = ranks
         self._label = f"{role.name}.{spec.name}"
-        self._look()
+        self._refresh_ranks()
 
-    def _look(self) -> None:
+    def _refresh_ranks(self) -> None:
         role, spec = self._role, self._spec
         self._of = role.ranks
         self._consumer = Consumer(self._worker_group.name, role.slots, role.ranks.mesh)
         # All calls without arguments share one plan, if the dispatch allows.
         is_plain = type(spec.dispatch) is Broadcast and self._ranks is None and not spec.required
-        self._nothing = plan(spec.dispatch, {}, role.ranks) if is_plain else None
+        self._nothing = plan_call(spec.dispatch, {}, role.ranks) if is_plain else None
         self._packed: list[Any] | None = [None] * len(role.slots)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method on the ranks, wait, and return the collected value."""
-        if OPEN.get() is not None and (recorder := recording(self._worker_group)) is not None:
+        if OPEN.get() is not None and (recorder := current_recorder(self._worker_group)) is not None:
             recorder.refuse_call(self._label, "use .submit(...) or .keep(...), or ")
-        refuse_to_wait(self._label)
-        return start(self._draft(args, kwargs)).result()
+        check_may_wait(self._label)
+        return send_blocking(self._draft(args, kwargs)).result()
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Call[Any]:
         """Submit the call and return at once."""
@@ -151,13 +163,13 @@ class ViewCall(OnDriver):
                 setting, or else the runtime's `call_timeout`.
             ranks: The ranks to call, in order; None for the previous setting, or else all.
         """
-        timeout = limit(timeout, "options(timeout)", positive=True)
+        timeout = parse_limit(timeout, "options(timeout)", positive=True)
         return ViewCall(
             self._worker_group,
             self._role,
             self._spec,
             self._timeout if timeout is None else timeout,
-            self._ranks if ranks is None else chosen_ranks(ranks),
+            self._ranks if ranks is None else parse_ranks(ranks),
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -168,12 +180,12 @@ class ViewCall(OnDriver):
 
     def _draft(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draft:
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
-        if not worker_group.life.is_plain:
-            worker_group.check()
+        if not worker_group.life.is_usable:
+            worker_group.check_usable()
         if context.current() is not None:
             refuse_inside(label, worker_group.name)
         if role.ranks is not self._of:
-            self._look()
+            self._refresh_ranks()
         uses: list[Reference] = []
         packed, planned = self._packed, self._nothing
         if planned is None or args or kwargs:
@@ -182,16 +194,16 @@ class ViewCall(OnDriver):
             try:
                 if arguments:
                     arguments = with_references(arguments, worker_group, self._consumer, label, uses)
-                planned = plan(spec.dispatch, arguments, role.ranks, self._ranks)
+                planned = plan_call(spec.dispatch, arguments, role.ranks, self._ranks)
             except RecursionError:
-                raise no_end(label) from None
+                raise find_nesting_error(label) from None
         targets: Sequence[int] = role.slots
         if not isinstance(planned.targets, range):  # The call names ranks, and doesn't use all ranks in order.
             targets = [targets[rank] for rank in planned.targets]
         call = PendingCall(label, role.name, spec.name, targets, planned.targets)
         if planned.partition is not None:
             call.partition = planned.partition
-        return ready(worker_group, call, role, spec, planned, uses, self._timeout, packed)
+        return prepare_draft(worker_group, call, role, spec, planned, uses, self._timeout, packed)
 
 
 def with_references(
@@ -208,12 +220,12 @@ def with_references(
         if not isinstance(item, Reference):
             raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
         residents = item._residents
-        residents.use(item._kept, worker_group)
+        residents.mark_used(item._kept, worker_group)
         if residents.link.services is not worker_group.services:
             raise ColocateError(
                 f"resident of {item._kept.source.label} belongs to another runtime; fetch() it and pass the value"
             )
-        bound = item.bound(consumer)
+        bound = item.bind_consumer(consumer)
         uses.append(bound)
         return bound
 

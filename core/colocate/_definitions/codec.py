@@ -19,12 +19,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from colocate._definitions import making
-from colocate._definitions.ids import id_of
-from colocate._definitions.packed import Packed, Plain
+from colocate._definitions.ids import get_id
+from colocate._definitions.packed import Packed, PlainData
 from colocate._definitions.pickler import Pickler, is_special
-from colocate._definitions.structure import named, structure_of
-from colocate._devices.copies import Copies, exposed, flat, line_of, on_host
-from colocate._devices.lending import handle_of
+from colocate._definitions.structure import iter_named, structure_of
+from colocate._devices.copies import Copies, expose_buffer, find_line, get_host_copy, view_bytes
+from colocate._devices.lending import get_handle
 from colocate._signals.guard import interruptible
 from colocate._system.by_type import by_type
 from colocate.errors import SerializationError
@@ -65,13 +65,13 @@ def pack(value: Any) -> Packed:
         return Packed(pickle.dumps(value, protocol=5))
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    pickler = pickler_for(file, buffers.append)
+    pickler = create_pickler(file, buffers.append)
     pickler.dump(value)
     raw, needs = tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values())
     return Packed(file.getvalue(), raw, needs, pickler.has_trained)
 
 
-def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = None) -> Pickler:
+def create_pickler(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = None) -> Pickler:
     # Without torch there are no tensors. `nn` is missing while another thread is importing torch.
     kind = TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
     return kind(file, buffer_callback, bundle)
@@ -80,25 +80,25 @@ def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], bundle: Any = 
 @interruptible
 def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
     """Decode a value. Tensors and arrays use the packed memory without a copy."""
-    outer = _copies()
-    if device is None or (device == "cpu" and outer is None):  # All tensors stay on the host.
+    outer = _get_copies()
+    if device is None or (device == "cpu" and outer is None):  # All tensors stay in CPU memory.
         return pickle.loads(packed.data, buffers=packed.buffers)
     _here.copies = copies = Copies(device)
     try:
         return pickle.loads(packed.data, buffers=packed.buffers)
     finally:
         _here.copies = outer
-        copies.wait()
+        copies.wait_for_copies()
 
 
-def _copies() -> Copies | None:
+def _get_copies() -> Copies | None:
     return getattr(_here, "copies", None)
 
 
 def _is_plain(value: Any, room: int) -> int:
-    """Return `room` minus the number of items in a value of builtins and `Plain` objects; negative for other values."""
+    """Return `room` less the number of nested items if all are builtins or `PlainData`; a negative number otherwise."""
     kind = type(value)
-    if kind in _ATOMS or issubclass(kind, Plain):
+    if kind in _ATOMS or issubclass(kind, PlainData):
         return room - 1
     if (kind is not dict and kind is not tuple and kind is not list) or len(value) > room:
         return -1
@@ -136,7 +136,7 @@ class TensorPickler(Pickler):
             if self.bundle is None:
                 return make, args, *rest
             # Bundles share parameters by id, because a model and an optimizer may be sent at different times.
-            return making.shared, (id_of(obj), make, args), *rest
+            return making.shared, (get_id(obj), make, args), *rest
         if issubclass(kind, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return making.found_at, ("torch.ops", str(obj))
         if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
@@ -169,7 +169,7 @@ def _is_tensordict(kind: type) -> bool:
 
 
 def _placed_tensordict(tensordict: Any) -> Any:
-    copies = _copies()
+    copies = _get_copies()
     return tensordict.to("cpu" if copies is None else copies.device)
 
 
@@ -187,15 +187,15 @@ def _reduce_tensor(tensor: Any) -> Any:
     is_dense = not (tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     if type(tensor) is not torch.Tensor or not is_dense:
         return tensor.__reduce_ex__(5)
-    if (line := line_of(tensor)) is not None:
+    if (line := find_line(tensor)) is not None:
         return _strided, (line, tuple(tensor.shape), tensor.stride())
     marked = _on_device(tensor)
     if marked:
-        if (lent := handle_of(tensor)) is not None:
+        if (lent := get_handle(tensor)) is not None:
             return lent
-        tensor = on_host(tensor)
+        tensor = get_host_copy(tensor)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    flat_bytes = exposed(flat(tensor))
+    flat_bytes = expose_buffer(view_bytes(tensor))
     memory = pickle.PickleBuffer(flat_bytes) if tensor.nbytes > _SMALL_BYTES else bytearray(flat_bytes)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
 
@@ -217,8 +217,8 @@ def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], marked: bool) -> An
     if len(shape) != 1:
         tensor = tensor.view(shape)
     if marked:
-        copies = _copies()
-        return tensor if copies is None else copies.of(tensor)
+        copies = _get_copies()
+        return tensor if copies is None else copies.copy_tensor(tensor)
     return tensor
 
 
@@ -233,10 +233,10 @@ def _jagged(values: Any, offsets: Any, lengths: Any, ragged: int) -> Any:
 
 def explain(value: Any, name: str, error: BaseException) -> SerializationError:
     """Return an error that names the deepest part of a value that can't be pickled."""
-    path, culprit, cause = deepest(value, name, error, pack)
+    path, culprit, cause = find_deepest(value, name, error, pack)
     return SerializationError(
-        f"{path} can't be sent: it is {kind_and_cause(culprit, cause)}. "
-        + advice(
+        f"{path} can't be sent: it is {describe_fault(culprit, cause)}. "
+        + get_advice(
             culprit,
             "Send plain data and make such a thing where it is needed, inside the role; or leave it out by the "
             "__getstate__ of what holds it.",
@@ -246,7 +246,7 @@ def explain(value: Any, name: str, error: BaseException) -> SerializationError:
     )
 
 
-def deepest(
+def find_deepest(
     value: Any, name: str, error: BaseException, pickle: Callable[[Any], object]
 ) -> tuple[str, Any, BaseException]:
     """Find the deepest part of a value that can't be pickled.
@@ -264,7 +264,7 @@ def deepest(
     visited: set[int] = set()
     while len(visited) < _DEPTH and id(culprit) not in visited:
         visited.add(id(culprit))
-        for step, part in islice(_parts(culprit), _ITEMS):  # noqa: B007  # what they are at the break
+        for step, part in islice(_iter_parts(culprit), _ITEMS):  # noqa: B007  # what they are at the break
             try:
                 pickle(part)
             except Exception as error:
@@ -280,17 +280,17 @@ def deepest(
     return (f"the variable {path}{owner}" if owner else path), culprit, cause
 
 
-def kind_and_cause(culprit: Any, cause: BaseException) -> str:
+def describe_fault(culprit: Any, cause: BaseException) -> str:
     """Describe the type and the error of a part that can't be pickled."""
     kind = type(culprit)
     article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
-    module = _module_of(kind)
+    module = _get_module_name(kind)
     module = "colocate" if module.startswith("colocate._") else module  # Users only know the public module.
     return f"{article} {module}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
 
 
-def advice(culprit: Any, usual: str) -> str:
-    if _module_of(type(culprit)).partition(".")[0] != "colocate":
+def get_advice(culprit: Any, usual: str) -> str:
+    if _get_module_name(type(culprit)).partition(".")[0] != "colocate":
         return usual
     return (
         "What a method needs of the driver it is given as an argument: a value, or a resident; a role finds the others "
@@ -298,16 +298,16 @@ def advice(culprit: Any, usual: str) -> str:
     )
 
 
-def _module_of(kind: type) -> str:
+def _get_module_name(kind: type) -> str:
     """Return a class's module, read from `type` itself, because a metaclass may redefine `__module__`."""
     module = type.__dict__["__module__"].__get__(kind)
     return module if isinstance(module, str) else "?"
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _iter_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value that pickle would visit, each with a path suffix or the name of a closure variable."""
     if (structure := structure_of(type(value))) is not None:
-        yield from named(structure.open(value))
+        yield from iter_named(structure.open_value(value))
         return
     if isinstance(value, dict):
         yield from ((f".keys()[{i}]", key) for i, key in enumerate(value))
@@ -333,10 +333,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 parts = []
             yield from ((f".{name}", part) for part in parts)
     if not isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType):
-        yield from _state(value)
+        yield from _iter_state(value)
 
 
-def _state(value: Any) -> Iterator[tuple[str, Any]]:
+def _iter_state(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes and arguments that `__reduce_ex__` returns for an object, each with a path suffix."""
     try:
         reduced = value.__reduce_ex__(5)

@@ -21,7 +21,7 @@ _ORIGIN_BITS, _NUMBER_BITS = 64, 32
 
 
 class Definition(NamedTuple):
-    """A class, function or other object that the script has a name for, paired with an id."""
+    """A class, function or other object with a name in the script, paired with an id."""
 
     id: int
     thing: Any
@@ -37,8 +37,8 @@ class Name(NamedTuple):
 Need: TypeAlias = Definition | Name
 
 _things: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_lasting: dict[int, Any] = {}  # Holds objects that can't be weakly referenced, such as a sentinel with slots.
-# Maps an object's `id()` to an id. The address may be reused, so callers compare the object from `thing_of`.
+_lasting: dict[int, Any] = {}  # Holds objects that can't be weakly referenced, as with `__slots__`.
+# Maps the address of an object (`id()`) to a definition's id. Addresses are reused, so callers check `get_thing`.
 _ids: dict[int, int] = {}
 _numbers = itertools.count(1)
 _origin = secrets.randbits(_ORIGIN_BITS)
@@ -53,7 +53,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def this_process() -> int:
+def get_origin() -> int:
     """Return the common prefix of all ids that this process assigns."""
     return _origin
 
@@ -62,39 +62,39 @@ def is_of_this_process(id: int) -> bool:
     return id >> _NUMBER_BITS == _origin
 
 
-def id_of(thing: Any) -> int:
-    """Return an object's first id; assign a new id if the object has none."""
+def get_id(thing: Any) -> int:
+    """Return an object's id for sending; assign a new id if the object has none."""
     existing_id = _ids.get(builtins.id(thing))
-    if existing_id is not None and thing_of(existing_id) is thing:
+    if existing_id is not None and get_thing(existing_id) is thing:
         return existing_id
-    return note(_origin << _NUMBER_BITS | next(_numbers), thing)
+    return register_id(_origin << _NUMBER_BITS | next(_numbers), thing)
 
 
-def note(id: int, thing: Any) -> int:
+def register_id(id: int, thing: Any) -> int:
     """Register an object under an id; return the object's first id, which is used for sending."""
     try:
         _things[id] = thing
     except TypeError:
         _lasting[id] = thing
     first = _ids.setdefault(builtins.id(thing), id)  # `setdefault` is atomic, so the first thread wins.
-    if thing_of(first) is not thing:  # The address belonged to an object that no longer exists.
+    if get_thing(first) is not thing:  # The address belonged to an object that no longer exists.
         _ids[builtins.id(thing)] = first = id
     return first
 
 
-def thing_of(id: int) -> Any:
+def get_thing(id: int) -> Any:
     """Return the object with this id in this process, or None."""
     thing = _things.get(id)
     return _lasting.get(id) if thing is None else thing
 
 
 # The module `bundles` replaces this hook by a search of received bundles.
-find_arrived: Callable[[int], Any] = thing_of
+find_arrived: Callable[[int], Any] = get_thing
 # This hook requests a missing definition from the driver; only workers have one.
 find_missing: Callable[[int], None] | None = None
 
 
-def find(id: int) -> Any:
+def find_thing(id: int) -> Any:
     """Return the object with this id; load or request the definition if necessary.
 
     Raises:

@@ -29,7 +29,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from colocate._definitions import ids
-from colocate._definitions.names import MISSING, is_main, main_module, path_of, script_names
+from colocate._definitions.names import MISSING, find_import_path, get_main_module, get_script_names, is_main
 
 _here = threading.local()  # `_here.making` is the bundle that this thread is rebuilding.
 
@@ -38,14 +38,14 @@ class Making:
     """A context manager with the state of one bundle while the bundle's definitions are rebuilt.
 
     Attributes:
-        found: New definitions, and definitions that existed here already, by id.
-        open: Unfinished definitions, and descriptions of globals that are being rebuilt, by id().
+        definitions: New definitions, and definitions that existed here already, by id.
+        unfilled: Unfinished definitions, and descriptions of globals that are being rebuilt, by id().
         values: Namespaces of type aliases, by id() of the alias.
     """
 
     def __init__(self) -> None:
-        self.found: dict[int, Any] = {}
-        self.open: dict[int, Any] = {}
+        self.definitions: dict[int, Any] = {}
+        self.unfilled: dict[int, Any] = {}
         self.values: dict[int, dict[str, Any]] = {}
 
     def __enter__(self) -> Making:
@@ -56,50 +56,50 @@ class Making:
     def __exit__(self, *_: object) -> None:
         _here.making = self._outer
 
-    def existing(self, id: int) -> Any:
+    def find_existing(self, id: int) -> Any:
         """Return the object with this id in this process or in the bundle, or None."""
-        thing = self.found.get(id)
-        if thing is None and (thing := ids.thing_of(id)) is not None:
-            self.found[id] = thing
+        thing = self.definitions.get(id)
+        if thing is None and (thing := ids.get_thing(id)) is not None:
+            self.definitions[id] = thing
         return thing
 
 
 def make(id: int, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Create an empty definition of the current bundle, or return the existing object with this id."""
     making: Making = _here.making
-    thing = making.existing(id)
+    thing = making.find_existing(id)
     if thing is None:
-        thing = making.found[id] = maker(*args)
-        making.open[builtins.id(thing)] = thing
+        thing = making.definitions[id] = maker(*args)
+        making.unfilled[builtins.id(thing)] = thing
     return thing
 
 
 def fill(thing: Any, state: tuple[Any, Callable[[Any, Any], None] | None, Any]) -> None:
     """Set the contents of a new definition; do nothing for a definition that existed before."""
     _, filler, contents = state
-    if _here.making.open.get(builtins.id(thing)) is thing:
+    if _here.making.unfilled.get(builtins.id(thing)) is thing:
         if filler is not None:
             filler(thing, contents)
-        del _here.making.open[builtins.id(thing)]
+        del _here.making.unfilled[builtins.id(thing)]
 
 
 def first(thing: Any, bound: None) -> Any:
-    """Return a definition. Unpickling the second argument has set the globals of the definition's code before."""
+    """Return a definition, after unpickling the second argument has set the globals of the definition's code."""
     return thing
 
 
 def named(id: int) -> Any:
     making: Making | None = getattr(_here, "making", None)
-    thing = None if making is None else making.existing(id)
-    return ids.find(id) if thing is None else thing
+    thing = None if making is None else making.find_existing(id)
+    return ids.find_thing(id) if thing is None else thing
 
 
 def shared(id: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return the object with this id, created at the first request, so that several globals can share a parameter."""
-    thing = ids.thing_of(id)
+    thing = ids.get_thing(id)
     if thing is None:
         thing = make(*args)
-        ids.note(id, thing)
+        ids.register_id(id, thing)
     return thing
 
 
@@ -118,18 +118,18 @@ _bound: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyD
 
 def about(words: str) -> str:
     """Record the description of the global that is rebuilt next, for error texts."""
-    _here.making.open[id(words)] = words
+    _here.making.unfilled[id(words)] = words
     return words
 
 
 def bind_named(words: str, here: dict[str, Any], names: Mapping[str, Any]) -> None:
     bind(here, names)
-    del _here.making.open[id(words)]
+    del _here.making.unfilled[id(words)]
 
 
 def bind(here: dict[str, Any], names: Mapping[str, Any]) -> None:
     """Set globals in a namespace, except globals of the script that role code has rebound in the meantime."""
-    main = main_module()
+    main = get_main_module()
     if main is None or here is not main.__dict__:
         here.update(names)
         return
@@ -142,7 +142,7 @@ def bind(here: dict[str, Any], names: Mapping[str, Any]) -> None:
 
 def globals_of(module: str) -> dict[str, Any]:
     """Return the globals for a received function, which are the script's or an imported module's namespace."""
-    return script_names() if is_main(module) else importlib.import_module(module).__dict__
+    return get_script_names() if is_main(module) else importlib.import_module(module).__dict__
 
 
 def make_function(
@@ -156,10 +156,10 @@ def make_function(
 def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], dict[str, Any], Mapping[str, Any]]) -> None:
     """Set the attributes, closure cells and globals of a new function."""
     attributes, slots, names = state
-    del slots["_cloudpickle_submodules"]  # The submodules are imported by now.
+    del slots["_cloudpickle_submodules"]  # Unpickling this entry has imported the submodules.
     bind(function.__globals__, names)
     for cell, source_cell in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
-        with contextlib.suppress(ValueError):  # A sent cell may be empty.
+        with contextlib.suppress(ValueError):  # A closure cell is empty if the variable is unset.
             cell.cell_contents = source_cell.cell_contents
     function.__dict__.update(attributes)
     for name, value in slots.items():
@@ -186,7 +186,7 @@ def make_class(meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: 
         return maker.__new__(meta, name, bases, namespace)
     thread_id = threading.get_ident()
 
-    # This substitute still calls the hook for classes that other threads define in the meantime.
+    # This substitute does nothing on this thread, but calls the hook for classes that other threads define meanwhile.
     def tell(cls: type, /, **options: Any) -> None:
         if threading.get_ident() != thread_id:
             hook.__get__(None, cls)(**options)
@@ -216,23 +216,23 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         abc.ABCMeta.register(cls, subclass)
     for name, attributes in members.items():
         cls.__members__[name].__dict__.update(attributes)
-    if issubclass(cls, enum.Enum) or (base_hook := _hook_for(cls)) is None or not _takes_nothing(base_hook[1]):
+    if issubclass(cls, enum.Enum) or (base_hook := _find_hook(cls)) is None or not _needs_no_options(base_hook[1]):
         return
     before = dict(vars(cls))
     base_hook[1]()
-    # Restore the attributes that came with the class, because the hook may have overwritten later changes.
+    # Restore the attributes as sent, because the hook may have overwritten values set after the class statement.
     for name, value in before.items():
         if vars(cls).get(name) is not value:
             type.__setattr__(cls, name, value)
 
 
-def warn_of_untold(things: Iterable[Any]) -> None:
+def warn_of_lost_options(things: Iterable[Any]) -> None:
     """Warn of classes for which workers can't call a base's `__init_subclass__` with the class statement's options."""
     for cls in things:
-        if not isinstance(cls, type) or (base_hook := _hook_for(cls)) is None:
+        if not isinstance(cls, type) or (base_hook := _find_hook(cls)) is None:
             continue
         owner, hook = base_hook
-        if _takes_nothing(hook) and not (_has_options(hook) and _gives_options(cls)):
+        if _needs_no_options(hook) and not (_has_options(hook) and _uses_options(cls)):
             continue
         text = (
             f"{cls.__qualname__} was defined with options for its base {owner.__module__}.{owner.__qualname__}, and "
@@ -246,13 +246,15 @@ def warn_of_untold(things: Iterable[Any]) -> None:
         warnings.warn_explicit(text, RuntimeWarning, file, line)
 
 
-def _hook_for(cls: type) -> tuple[type, Callable[..., Any]] | None:
+def _find_hook(cls: type) -> tuple[type, Callable[..., Any]] | None:
     """Return the nearest importable base that defines `__init_subclass__`, and the hook; None without such a base.
 
     None also stands for a hook of the standard library, because these hooks run in any case.
     """
     for base in cls.__mro__[1:]:
-        if (hook := vars(base).get("__init_subclass__")) is not None and (base is object or path_of(base) is not None):
+        if (hook := vars(base).get("__init_subclass__")) is not None and (
+            base is object or find_import_path(base) is not None
+        ):
             return None if _is_of_python(getattr(hook, "__func__", hook)) else (base, hook.__get__(None, cls))
     return None
 
@@ -270,7 +272,7 @@ def _has_options(hook: Callable[..., Any]) -> bool:
     return not kinds.isdisjoint({inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD})
 
 
-def _takes_nothing(hook: Callable[..., Any]) -> bool:
+def _needs_no_options(hook: Callable[..., Any]) -> bool:
     try:
         inspect.signature(hook).bind()
     except TypeError:
@@ -280,11 +282,11 @@ def _takes_nothing(hook: Callable[..., Any]) -> bool:
     return True
 
 
-def _gives_options(cls: type) -> bool:
+def _uses_options(cls: type) -> bool:
     """Return whether a class statement has keyword options; False if the source isn't available."""
     try:
         statement = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError, SyntaxError, SystemError):  # Python 3.11's `ast` isn't thread-safe.
+    except (OSError, TypeError, SyntaxError, SystemError):  # Python 3.11's `ast` isn't thread-safe (SystemError).
         return False
     return isinstance(statement, ast.ClassDef) and any(keyword.arg != "metaclass" for keyword in statement.keywords)
 

@@ -29,16 +29,16 @@ def is_main(name: Any) -> bool:
     return name in MAINS
 
 
-def main_module() -> ModuleType | None:
+def get_main_module() -> ModuleType | None:
     return sys.modules.get("__main__")
 
 
-def script_names() -> dict[str, Any]:
-    main = main_module()
+def get_script_names() -> dict[str, Any]:
+    main = get_main_module()
     return {} if main is None else main.__dict__
 
 
-def path_of(thing: Any) -> tuple[str, str] | None:
+def find_import_path(thing: Any) -> tuple[str, str] | None:
     """Return module and qualified name of a class or function that other processes can import; None otherwise.
 
     Other processes can't import definitions of the script or a notebook, definitions inside of a function, and
@@ -58,7 +58,7 @@ def path_of(thing: Any) -> tuple[str, str] | None:
     return (name, path) if target is thing else None
 
 
-def place_of(module: ModuleType) -> tuple[str, str] | None:
+def find_module_path(module: ModuleType) -> tuple[str, str] | None:
     """Return an importable module and an attribute path that lead to a module object; None if nothing leads there.
 
     A module may be registered under another name (`six.moves`), or only be an attribute (`torch.ops.aten`).
@@ -99,7 +99,7 @@ def is_installed(module: ModuleType) -> bool:
     if file is None:
         places = getattr(module, "__path__", [""])
         return module.__name__ in sys.builtin_module_names or all(
-            str(entry).startswith(installed_roots()) for entry in places
+            str(entry).startswith(list_installed_roots()) for entry in places
         )
     return is_installed_file(file)
 
@@ -107,11 +107,11 @@ def is_installed(module: ModuleType) -> bool:
 @functools.cache
 def is_installed_file(file: str) -> bool:
     """Return whether a file's absolute or resolved path is in a folder of installed distributions."""
-    return any(str(path).startswith(installed_roots()) for path in (Path(file).absolute(), Path(file).resolve()))
+    return any(str(path).startswith(list_installed_roots()) for path in (Path(file).absolute(), Path(file).resolve()))
 
 
 @functools.cache
-def installed_roots() -> tuple[str, ...]:
+def list_installed_roots() -> tuple[str, ...]:
     """Return the folders of the standard library and of installed distributions, including editable distributions."""
     paths = sysconfig.get_paths()
     roots = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}

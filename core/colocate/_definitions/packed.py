@@ -11,8 +11,8 @@ from colocate._definitions.ids import Need
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-class Plain:
-    """Base class of types that plain pickle can send, because all attributes are `Plain` objects or small builtins."""
+class PlainData:
+    """Base class of types that plain pickle can send, because all attributes are `PlainData` or small builtins."""
 
     __slots__ = ()
 
@@ -38,12 +38,12 @@ class Packed(NamedTuple):
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> Any:
-        # The needs are left out, because the enclosing value records all needs.
+        # `needs` is left out, because the enclosing value lists all needed definitions.
         return Packed, (self.data, self.buffers)
 
-    def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
+    def extract_part(self, start: int, end: int, places: Iterable[int]) -> Packed:
         """Return one of several values packed together, by a range in the pickle and the indices of buffers."""
-        # Each part has all needs, because within one process nothing else keeps the definitions alive later.
+        # Each part gets all of `needs`, because within one process nothing else keeps the definitions alive.
         return Packed(self.data[start:end], tuple(self.buffers[place] for place in places), self.needs)
 
     def copy(self) -> Packed:
@@ -51,33 +51,33 @@ class Packed(NamedTuple):
         return Packed(bytes(self.data), buffers, self.needs, self.has_trained)
 
 
-class InArea(Packed):
-    """An encoded value in shared memory (`wire.Area`), which the sender overwrites once the receiver is done."""
+class PackedInArea(Packed):
+    """An encoded value in shared memory (`wire.ReusableFile`), which the sender reuses when the receiver is done."""
 
     __slots__ = ()
 
 
-class Lost(Packed):
+class LostPacked(Packed):
     """A value that couldn't be received for lack of file descriptors or memory. Unpacking raises the OSError."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, error: OSError) -> Lost:
+    def from_error(cls, error: OSError) -> LostPacked:
         """Return a value that raises this error when unpacked."""
-        return cls.when_unpacked(_raise, error.errno, error.strerror or str(error))
+        return cls.from_raiser(_raise, error.errno, error.strerror or str(error))
 
     @classmethod
-    def when_unpacked(cls, raises: Callable[..., NoReturn], *why: Any) -> Lost:
+    def from_raiser(cls, raises: Callable[..., NoReturn], *why: Any) -> LostPacked:
         """Return a value that calls `raises` with `why` when unpacked."""
-        return cls(pickle.dumps(_Lacking((raises, why))))
+        return cls(pickle.dumps(_RaisingCall((raises, why))))
 
-    def part(self, start: int, end: int, places: Iterable[int]) -> Packed:
+    def extract_part(self, start: int, end: int, places: Iterable[int]) -> Packed:
         """Return this lost value itself, because no part of the value has arrived."""
         return self
 
 
-class _Lacking(tuple[Any, ...]):
+class _RaisingCall(tuple[Any, ...]):
     """A function and arguments, as a tuple. Unpickling calls the function, which raises an error."""
 
     __slots__ = ()
@@ -90,11 +90,11 @@ def _raise(number: int | None, text: str) -> NoReturn:
     raise OSError(number, text) if number is not None else OSError(text)
 
 
-def owned(body: Any) -> Any:
+def copy_buffers(body: Any) -> Any:
     """Return a packed body with private copies of the buffers; return other bodies unchanged."""
     return body.copy() if isinstance(body, Packed) and body.buffers else body
 
 
-def packed_bytes(body: Any) -> int:
+def count_packed_bytes(body: Any) -> int:
     """Return the size of a message's body in bytes; 0 without a body or for a value passed by reference."""
     return body.nbytes if isinstance(body, Packed) else 0

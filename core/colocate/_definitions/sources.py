@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from colocate._definitions.names import MAINS, MISSING, is_installed, is_installed_file, is_main, main_module
+from colocate._definitions.names import MAINS, MISSING, get_main_module, is_installed, is_installed_file, is_main
 from colocate.errors import ColocateError
 
 LIMIT_BYTES = 32 << 20
@@ -42,10 +42,10 @@ class Source:
 
 
 @attrs.frozen
-class Refused:
-    """A module of the driver that can't be sent to workers. `why` is the reason in the import error."""
+class RefusedModule:
+    """A module of the driver that can't be sent to workers. `reason` is the reason in the import error."""
 
-    why: str
+    reason: str
 
 
 def is_shipped_with_python(name: str) -> bool:
@@ -54,49 +54,49 @@ def is_shipped_with_python(name: str) -> bool:
     return top in sys.stdlib_module_names or top == "colocate" or top in MAINS
 
 
-def shadowing() -> dict[str, tuple[str, str]]:
-    """Return the file and digest of each module here that shadows the standard library, such as a `profile.py`."""
-    names = [name for name in sys.stdlib_module_names if name not in MAINS and _shadows(name)]
-    return contents({name: source for name in names if (source := look_up(name)) is not None})
+def list_shadowing() -> dict[str, tuple[str, str]]:
+    """Return the file and digest of each imported module that shadows the standard library, such as a `profile.py`."""
+    names = [name for name in sys.stdlib_module_names if name not in MAINS and _is_shadowing(name)]
+    return list_digests({name: source for name in names if (source := find_source(name)) is not None})
 
 
-def _shadows(name: str) -> bool:
+def _is_shadowing(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
     return isinstance(file, str) and not is_installed_file(file)
 
 
-def answer(name: str) -> Mapping[str, Source | Refused]:
-    """Return the source of a module for a worker, and the sources of all further modules imported from there.
+def collect_sources(name: str) -> Mapping[str, Source | RefusedModule]:
+    """Return the source of a module for a worker, and of all modules that this module imports, even indirectly.
 
     Returns:
         The sources by module name; empty if the module is installed or doesn't exist.
     """
-    sources: dict[str, Source | Refused] = {}
+    sources: dict[str, Source | RefusedModule] = {}
     todo, visited, size = [name], set[str](), 0
     while todo:
         module_name = todo.pop(0)
         if module_name in visited or (
-            is_shipped_with_python(module_name) and not _shadows(module_name.partition(".")[0])
+            is_shipped_with_python(module_name) and not _is_shadowing(module_name.partition(".")[0])
         ):
             continue
         visited.add(module_name)
-        source = look_up(module_name)
+        source = find_source(module_name)
         if source is None:
             continue
         if isinstance(source, Source):
             size += len(source.text)
             if size > LIMIT_BYTES:
-                source = Refused(f"it and what it imports have more than {LIMIT_BYTES >> 20} MiB of source")
+                source = RefusedModule(f"it and what it imports have more than {LIMIT_BYTES >> 20} MiB of source")
             else:
-                todo += _imported_by(module_name, source)
+                todo += _list_imports(module_name, source)
         sources[module_name] = source
     return sources if name in sources else {}
 
 
-def look_up(name: str) -> Source | Refused | None:
+def find_source(name: str) -> Source | RefusedModule | None:
     """Return the source of a module of the driver; None for an installed or unknown module."""
     module = sys.modules.get(name)
-    spec = _spec_of(name, module)
+    spec = _find_spec(name, module)
     file: str | None = getattr(module, "__file__", None) or (
         spec.origin if spec is not None and spec.has_location else None
     )
@@ -112,11 +112,13 @@ def look_up(name: str) -> Source | Refused | None:
     if is_installed_file(file):
         return None
     cached = _texts.get(name) if module is not None else None
-    text = cached[1] if cached is not None and cached[0] is spec else _text(name, file, spec)
+    text = cached[1] if cached is not None and cached[0] is spec else _read_text(name, file, spec)
     if text is None:
         if file.endswith(".py"):
-            return Refused(f"the driver has imported it from {file}, which can't be read any more: put the file back")
-        return Refused(
+            return RefusedModule(
+                f"the driver has imported it from {file}, which can't be read any more: put the file back"
+            )
+        return RefusedModule(
             f"the driver has it from {file}, which isn't Python source, and only source travels to the workers: "
             "install it where they run"
         )
@@ -133,14 +135,14 @@ a new spec.
 """
 
 
-def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
+def _find_spec(name: str, module: ModuleType | None) -> ModuleSpec | None:
     if module is not None:
         return getattr(module, "__spec__", None)
     parent = name.rpartition(".")[0]
     path: Any = None
     if parent:
         above = sys.modules.get(parent)
-        parent_spec = _spec_of(parent, None) if above is None else None
+        parent_spec = _find_spec(parent, None) if above is None else None
         path = (
             getattr(above, "__path__", None)
             if above is not None
@@ -158,7 +160,7 @@ def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
     return None
 
 
-def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
+def _read_text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
     if file.endswith(".py"):
         with suppress(OSError):  # The file may be inside an archive.
             return Path(file).read_bytes()
@@ -170,8 +172,8 @@ def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
     return None if text is None else text.encode()
 
 
-def _imported_by(name: str, source: Source) -> list[str]:
-    """Return the names of all modules that a source imports, each one after the parent packages."""
+def _list_imports(name: str, source: Source) -> list[str]:
+    """Return the names of all modules that a source imports, each preceded by the parent packages."""
     try:
         # The source is compiled, not parsed by `ast`, because `ast` isn't thread-safe on Python 3.11.
         code = compile(source.text, name, "exec", dont_inherit=True)
@@ -179,15 +181,15 @@ def _imported_by(name: str, source: Source) -> list[str]:
         return []
     package = name if source.package else name.rpartition(".")[0]
     names: dict[str, None] = {}
-    for module_name in _imports(code, package):
+    for module_name in _iter_imports(code, package):
         parts = module_name.split(".")
         names |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
     return list(names)
 
 
-def _imports(code: CodeType, package: str) -> Iterator[str]:
+def _iter_imports(code: CodeType, package: str) -> Iterator[str]:
     """Yield the names of modules that code may import, including each name in a `from package import name`."""
-    for inner in _with_inner(code):
+    for inner in _iter_code(code):
         steps = [step for step in dis.get_instructions(inner) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname == "IMPORT_NAME":
@@ -197,48 +199,48 @@ def _imports(code: CodeType, package: str) -> Iterator[str]:
                     yield from (f"{base}.{name}" for name in names.argval or () if name != "*")
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
+def _iter_code(code: CodeType) -> Iterator[CodeType]:
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _with_inner(const)
+            yield from _iter_code(const)
 
 
 # -- whether two sides have the same
 
 
-def digest(text: bytes) -> str:
+def hash_text(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]]:
+def list_digests(found: Mapping[str, Source | RefusedModule]) -> dict[str, tuple[str, str]]:
     """Return the file and digest of each module that has a source file, by module name."""
     return {
-        name: (source.file, digest(source.text))
+        name: (source.file, hash_text(source.text))
         for name, source in found.items()
         if isinstance(source, Source) and source.file is not None
     }
 
 
-def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
+def find_other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
     """Compare the modules imported here with another process's digests; return an error text, or None if all agree."""
     for name, (file, content) in there.items():
-        if name in sys.modules and (driver_file := _other_file(name, content)) is not None:
-            return in_the_way(name, driver_file, file)
+        if name in sys.modules and (driver_file := _find_other_file(name, content)) is not None:
+            return describe_conflict(name, driver_file, file)
     return None
 
 
-def _other_file(name: str, content: str) -> str | None:
+def _find_other_file(name: str, content: str) -> str | None:
     """Return the file of a module in this process if the digest differs from `content`; None otherwise."""
-    source = look_up(name)
+    source = find_source(name)
     return (
         source.file
-        if isinstance(source, Source) and source.file is not None and digest(source.text) != content
+        if isinstance(source, Source) and source.file is not None and hash_text(source.text) != content
         else None
     )
 
 
-def in_the_way(name: str, here: str, there: str) -> str:
+def describe_conflict(name: str, here: str, there: str) -> str:
     """Return the error text for two different files of one module, on the driver and on a worker."""
     return (
         f"module {name!r} of the driver ({here}) has other content than the one that the worker has imported already "
@@ -258,71 +260,71 @@ class ShippedModules:
 
     def __init__(self, group: str, of_another: Mapping[str, tuple[str, str]] | None = None) -> None:
         self._group = group
-        self._others = frozenset(of_another or ())
+        self._former_modules = frozenset(of_another or ())
         self.contents: dict[str, tuple[str, str]] = {}
-        self._seen: dict[str, Any] = {}  # Maps module names to import specs.
+        self._specs: dict[str, Any] = {}  # Maps module names to import specs.
         self.news: set[str] = set()
-        _all[id(self)] = self
+        _shipped[id(self)] = self
         if sys.meta_path[0] is not _IMPORTS:
             sys.meta_path[:] = [_IMPORTS, *(finder for finder in sys.meta_path if finder is not _IMPORTS)]
         if of_another:
-            if (why := other_content(of_another)) is not None:
+            if (why := find_other_content(of_another)) is not None:
                 raise ColocateError(f"group {group!r} can't be taken up here: {why}")
-            self.add(of_another)
+            self.add_modules(of_another)
 
-    def add(self, found: Mapping[str, tuple[str, str]]) -> None:
+    def add_modules(self, found: Mapping[str, tuple[str, str]]) -> None:
         """Record modules that the workers receive; known modules keep their recorded contents."""
         for name, content in found.items():
             if self.contents.setdefault(name, content) is content:
-                self._seen[name] = _spec(name)
+                self._specs[name] = _get_spec(name)
 
-    def compare(self, line: tuple[str, int]) -> None:
+    def warn_of_changes(self, line: tuple[str, int]) -> None:
         """Warn of modules that the driver has imported again with other contents than the workers have."""
-        self.refuse_late()
+        self.check_late_imports()
         for name in list(self.news):  # Copied, because several threads may compare at once.
             self.news.discard(name)
-            spec = _spec(name)
-            if name not in self.contents or spec is self._seen[name]:
+            spec = _get_spec(name)
+            if name not in self.contents or spec is self._specs[name]:
                 continue
-            self._seen[name] = spec  # Recording the spec prevents a second warning.
-            if spec is not None and (file := _other_file(name, self.contents[name][1])) is not None:
+            self._specs[name] = spec  # Recording the spec prevents a second warning.
+            if spec is not None and (file := _find_other_file(name, self.contents[name][1])) is not None:
                 text = (
                     f"the driver has imported module {name!r} anew ({file}), with other content than the workers of "
                     f"group {self._group!r} have of it. They keep theirs: spawn the group anew"
                 )
                 warnings.warn_explicit(text, RuntimeWarning, *line)
 
-    def refuse_late(self) -> None:
+    def check_late_imports(self) -> None:
         """Raise if this driver has imported a module with other contents than an earlier driver sent to the workers."""
-        for name in self.news & self._others:
-            if self._seen[name] is None and (spec := _spec(name)) is not None:
-                if (file := _other_file(name, self.contents[name][1])) is not None:
-                    why = in_the_way(name, file, self.contents[name][0])
+        for name in self.news & self._former_modules:
+            if self._specs[name] is None and (spec := _get_spec(name)) is not None:
+                if (file := _find_other_file(name, self.contents[name][1])) is not None:
+                    why = describe_conflict(name, file, self.contents[name][0])
                     raise ColocateError(f"group {self._group!r} can't be used here: {why}")
-                self._seen[name] = spec
+                self._specs[name] = spec
 
 
-class _Imports:
+class _ImportObserver:
     """An import finder that never finds a module, but records each imported name in all `ShippedModules`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        for reference in _all.valuerefs():
+        for reference in _shipped.valuerefs():
             if (modules := reference()) is not None:
                 modules.news.add(name)
 
 
-_all: weakref.WeakValueDictionary[int, ShippedModules] = weakref.WeakValueDictionary()
-_IMPORTS: Any = _Imports()
+_shipped: weakref.WeakValueDictionary[int, ShippedModules] = weakref.WeakValueDictionary()
+_IMPORTS: Any = _ImportObserver()
 
 
-def _spec(name: str) -> Any:
+def _get_spec(name: str) -> Any:
     return getattr(sys.modules.get(name), "__spec__", None)
 
 
 # -- names that the driver has set after the import, of which the workers don't hear
 
 
-def rebound(classes: Iterable[type]) -> list[str]:
+def list_rebound(classes: Iterable[type]) -> list[str]:
     """Describe module names that role code uses and that the driver has rebound since the import.
 
     Only names that a module's source binds once are compared: to a plain value, or as a function or class.
@@ -332,10 +334,10 @@ def rebound(classes: Iterable[type]) -> list[str]:
     for cls in classes:
         functions = [getattr(value, "__wrapped__", value) for value in vars(cls).values()]
         codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-        used.update(name for code in codes for inner in _with_inner(code) for name in inner.co_names)
-        for root in _roots(cls, codes):
+        used.update(name for code in codes for inner in _iter_code(code) for name in inner.co_names)
+        for root in _iter_roots(cls, codes):
             if root not in trees:
-                for name, source in answer(root).items():
+                for name, source in collect_sources(root).items():
                     if isinstance(source, Source) and name in sys.modules:
                         # The source may have changed since the import. Workers will then raise the error.
                         with suppress(SyntaxError, ValueError):
@@ -347,29 +349,29 @@ def rebound(classes: Iterable[type]) -> list[str]:
             used.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             used.update(alias.name for alias in node.names)
-    return [text for module, tree in trees.items() for name, text in _changed(module, tree) if name in used]
+    return [text for module, tree in trees.items() for name, text in _iter_changed(module, tree) if name in used]
 
 
-def _roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
+def _iter_roots(cls: type, codes: Iterable[CodeType]) -> Iterator[str]:
     """Yield the names of modules that workers import for a role. A role of the script imports the script's modules."""
     if not is_main(cls.__module__):
         yield cls.__module__
-    elif (main := main_module()) is not None:
+    elif (main := get_main_module()) is not None:
         modules = [value for value in list(vars(main).values()) if isinstance(value, ModuleType)]
         for name in [module.__name__ for module in modules if not is_installed(module)]:
             if not is_shipped_with_python(name):
                 yield name
                 yield from (below for below in list(sys.modules) if below.startswith(f"{name}."))
         for code in codes:
-            yield from _imports(code, str(main.__dict__.get("__package__") or ""))
+            yield from _iter_imports(code, str(main.__dict__.get("__package__") or ""))
 
 
-def _changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _iter_changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield each name in a module with a value that differs from the source, and a description of both values."""
     bound: Counter[str] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
-            bound.update(node.names * 2)  # Count twice, to exclude a name that the module rebinds.
+            bound.update(node.names * 2)  # Count such names twice, because only names bound once are compared.
     for top in tree.body:
         is_definition = isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         for node in [top] if is_definition else ast.walk(top):
@@ -378,17 +380,21 @@ def _changed(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 bound[node.id] += 1
     for top in tree.body:
-        for name, says in _says(top):
+        for name, says in _iter_bindings(top):
             now = vars(sys.modules[module]).get(name, MISSING)
             if isinstance(says, ast.stmt):
                 is_so = getattr(now, "__module__", None) == module and getattr(now, "__qualname__", None) == name
             else:
                 is_so = type(says) is type(now) and (says == now or says != says)
             if not is_so and bound[name] == 1:
-                yield name, f"{module}.{name} is {_words(now)} now, and {_words(says)} where the module is imported"
+                yield (
+                    name,
+                    f"{module}.{name} is {_describe_value(now)} now, and {_describe_value(says)} where the module "
+                    "is imported",
+                )
 
 
-def _says(node: ast.stmt) -> Iterator[tuple[str, Any]]:
+def _iter_bindings(node: ast.stmt) -> Iterator[tuple[str, Any]]:
     """Yield the names that a top-level statement binds, each with a plain value or the defining statement."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
         yield node.name, node
@@ -400,7 +406,7 @@ def _says(node: ast.stmt) -> Iterator[tuple[str, Any]]:
                 yield from [(target.id, plain) for target in targets if isinstance(target, ast.Name)]
 
 
-def _words(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, ast.stmt):
         return f"what line {value.lineno} defines"
     if value is MISSING:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from colocate._system.by_type import by_type
-from colocate._system.jobs import error_text
+from colocate._system.jobs import format_error
 from colocate.errors import DispatchError
 
 Leaves: TypeAlias = dict[Any, Any] | list[Any] | tuple[Any, ...]
@@ -24,7 +24,7 @@ class Structure:
     leaves: Callable[[Any], Any]
     rebuild: Callable[[Any, Any], Any]
 
-    def open(self, value: Any) -> Leaves:
+    def open_value(self, value: Any) -> Leaves:
         """Return the leaves of a value as a dict, list or tuple; convert other mappings and sequences."""
         name = type(value).__qualname__
         try:
@@ -37,19 +37,19 @@ class Structure:
             if isinstance(parts, list | tuple):
                 return [*parts]
         except Exception as error:
-            raise DispatchError(f"{name}: the leaves given to register_batch failed: {error_text(error)}") from error
+            raise DispatchError(f"{name}: the leaves given to register_batch failed: {format_error(error)}") from error
         raise DispatchError(
             f"{name}: the leaves given to register_batch returned a {type(parts).__qualname__}; they return a dict, "
             "a list or a tuple of all that the value consists of"
         )
 
-    def make(self, kind: type, leaves: Leaves) -> Any:
+    def make_value(self, kind: type, leaves: Leaves) -> Any:
         """Rebuild a value of the type `kind` from leaves."""
         name = kind.__qualname__
         try:
             value = self.rebuild(kind, leaves)
         except Exception as error:
-            raise DispatchError(f"{name}: the rebuild given to register_batch failed: {error_text(error)}") from error
+            raise DispatchError(f"{name}: the rebuild given to register_batch failed: {format_error(error)}") from error
         if not isinstance(value, kind):
             raise DispatchError(
                 f"{name}: the rebuild given to register_batch returned a {type(value).__qualname__}; it "
@@ -62,7 +62,7 @@ class Structure:
 _structures: dict[type, Structure | None] = {}
 
 
-def note(kind: type, structure: Structure | None) -> None:
+def register_structure(kind: type, structure: Structure | None) -> None:
     """Register the structure of a type, which subclasses inherit. With None, values of the type aren't split."""
     _structures[kind] = structure
 
@@ -73,7 +73,7 @@ def structure_of(kind: type) -> Structure | None:
     return next((_structures[base] for base in kind.__mro__ if base in _structures), None)
 
 
-def named(leaves: Leaves) -> Iterator[tuple[str, Any]]:
+def iter_named(leaves: Leaves) -> Iterator[tuple[str, Any]]:
     """Return pairs of a leaf's path, in Python syntax, and the leaf."""
     pairs = leaves.items() if isinstance(leaves, dict) else enumerate(leaves)
     return ((f"[{key!r}]", leaf) for key, leaf in pairs)
@@ -86,4 +86,4 @@ def arrived(kind: type, leaves: Leaves) -> Any:
             f"a {kind.__qualname__} has come as its leaves, and nobody has told this process how to make one: call "
             "register_batch in the module that defines the type, or in one that workers import (not in the script)"
         )
-    return structure.make(kind, leaves)
+    return structure.make_value(kind, leaves)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 WORTH_BYTES = 1 << 16
 """Size in bytes above which these copies are faster than torch's."""
 
-_CHUNK_BYTES = 4 << 20  # Copying this takes a tenth of a millisecond on the bus, and several times as long on the host.
+_CHUNK_BYTES = 4 << 20  # Copying a buffer takes 0.1 ms on the bus, and several times as long on the host.
 _CHUNKS = 3
 
-_here = threading.local()  # The attribute `copies` is shared by all values that this thread packs.
+_here = threading.local()  # The attribute `copies` has the `HostCopies` for all values that this thread packs.
 
 
 class SideStream:
@@ -44,21 +44,21 @@ class SideStream:
         self._stream: Any = None
 
     @contextlib.contextmanager
-    def beside(self, module: Any) -> Iterator[None]:
+    def use_unordered(self, module: Any) -> Iterator[None]:
         """Run a block on the side stream without waiting for other streams.
 
         The copied data must be complete already.
         """
-        with module.stream(self._made(module)):
+        with module.stream(self._get_stream(module)):
             yield
 
     @contextlib.contextmanager
-    def amid(self, module: Any) -> Iterator[Any]:
+    def use_ordered(self, module: Any) -> Iterator[Any]:
         """Run a block on the side stream, after the current stream's work; the current stream then waits for the block.
 
         So memory allocated on the current stream may be written in the block, and freed afterwards.
         """
-        stream, current = self._made(module), module.current_stream(self._device)
+        stream, current = self._get_stream(module), module.current_stream(self._device)
         stream.wait_stream(current)
         try:
             with module.stream(stream):
@@ -67,12 +67,12 @@ class SideStream:
             current.wait_stream(stream)
 
     @contextlib.contextmanager
-    def after(self, module: Any) -> Iterator[None]:
+    def use_synchronized(self, module: Any) -> Iterator[None]:
         """Run a block on the side stream, after the current stream's work, and synchronize at the end.
 
         Only the side stream is synchronized: other threads may share the current stream, and continue to compute.
         """
-        stream = self._made(module)
+        stream = self._get_stream(module)
         stream.wait_stream(module.current_stream(self._device))
         try:
             with module.stream(stream):
@@ -80,7 +80,7 @@ class SideStream:
         finally:
             stream.synchronize()
 
-    def _made(self, module: Any) -> Any:
+    def _get_stream(self, module: Any) -> Any:
         if self._stream is None:
             self._stream = module.Stream(self._device)
         return self._stream
@@ -113,11 +113,11 @@ class Ring:
         self._chunks: deque[_Chunk] = deque()  # The buffer with the oldest transfer comes first.
 
     def upload(self, source: Any, target: Any) -> None:
-        """Copy host bytes to the device. The last transfers may still be running on return (see `wait`)."""
+        """Copy host bytes to the device. The last transfers may still be running on return (see `wait_for_uploads`)."""
         with self._copying() as module:
             for start in range(0, len(source), self._chunk_bytes):
                 part = source[start : start + self._chunk_bytes]
-                chunk = self._next(module)
+                chunk = self._next_chunk(module)
                 held = chunk.memory[: len(part)]
                 held.copy_(part)
                 _begin(target[start : start + len(part)], held)
@@ -129,16 +129,16 @@ class Ring:
             travel: deque[tuple[_Chunk, Any]] = deque()
             for start in range(0, len(source), self._chunk_bytes):
                 if len(travel) == self._count:
-                    _land(*travel.popleft())
+                    _finish_download(*travel.popleft())
                 part = source[start : start + self._chunk_bytes]
-                chunk = self._next(module)
+                chunk = self._next_chunk(module)
                 _begin(chunk.memory[: len(part)], part)
                 chunk.event.record()
                 travel.append((chunk, target[start : start + len(part)]))
             for pair in travel:
-                _land(*pair)
+                _finish_download(*pair)
 
-    def wait(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Wait until all uploads are complete, so that any stream can use the data."""
         with self._lock:
             events = [chunk.event for chunk in self._chunks]
@@ -148,14 +148,14 @@ class Ring:
     @contextlib.contextmanager
     def _copying(self) -> Iterator[Any]:
         module = in_use(self._device)
-        with self._lock, self._side.amid(module) as stream:
+        with self._lock, self._side.use_ordered(module) as stream:
             try:
                 yield module
             except BaseException:
                 stream.synchronize()  # No transfer may use memory that the caller is about to free.
                 raise
 
-    def _next(self, module: Any) -> _Chunk:
+    def _next_chunk(self, module: Any) -> _Chunk:
         """Wait for the oldest buffer's transfer, and return that buffer."""
         if not self._chunks:
             uint8 = sys.modules["torch"].uint8
@@ -168,7 +168,7 @@ class Ring:
         return chunk
 
 
-def _land(chunk: _Chunk, target: Any) -> None:
+def _finish_download(chunk: _Chunk, target: Any) -> None:
     chunk.event.synchronize()
     target.copy_(chunk.memory[: len(target)])
 
@@ -178,7 +178,7 @@ _rings_lock = threading.Lock()
 
 
 class Copies:
-    """Copies tensors to one device. All copies are complete after `wait`."""
+    """Copies tensors to one device. All copies are complete after `wait_for_copies`."""
 
     __slots__ = ("_uploads", "device")
 
@@ -191,11 +191,15 @@ class Copies:
         self.device = device
         self._uploads: Ring | None = None
 
-    def of(self, tensor: Any) -> Any:
-        """Return a copy of a tensor on the device, or the tensor itself if already there. `wait` completes the copy."""
-        if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
-            line = line_of(tensor)
-            return tensor.to(self.device) if line is None else self.of(line).as_strided(tensor.shape, tensor.stride())
+    def copy_tensor(self, tensor: Any) -> Any:
+        """Return a copy of a tensor on the device, or the tensor if already there; see `wait_for_copies`."""
+        if not is_plain_tensor(tensor) or tensor.nbytes < WORTH_BYTES:
+            line = find_line(tensor)
+            return (
+                tensor.to(self.device)
+                if line is None
+                else self.copy_tensor(line).as_strided(tensor.shape, tensor.stride())
+            )
         source_device, target_device = _device_of(tensor), str(self.device)
         if (source_device == "cpu") is (target_device == "cpu") or in_use(
             target_device if source_device == "cpu" else source_device
@@ -208,26 +212,26 @@ class Copies:
         try:
             if source_device == "cpu":
                 self._uploads = ring
-                ring.upload(flat(tensor), flat(copy))
+                ring.upload(view_bytes(tensor), view_bytes(copy))
             else:
-                ring.download(flat(tensor), flat(copy))
+                ring.download(view_bytes(tensor), view_bytes(copy))
         except _NoMemoryError:
             return tensor.to(self.device)
         return copy
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies are complete, so that any stream can use the copies."""
         if self._uploads is not None:
-            self._uploads.wait()
+            self._uploads.wait_for_uploads()
 
 
-def to_host(tensor: Any) -> Any:
+def copy_to_host(tensor: Any) -> Any:
     """Copy a device's tensor to host memory for sending.
 
     The copy runs on the thread's current stream, after the work that computes the tensor.
     """
     module = in_use(_device_of(tensor))
-    if module is None or not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
+    if module is None or not is_plain_tensor(tensor) or tensor.nbytes < WORTH_BYTES:
         return tensor.cpu()
     try:
         # The target is pinned memory, which torch's allocator reuses.
@@ -240,7 +244,7 @@ def to_host(tensor: Any) -> Any:
     return host
 
 
-def line_of(tensor: Any) -> Any:
+def find_line(tensor: Any) -> Any:
     """Return a tensor's distinct items if the tensor repeats items (such as an expanded tensor); otherwise None."""
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
@@ -251,14 +255,14 @@ def line_of(tensor: Any) -> Any:
     return tensor.as_strided((items,), (1,)) if items < tensor.numel() else None
 
 
-def flat(tensor: Any) -> Any:
+def view_bytes(tensor: Any) -> Any:
     """Return the bytes of a contiguous tensor, as a one-dimensional tensor."""
     # `reshape(-1)` would keep the stride, but a dimension of size one may have any stride in a contiguous tensor.
     line = tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
     return line.view(sys.modules["torch"].uint8)
 
 
-def exposed(line: Any) -> Any:
+def expose_buffer(line: Any) -> Any:
     """Return a buffer object that shares the memory of a tensor of host bytes.
 
     Not as a NumPy array: afterwards torch would treat the memory as foreign, and never resize it again.
@@ -268,7 +272,7 @@ def exposed(line: Any) -> Any:
     return memory
 
 
-def is_plain(tensor: Any) -> bool:
+def is_plain_tensor(tensor: Any) -> bool:
     """Return whether a tensor's value is just its contiguous bytes."""
     torch = sys.modules["torch"]
     return bool(
@@ -297,7 +301,7 @@ class _Copy:
 
 
 class HostCopies:
-    """Host copies of one value's tensors, which are complete on the device and don't change.
+    """Host copies of the tensors of one value. On the device, the tensors are complete and don't change.
 
     Threads that need the same bytes share one copy. Parts of copied ranges are not copied again.
     """
@@ -315,14 +319,14 @@ class HostCopies:
 
     @property
     def nbytes(self) -> int:
-        return sum(host.nbytes for host in self.tensors())
+        return sum(host.nbytes for host in self.list_copies())
 
-    def tensors(self) -> list[Any]:
+    def list_copies(self) -> list[Any]:
         """Return all copies on the host, as bytes."""
         return [copy.host for copy in list(self._copies) if copy.host is not None]
 
     @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
+    def share_with_thread(self) -> Iterator[None]:
         """Use these copies for tensors that this thread packs during a block."""
         outer = getattr(_here, "copies", None)
         _here.copies = self
@@ -331,13 +335,13 @@ class HostCopies:
         finally:
             _here.copies = outer
 
-    def of(self, tensor: Any) -> Any:
+    def get_copy(self, tensor: Any) -> Any:
         """Return a host copy of a tensor of the value, or of some rows of such a tensor."""
-        if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
-            return to_host(tensor)
+        if not is_plain_tensor(tensor) or tensor.nbytes < WORTH_BYTES:
+            return copy_to_host(tensor)
         storage = tensor.untyped_storage()._cdata
         if storage not in self._storages:
-            return to_host(tensor)
+            return copy_to_host(tensor)
         start = tensor.storage_offset() * tensor.itemsize
         stop = start + tensor.nbytes
         with self._lock:
@@ -350,24 +354,25 @@ class HostCopies:
                 self._copies.append(copy)
         with copy.lock:
             if copy.host is None:
-                copy.host = to_host(flat(tensor))
+                copy.host = copy_to_host(view_bytes(tensor))
         memory = copy.host[start - copy.start :][: tensor.nbytes]
         return memory.view(tensor.dtype).view(tensor.shape)
 
 
-def on_host(tensor: Any) -> Any:
-    """Return a host copy of a device's tensor for sending. Inside `HostCopies.shared`, threads share the copies."""
+def get_host_copy(tensor: Any) -> Any:
+    """Return a host copy of a device's tensor for sending.
+
+    Inside `HostCopies.share_with_thread`, threads share the copies.
+    """
     copies: HostCopies | None = getattr(_here, "copies", None)
-    return to_host(tensor) if copies is None else copies.of(tensor)
+    return copy_to_host(tensor) if copies is None else copies.get_copy(tensor)
 
 
 class _NoMemoryError(RuntimeError):
     """Raised if no pinned memory is left."""
 
 
-# Tests replace the functions below.
-
-
+# Tests replace this function, and the functions below.
 def _device_of(tensor: Any) -> str:
     return str(tensor.device)
 

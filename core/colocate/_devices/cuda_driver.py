@@ -47,8 +47,8 @@ class Driver:
         self._device = device
         self._primary: ctypes.c_void_p | None = None
 
-    def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
-        """Return a handle that another process can open for this memory, and the offset of the memory."""
+    def create_handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
+        """Return a handle that another process can open for this memory, and the memory's offset in the allocation."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         with self._context():
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -58,7 +58,7 @@ class Driver:
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
         return bytes(handle.reserved), offset
 
-    def open(self, handle: bytes) -> int:
+    def open_handle(self, handle: bytes) -> int:
         """Map memory of another process, and return the address here."""
         address = ctypes.c_uint64()
         raw_handle = _Handle.from_buffer_copy(handle)
@@ -66,13 +66,13 @@ class Driver:
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw_handle, ctypes.c_uint(_ENABLE_PEER_ACCESS))
         return address.value
 
-    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+    def copy_memory(self, target: int, source: int, nbytes: int, stream: Any) -> None:
         """Start an asynchronous copy of device memory on a stream."""
         size, where = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
         with self._context():
             self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
 
-    def close(self, address: int) -> None:
+    def close_handle(self, address: int) -> None:
         with self._context():
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
@@ -127,7 +127,7 @@ class Driver:
 
 
 @functools.cache
-def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
+def get_driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
     """Return the CUDA driver for a device, even if the device is unused so far; None if there is no driver.
 
     AMD's and Intel's GPUs have other drivers.
@@ -147,7 +147,7 @@ def beside_captures(device: str) -> Iterator[None]:
     A capture in torch's default mode concerns all threads: calls that the driver deems unsafe, such as querying an
     event, fail on any thread, and break the capture. A thread may opt out.
     """
-    device_driver = driver(device)
+    device_driver = get_driver(device)
     with contextlib.ExitStack() as stack:
         if device_driver is not None:
             with contextlib.suppress(DriverError):  # An older driver may lack this function.

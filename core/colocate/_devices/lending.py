@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from colocate._devices.copies import SideStream, is_plain
-from colocate._devices.cuda_driver import Driver, DriverError, driver
-from colocate._system.imported import imported
+from colocate._devices.copies import SideStream, is_plain_tensor
+from colocate._devices.cuda_driver import Driver, DriverError, get_driver
+from colocate._system.imported import find_imported
 from colocate.gpus import in_use
 
 WORTH_LENDING_BYTES = 1 << 20
 """Size in bytes above which a handle pays off; opening one takes some tenths of a millisecond."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# `lender` is for values that this thread packs, and `borrower` for values that this thread unpacks.
+# The attribute `lender` is for values that this thread packs, and `borrower` for values that it unpacks.
 _here = threading.local()
 
 
@@ -31,19 +31,19 @@ class NotLentError(Exception):
     """Raised if a handle can't be opened."""
 
 
-def place(device: str) -> str:
+def get_place(device: str) -> str:
     """Return a text that is equal in processes that can lend each other memory; "" if lending isn't possible.
 
     The device may be unused so far, because a received value may be its first use.
     """
-    torch = imported("torch")
-    if torch is None or driver(device) is None:
+    torch = find_imported("torch")
+    if torch is None or get_driver(device) is None:
         return ""
-    return f"{_machine()} {device.partition(':')[0]} torch {torch.__version__}"
+    return f"{_get_machine_id()} {device.partition(':')[0]} torch {torch.__version__}"
 
 
 @functools.cache
-def _machine() -> str:
+def _get_machine_id() -> str:
     return _BOOT.read_text().strip()
 
 
@@ -64,11 +64,11 @@ class Lender:
         """
         self.lent = 0
         self.refusal = ""
-        self._driver = driver(device)
+        self._driver = get_driver(device)
         self._storages = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     @contextlib.contextmanager
-    def lending(self) -> Iterator[None]:
+    def lend_block(self) -> Iterator[None]:
         """Lend tensors that this thread packs during a block."""
         _here.lender = self
         try:
@@ -76,26 +76,26 @@ class Lender:
         finally:
             _here.lender = None
 
-    def handle(self, tensor: Any) -> tuple[Any, ...] | None:
+    def create_handle(self, tensor: Any) -> tuple[Any, ...] | None:
         """Return a pickle reduction with a handle of the tensor's memory; None if the tensor's bytes must be sent."""
-        if self._driver is None or self.refusal or tensor.nbytes < WORTH_LENDING_BYTES or not is_plain(tensor):
+        if self._driver is None or self.refusal or tensor.nbytes < WORTH_LENDING_BYTES or not is_plain_tensor(tensor):
             return None
         # For example, gathered rows are in memory that isn't part of the value.
         if tensor.untyped_storage()._cdata not in self._storages:
             return None
         try:
-            handle, offset = self._driver.handle(tensor.data_ptr(), tensor.nbytes)
+            handle, offset = self._driver.create_handle(tensor.data_ptr(), tensor.nbytes)
         except DriverError as error:
             self.refusal = str(error)
             return None
         self.lent += tensor.nbytes
-        return borrowed, (handle, offset, str(tensor.dtype)[6:], tuple(tensor.shape))
+        return copy_borrowed, (handle, offset, str(tensor.dtype)[6:], tuple(tensor.shape))
 
 
-def handle_of(tensor: Any) -> tuple[Any, ...] | None:
+def get_handle(tensor: Any) -> tuple[Any, ...] | None:
     """Return a device tensor's pickle reduction with a memory handle if this thread lends memory; otherwise None."""
     lender: Lender | None = getattr(_here, "lender", None)
-    return None if lender is None else lender.handle(tensor)
+    return None if lender is None else lender.create_handle(tensor)
 
 
 class Borrower:
@@ -111,16 +111,16 @@ class Borrower:
         self._side = SideStream(device)
 
     @contextlib.contextmanager
-    def borrowing(self) -> Iterator[None]:
+    def borrow_block(self) -> Iterator[None]:
         """Copy lent tensors that this thread unpacks during a block. All copies are complete at the block's end."""
-        device_driver = driver(self._device)
+        device_driver = get_driver(self._device)
         assert device_driver is not None
         _here.borrower = loan = _Loan(device_driver, self._device, self._side)
         try:
             yield
         finally:
             _here.borrower = None
-            loan.end()
+            loan.end_loan()
 
 
 class _Loan:
@@ -133,19 +133,19 @@ class _Loan:
         self._open: dict[bytes, int] = {}
         self._stream: Any = None
 
-    def copy(self, handle: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:
+    def copy_tensor(self, handle: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:
         torch = sys.modules["torch"]
         tensor = empty(shape, getattr(torch, dtype), self._device)
         try:
             if handle not in self._open:
-                self._open[handle] = self._driver.open(handle)
-            with self._side.amid(in_use(self._device)) as self._stream:
-                self._driver.copy(tensor.data_ptr(), self._open[handle] + offset, tensor.nbytes, self._stream)
+                self._open[handle] = self._driver.open_handle(handle)
+            with self._side.use_ordered(in_use(self._device)) as self._stream:
+                self._driver.copy_memory(tensor.data_ptr(), self._open[handle] + offset, tensor.nbytes, self._stream)
         except DriverError as error:
             raise NotLentError(str(error)) from error
         return tensor
 
-    def end(self) -> None:
+    def end_loan(self) -> None:
         try:
             if self._stream is not None:
                 self._stream.synchronize()
@@ -154,14 +154,15 @@ class _Loan:
             raise
         finally:
             for address in self._open.values():
-                with contextlib.suppress(DriverError):  # A lost context has no open handles, and was reported before.
-                    self._driver.close(address)
+                # If the CUDA context is lost, that was reported before, and no handle is open any more.
+                with contextlib.suppress(DriverError):
+                    self._driver.close_handle(address)
 
 
-def borrowed(handle: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:
+def copy_borrowed(handle: bytes, offset: int, dtype: str, shape: tuple[int, ...]) -> Any:
     """Return a copy of a lent tensor."""
     loan: _Loan = _here.borrower
-    return loan.copy(handle, offset, dtype, shape)
+    return loan.copy_tensor(handle, offset, dtype, shape)
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: str) -> Any:

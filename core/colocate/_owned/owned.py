@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from colocate._role.call import OnDriver
+from colocate._role.call import DriverObject
 from colocate._signals import guard
 from colocate._signals.deferred import Flag, run_deferred
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.deadline import Deadline
 from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
-from colocate._system.lines import caller, origin
-from colocate._system.numbers import seconds
+from colocate._system.lines import find_caller, get_origin
+from colocate._system.numbers import parse_seconds
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ForkedError
 
 N = TypeVar("N", bound="Owned")
@@ -41,7 +41,7 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-def forks() -> int:
+def count_forks() -> int:
     """Return the number of forks between this process and the process that first imported colocate."""
     return _forks
 
@@ -77,7 +77,7 @@ class Lifecycle:
         closed_by: The closer, and the place of the close.
         failure: The reason why the node is unusable.
         recovers: Whether the node is rebuilt after the failure.
-        overcome: A failure before the last rebuild, until a user has been notified.
+        past_failure: A failure before the last rebuild, until a user has been notified.
     """
 
     def __init__(self, state: State) -> None:
@@ -85,11 +85,11 @@ class Lifecycle:
         self.closed_by: str | None = None
         self.failure: ColocateError | None = None
         self.recovers = False
-        self.overcome: ColocateError | None = None
-        self._is_told = True  # False if a failure waits to be reported to a user.
-        self._before = state
+        self.past_failure: ColocateError | None = None
+        self._is_reported = True  # False if a failure waits to be reported to a user.
+        self._state_before = state
         self._closer: int | None = None
-        self._closing = Flag()  # Set when this attempt to close has ended.
+        self._closing = Flag()  # Set when the current attempt to close has ended.
         self._changed = Flag()  # Set at the next change of the state.
         self._lock = threading.RLock()
 
@@ -104,38 +104,38 @@ class Lifecycle:
 
     # -- use
 
-    def ready(self) -> bool:
+    def set_ready(self) -> bool:
         """Mark the node as usable, without a failure; return False if closed."""
         with self._lock:
             if not self._enter(State.READY, State.STARTING, State.RESTARTING):
                 return False
-            self.failure, self.recovers, self._is_told = None, False, True
+            self.failure, self.recovers, self._is_reported = None, False, True
             return True
 
-    def fail(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
+    def set_failed(self, failure: ColocateError, is_told: bool, recovers: bool) -> None:
         """Record a failure that makes the node unusable.
 
         `is_told` means that a user is about to receive the failure, and `recovers` that the node will be rebuilt.
         """
         with self._lock:
-            self.failure, self._is_told, self.recovers = failure, is_told, recovers
+            self.failure, self._is_reported, self.recovers = failure, is_told, recovers
             if recovers:
-                self.overcome = failure
+                self.past_failure = failure
             self._enter(State.FAILED, State.READY, State.FAILED, State.RESTARTING)
 
-    def restart(self) -> bool:
+    def set_restarting(self) -> bool:
         """Mark the node as being rebuilt; return False if closed."""
         with self._lock:
             return self._enter(State.RESTARTING, State.FAILED, State.RESTARTING)
 
-    def told(self) -> ColocateError | None:
+    def take_failure(self) -> ColocateError | None:
         """Return the failure, and mark the failure as reported."""
-        self._is_told = True
+        self._is_reported = True
         return self.failure
 
     def unreported_failure(self) -> ColocateError | None:
         """Return the failure if no user has received the failure so far; otherwise None."""
-        return None if self._is_told or (self.failure is not None and self.failure._told) else self.failure
+        return None if self._is_reported or (self.failure is not None and self.failure._is_reported) else self.failure
 
     @property
     def is_starting(self) -> bool:
@@ -155,29 +155,29 @@ class Lifecycle:
                 changed = self._changed
                 if self.is_settled:
                     return True
-            if not changed.wait(deadline.left):
+            if not changed.wait(deadline.seconds_left):
                 return self.is_settled
 
     @property
-    def is_plain(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the node is usable, with no failure to report."""
-        return self.state is State.READY and self.failure is None and self.overcome is None
+        return self.state is State.READY and self.failure is None and self.past_failure is None
 
-    def noted(self) -> None:
+    def acknowledge_restart(self) -> None:
         """Record that a user has been notified of the last rebuild."""
         with self._lock:
-            self.overcome = None
+            self.past_failure = None
 
     # -- closing
 
-    def close(self, by: str) -> bool:
+    def mark_closing(self, by: str) -> bool:
         """Record the closer and begin to close; return False if a close has begun before."""
         with self._lock:
             if self.closed_by is not None:
                 return False
             self.closed_by = by
             self._closer = threading.get_ident()
-            self._before = self.state
+            self._state_before = self.state
             self._enter(State.CLOSING, self.state)
             return True
 
@@ -185,11 +185,11 @@ class Lifecycle:
         """Return to the state before a close that failed. Threads that wait for the close may then try to close."""
         with self._lock:
             self.closed_by = self._closer = None
-            self._enter(self._before, State.CLOSING)
+            self._enter(self._state_before, State.CLOSING)
             came_to_nothing, self._closing = self._closing, Flag()
         came_to_nothing.set()
 
-    def end(self) -> None:
+    def set_closed(self) -> None:
         with self._lock:
             self._enter(State.CLOSED, State.CLOSING)
         self._closing.set()
@@ -206,39 +206,39 @@ class Lifecycle:
         return self._closing is closing
 
 
-class Making(Generic[N]):
+class NodeBuilder(Generic[N]):
     """Creates a node on another thread than the main one. If the user's wait is interrupted, the node is closed."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
+        self._label = what
         self._node: N | None = None
         self._given_up = False
 
-    def made(self, node: N) -> N:
-        """Register the new node. If the wait was interrupted before, close the node and raise an error."""
+    def set_node(self, node: N) -> N:
+        """Register the new node. If the user's wait has already been interrupted, close the node and raise an error."""
         self._node = node
         if self._given_up:
-            self.give_up()
-            node.check()
+            self.abandon()
+            node.check_usable()
         return node
 
-    def give_up(self) -> None:
-        """Record that the wait was interrupted, and close the node if there is one."""
-        self._given_up = True  # Set this before reading `_node`, so that this thread or `made` closes the node.
+    def abandon(self) -> None:
+        """Record that the user's wait was interrupted, and close the node if there is one."""
+        self._given_up = True  # Set this before reading `_node`, so that this thread or `set_node` closes the node.
         if self._node is not None:
-            self._node.give_up(f"an interruption of {self._what}")
+            self._node.abandon(f"an interruption of {self._label}")
 
-    def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
-        """Create the node by `work`, which must call `made`. Return the user's handle, which `name` makes."""
-        refuse_to_wait(self._what)
-        guard.start()
+    def build(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
+        """Run `work`, which creates the node and must call `set_node`. Return the user's handle, made by `name`."""
+        check_may_wait(self._label)
+        guard.start_guard()
         try:
-            return run_deferred(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
+            return run_deferred(lambda: name(work()), self.abandon, GIVEN_UP_WITHIN_S)
         finally:
-            guard.stop()  # The guard stays active while a runtime is connected.
+            guard.stop_guard()  # The guard stays active while a runtime is connected.
 
 
-class Owned(OnDriver):
+class Owned(DriverObject):
     """A node of the ownership graph: a runtime, pool or group.
 
     Attributes:
@@ -251,7 +251,7 @@ class Owned(OnDriver):
         line: File and line of the creation; for a command-line option, the option and 0.
         created: Time of the creation, in seconds of time.time().
         names: The users' handles, by type; one of each.
-        hurried: Whether running work gets no more grace: the close was interrupted.
+        is_hurried: Whether running work gets no more grace: the close was interrupted.
         closed_as: The node to close in place of this one: itself, or the runtime made for this node alone.
     """
 
@@ -263,14 +263,14 @@ class Owned(OnDriver):
         self.owner = owner
         self.life = Lifecycle(state)
         self.children: dict[int, Owned] = {}
-        self.line = origin()
+        self.line = get_origin()
         self.created = time.time()
-        self.hurried = False
+        self.is_hurried = False
         self.closed_as: Owned = self
         self.names: dict[type, Any] = {}
         self._born_after = _forks
 
-    def join(self) -> None:
+    def join_owner(self) -> None:
         """Add the node to the graph. Constructors do this last, because another thread may close the owner anytime."""
         if self.owner is not None:
             self.owner.children[id(self)] = self
@@ -291,7 +291,7 @@ class Owned(OnDriver):
     def alive(self) -> bool:
         return self.closed_by is None and self._born_after == _forks
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raise ForkedError in a forked child, which owns nothing, and ClosedError after a close."""
         if self._born_after != _forks:
             raise ForkedError(
@@ -302,25 +302,25 @@ class Owned(OnDriver):
             raise ClosedError(f"{self.kind} {self.name!r} was closed by {closed_by}", closed_by=closed_by)
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process is a forked child of the node's process."""
         return self._born_after != _forks
 
-    def take_closing(self, by: str, force: bool = True) -> bool:
-        """Record the closer and return True, or wait for an earlier close and return False.
+    def claim_closing(self, by: str, force: bool = True) -> bool:
+        """Record the closer and return True; or, if another close has begun, wait for its end and return False.
 
         Raises:
             ForkedError: This is a forked child, which owns nothing.
             BorrowedError: A borrow would break (without `force`).
         """
-        if self.forked:
-            self.check()
+        if self.is_forked:
+            self.check_usable()
         if not force and self.closed_by is None and (users := self.borrowers(self)):
             raise BorrowedError(
                 f"{self.kind} {self.name!r} can't be closed: {'; '.join(users)}. Wait for them, or close(force=True)",
                 borrowers=tuple(users),
             )
-        while not self.life.close(by):
+        while not self.life.mark_closing(by):
             if self.life.wait_closed():
                 return False
         return True
@@ -329,16 +329,16 @@ class Owned(OnDriver):
         if self.owner is not None:
             self.owner.children.pop(id(self), None)
 
-    def lies_in(self, node: Owned) -> bool:
+    def is_within(self, node: Owned) -> bool:
         """Return whether this node is `node` or one of the nodes below `node`."""
-        return self is node or (self.owner is not None and self.owner.lies_in(node))
+        return self is node or (self.owner is not None and self.owner.is_within(node))
 
     def borrowers(self, closing: Owned) -> list[str]:
-        """Return the uses of this node's residents, from outside `closing`, that would break if `closing` is closed."""
+        """Describe the uses of this node's residents, from outside of `closing`, that a close of `closing` breaks."""
         return [name for child in list(self.children.values()) for name in child.borrowers(closing)]
 
     def wind_down(self, grace: float, deadline: Deadline) -> None:
-        """Begin no more work in this node and the nodes below, and cancel the running calls.
+        """Prevent further work in this node and the nodes below, and cancel the running calls.
 
         The owner is being closed, with a grace period of `grace` seconds that ends at `deadline`.
         """
@@ -357,10 +357,12 @@ class Owned(OnDriver):
         for child in children:
             child.wind_down(grace, deadline)
         for child in reversed(children):
-            if self.hurried:  # After Ctrl-C, the remaining children are closed without waiting.
+            if self.is_hurried:  # After Ctrl-C, the remaining children are closed without waiting.
                 grace, deadline = 0.0, Deadline(0.0)
             # An idle child needs a moment to end, even after others have used up the grace period.
-            child_grace = grace if child is children[-1] else max(deadline.left or 0.0, min(grace, LEAST_GRACE_S))
+            child_grace = (
+                grace if child is children[-1] else max(deadline.seconds_left or 0.0, min(grace, LEAST_GRACE_S))
+            )
             try:
                 child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", child_grace, force=True)
             except BaseExceptionGroup as group:
@@ -375,7 +377,7 @@ class Owned(OnDriver):
 
     def hurry(self) -> None:
         """End the grace period of running work in this node and all nodes below."""
-        self.hurried = True
+        self.is_hurried = True
         for child in list(self.children.values()):
             child.hurry()
 
@@ -403,7 +405,7 @@ class Owned(OnDriver):
                     )
             raise
         finally:
-            guard.stop()
+            guard.stop_guard()
         if wrong:
             try:
                 raise wrong.pop()
@@ -412,9 +414,9 @@ class Owned(OnDriver):
 
     def close_by_caller(self, grace: float, force: bool) -> None:
         """Close the node, and record the user's line that called `close` as the closer; see `close_here`."""
-        refuse_to_wait(f"closing {self.kind} {self.name!r}")
-        file, number = caller()
-        grace = seconds(grace, "close(grace)")
+        check_may_wait(f"closing {self.kind} {self.name!r}")
+        file, number = find_caller()
+        grace = parse_seconds(grace, "close(grace)")
         self.closed_as.close_here(f"{self.kind}.close() at {file}:{number}", grace, force)
 
     def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
@@ -428,8 +430,8 @@ class Owned(OnDriver):
                 if failure not in (error, error.__cause__):
                     error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(failure).__name__}: {failure}")
 
-    def give_up(self, by: str) -> None:
+    def abandon(self, by: str) -> None:
         """Close the node at once, because the creation of the node was interrupted. Errors of the close are dropped."""
-        self.hurried = True
+        self.is_hurried = True
         with contextlib.suppress(BaseExceptionGroup):
             self.close_for(by, 0.0, True)

@@ -19,9 +19,15 @@ import attrs
 import pluggy
 
 from colocate._signals.guard import calls_users_code
-from colocate._system.installed import distribution_line, name_and_version, pip_line, version_of, without_metadata
+from colocate._system.installed import (
+    describe_lost_metadata,
+    get_distribution_line,
+    get_pip_line,
+    get_version,
+    read_name_and_version,
+)
 from colocate._system.lines import is_own_code
-from colocate._system.nearest import did_you_mean, nearest
+from colocate._system.nearest import did_you_mean, find_nearest
 from colocate._system.tracebacks import is_of_handler
 from colocate.errors import PluginError
 
@@ -58,7 +64,7 @@ class PluginGroup:
     noun: str
     hooks: type
     manager: pluggy.PluginManager = attrs.field(init=False)
-    _read: tuple[object, list[EntryPoint]] = attrs.field(default=(None, []), init=False)
+    _entry_cache: tuple[object, list[EntryPoint]] = attrs.field(default=(None, []), init=False)
 
     def __attrs_post_init__(self) -> None:
         self.manager = pluggy.PluginManager("colocate")
@@ -72,10 +78,12 @@ class PluginGroup:
             with contextlib.suppress(OSError):
                 status = os.stat(path or ".")
                 folders.append((path, status.st_ino, status.st_mtime_ns))
-        if self._read[0] != folders:
-            entries = sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
-            self._read = folders, entries
-        return list(self._read[1])
+        if self._entry_cache[0] != folders:
+            entries = sorted(
+                entry_points(group=self.entry_group), key=lambda entry: (entry.name, describe_origin(entry))
+            )
+            self._entry_cache = folders, entries
+        return list(self._entry_cache[1])
 
     def find(self, name: str) -> EntryPoint:
         """Return the only entry point of this name, or raise PluginError."""
@@ -83,25 +91,30 @@ class PluginGroup:
         matching = [entry for entry in entries if entry.name == name]
         if not matching:
             for entry in entry_points(name=name):
-                if entry.group.startswith("colocate") and entry.group not in ENTRY_GROUPS:  # The group is misspelt.
+                # The name of the entry-point group is misspelt.
+                if entry.group.startswith("colocate") and entry.group not in ENTRY_GROUPS:
                     where = f"in the group {entry.group!r}, which isn't read; it belongs in {self.entry_group!r}"
-                    raise entry_error(entry, f"no {self.noun} is called {name!r}: {origin(entry)} has it {where}")
+                    raise entry_error(
+                        entry, f"no {self.noun} is called {name!r}: {describe_origin(entry)} has it {where}"
+                    )
             raise unknown_plugin(self.noun, name, sorted({entry.name for entry in entries}))
         if len(matching) > 1:
             last = distribution_of(matching[-1])[0]
             hint = f"pip uninstall {last}" if last is not None else None
-            message = f"the {self.noun} {name!r} is claimed by {listed([origin(entry) for entry in matching])}"
+            message = (
+                f"the {self.noun} {name!r} is claimed by {join_words([describe_origin(entry) for entry in matching])}"
+            )
             message += f"; keep one, for example: {hint}" if hint else "; keep one"
             raise entry_error(matching[0], message, hint)
         (entry,), allowed = matching, _ALLOWED.get()
         if allowed is not None and name not in allowed and distribution_of(entry)[0] != "colocate":
             why = "isn't in plugins.allow: add it there if you trust it"
-            raise entry_error(entry, f"plugin {name!r} ({origin(entry)}) {why}")
+            raise entry_error(entry, f"plugin {name!r} ({describe_origin(entry)}) {why}")
         return entry
 
-    def call(self, entry: EntryPoint, hook: str, without: Any = None) -> Any:
-        """Import a plugin and return the result of a hook; return `without` if the plugin lacks the hook."""
-        plugin = self._load(entry)
+    def call_hook(self, entry: EntryPoint, hook: str, without: Any = None) -> Any:
+        """Import a plugin and return the result of a hook, or the argument `without` if the plugin lacks the hook."""
+        plugin = self._load_plugin(entry)
         implementations = [
             candidate for candidate in getattr(self.manager.hook, hook).get_hookimpls() if candidate.plugin is plugin
         ]
@@ -110,18 +123,18 @@ class PluginGroup:
         try:
             return implementations[0].function()
         except RAISED as error:
-            raise_broken(f"{self._plugin(entry)}:", f"its hook {hook}() raised", error, entry)
+            raise_broken(f"{self._describe_plugin(entry)}:", f"its hook {hook}() raised", error, entry)
 
-    def _plugin(self, entry: EntryPoint) -> str:
-        return f"the {self.noun} {entry.name!r} ({origin(entry)})"
+    def _describe_plugin(self, entry: EntryPoint) -> str:
+        return f"the {self.noun} {entry.name!r} ({describe_origin(entry)})"
 
     @calls_users_code
-    def _load(self, entry: EntryPoint) -> object:
+    def _load_plugin(self, entry: EntryPoint) -> object:
         try:
             plugin: object = entry.load()
         except RAISED as error:
-            label = self._plugin(entry)
-            if not _place(error):  # The entry point itself names a missing module or object.
+            label = self._describe_plugin(entry)
+            if not _describe_place(error):  # The entry point itself names a missing module or object.
                 label += f", entry point {entry.name} = {entry.value},"
             raise_broken(label, "can't be imported", error, entry)
         if self.manager.get_plugin(entry.name) is plugin:
@@ -135,54 +148,54 @@ class PluginGroup:
             # Unregister an invalid plugin, because otherwise the next plugin's check would fail.
             if self.manager.is_registered(plugin):
                 self.manager.unregister(plugin)
-            raise self._invalid(entry, plugin, error) from error
+            raise self._invalid_error(entry, plugin, error) from error
         if self.manager.get_hookcallers(plugin):
             return plugin
         self.manager.unregister(plugin)
-        raise self._invalid(entry, plugin, None)
+        raise self._invalid_error(entry, plugin, None)
 
-    def _invalid(self, entry: EntryPoint, plugin: object, error: Exception | None) -> PluginError:
+    def _invalid_error(self, entry: EntryPoint, plugin: object, error: Exception | None) -> PluginError:
         valid = [name for name in vars(self.hooks) if name.startswith("colocate_")]
         present = [name for name in dir(plugin) if name.startswith("colocate_") and callable(getattr(plugin, name))]
         marked = [name for name in dir(plugin) if self.manager.parse_hookimpl_opts(plugin, name) is not None]
         for name in marked:
             if name not in valid:
-                near = nearest(name, valid, 0.0)
+                near = find_nearest(name, valid, 0.0)
                 why = f"has a hook {name!r}, which doesn't exist; did you mean {near!r}?"
-                return entry_error(entry, f"{self._plugin(entry)} {why}")
+                return entry_error(entry, f"{self._describe_plugin(entry)} {why}")
         if error is not None:
-            return entry_error(entry, f"{self._plugin(entry)} is not valid: {error}")
-        why = f"implements no hook; it needs {listed(valid, 'or')}, marked with @colocate.hookimpl"
+            return entry_error(entry, f"{self._describe_plugin(entry)} is not valid: {error}")
+        why = f"implements no hook; it needs {join_words(valid, 'or')}, marked with @colocate.hookimpl"
         if present:
             why = f"has {present[0]}(), but it isn't marked with @colocate.hookimpl"
         elif entry.attr:
             why += f": its entry point names {entry.value}, where mostly the module stands, {entry.module}"
-        return entry_error(entry, f"{self._plugin(entry)} {why}")
+        return entry_error(entry, f"{self._describe_plugin(entry)} {why}")
 
 
-def origin(entry: EntryPoint) -> str:
+def describe_origin(entry: EntryPoint) -> str:
     """Return the name and version of an entry point's distribution, as text."""
     if entry.dist is None:
         return "no distribution"
-    name_version = name_and_version(entry.dist)
-    return " ".join(name_version) if name_version is not None else without_metadata(entry.dist)
+    name_version = read_name_and_version(entry.dist)
+    return " ".join(name_version) if name_version is not None else describe_lost_metadata(entry.dist)
 
 
 def distribution_of(entry: EntryPoint | None) -> tuple[str | None, str | None]:
     """Return the name and version of an entry point's distribution, if known."""
-    name_version = name_and_version(entry.dist) if entry is not None and entry.dist is not None else None
+    name_version = read_name_and_version(entry.dist) if entry is not None and entry.dist is not None else None
     return name_version or (None, None)
 
 
 def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
     """Return the error for an unknown plugin name, with the most similar of the `known` names."""
-    names_text = f"installed: {listed(known)}" if known else "none is installed"
+    names_text = f"installed: {join_words(known)}" if known else "none is installed"
     message = f"no {noun} is called {name!r} ({names_text}){did_you_mean(name, known)}"
     hint = None
     if name in extras_of("colocate"):
-        hint = pip_line(name)
+        hint = get_pip_line(name)
         message += f"; install it: {hint}"
-    elif not nearest(name, known):
+    elif not find_nearest(name, known):
         message += "; install the distribution that has it"
     return PluginError(message, name=name, hint=hint)
 
@@ -199,8 +212,8 @@ def raise_broken(what: str, how: str, error: BaseException, entry: EntryPoint | 
     """
     if is_of_handler(error):
         raise error
-    message = f"{what} {how}: {type(error).__name__}: {error}{_place(error)}"
-    hint = _cure(entry, error) if entry is not None else None
+    message = f"{what} {how}: {type(error).__name__}: {error}{_describe_place(error)}"
+    hint = _find_install_hint(entry, error) if entry is not None else None
     if hint:
         message += f"; install what it needs: {hint}"
     name = entry.name if entry is not None else None
@@ -231,7 +244,7 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
     return target
 
 
-def _cure(entry: EntryPoint, error: BaseException) -> str | None:
+def _find_install_hint(entry: EntryPoint, error: BaseException) -> str | None:
     """Return the command that installs the module missing in an import error; None if unknown.
 
     By convention an extra has the entry point's name; otherwise the requirement that fits the module counts.
@@ -246,14 +259,14 @@ def _cure(entry: EntryPoint, error: BaseException) -> str | None:
     if entry.dist is None or owner is None or missing is None or missing == entry.module.partition(".")[0]:
         return None
     if entry.name in extras_of(entry.dist):
-        return distribution_line(owner, entry.name)
+        return get_distribution_line(owner, entry.name)
     required = list(_requirements(entry.dist))
     extras = [extra for project, extra in required if project == _normalized(missing)]
     if not extras:
         return None
     sizes = Counter(extra for _, extra in required)
-    # Several extras may have the module: take the extra with the fewest requirements.
-    return distribution_line(owner, min(extras, key=lambda extra: sizes[extra]))
+    # Several extras may require the module: take the extra with the fewest requirements.
+    return get_distribution_line(owner, min(extras, key=lambda extra: sizes[extra]))
 
 
 def needed_by_extra(owner: str, extra: str) -> Mapping[str, str | None]:
@@ -275,7 +288,7 @@ def _normalized(name: str) -> str:
 
 def versions_of(names: Iterable[str]) -> Mapping[str, str | None]:
     """Return the installed version of each distribution; None for a missing distribution."""
-    return {name: version_of(name) for name in names}
+    return {name: get_version(name) for name in names}
 
 
 def extras_of(owner: Distribution | str) -> Collection[str]:
@@ -287,7 +300,7 @@ def extras_of(owner: Distribution | str) -> Collection[str]:
     return owner.metadata.get_all("Provides-Extra") or ()
 
 
-def listed(names: Collection[str], last: str = "and") -> str:
+def join_words(names: Collection[str], last: str = "and") -> str:
     """Join names as in a sentence, for example "a, b and c"."""
     words = list(names)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
@@ -297,7 +310,7 @@ def listed(names: Collection[str], last: str = "and") -> str:
 _IMPORTING = ("importlib", "metadata", "importlib_metadata")
 
 
-def _place(error: BaseException) -> str:
+def _describe_place(error: BaseException) -> str:
     """Return the file and line of a plugin's code that raised, as text, or ""."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING and not is_own_code(f.filename)]

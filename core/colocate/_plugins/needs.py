@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from colocate._definitions.names import MAINS, is_installed_file
-from colocate._definitions.sources import is_shipped_with_python, shadowing
+from colocate._definitions.sources import is_shipped_with_python, list_shadowing
 from colocate._plugins.plugins import abouts
 from colocate._role.role import RoleInfo, RoleSpec
 from colocate.errors import CapabilityError, ConfigError, PluginError
@@ -21,7 +21,7 @@ from colocate.worker.birth.template import LONG
 C = TypeVar("C", bound=type[Any])
 F = TypeVar("F", bound=Callable[..., Any])
 
-Said: TypeAlias = Iterable[tuple[str | Sequence[str | int], str | PluginError]]
+OptionProblems: TypeAlias = Iterable[tuple[str | Sequence[str | int], str | PluginError]]
 """Problems of options: the name of each option, or the keys to a nested value, and a text or an error."""
 
 NEEDS = "__colocate_needs__"
@@ -56,8 +56,8 @@ def needed_by(cls: type) -> frozenset[str]:
     return declared_needs
 
 
-def checks(function: Callable[..., Said]) -> Callable[[F], F]:
-    """Declare a check of options beyond a signature, by a decorator of a role class or a job.
+def checks(function: Callable[..., OptionProblems]) -> Callable[[F], F]:
+    """Return a decorator that adds a check of options, beyond the signature's, to a role class or a job.
 
     `colocate check`, and other readers of a config, call the function on options that fit the signature, and report
     each problem with the option's line. `pool.spawn` doesn't: a constructor refuses unsuitable arguments itself.
@@ -79,9 +79,9 @@ def checks(function: Callable[..., Said]) -> Callable[[F], F]:
     return declare
 
 
-def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
+def check_of(target: Callable[..., Any]) -> Callable[..., OptionProblems] | None:
     """Return the check of a role class's or job's options; None if there is none."""
-    check: Callable[..., Said] | None = getattr(target, _CHECK, None)
+    check: Callable[..., OptionProblems] | None = getattr(target, _CHECK, None)
     if check is None or not isinstance(target, type):
         return check
     declared = next(base for base in target.__mro__ if _CHECK in vars(base))
@@ -91,12 +91,12 @@ def check_of(target: Callable[..., Any]) -> Callable[..., Said] | None:
 def require(executor: type[Executor], capability: type, what: str) -> None:
     """Raise `CapabilityError` if an executor lacks a capability. The error names executors that have it."""
     if not issubclass(executor, capability):
-        # Read the descriptions of the installed executors, which imports no executor.
+        # Read only the descriptions of the installed executors, without importing an executor.
         having = tuple(
             about.capabilities[capability.__name__]
             for info, about in abouts()
             if capability.__name__ in about.capabilities
-            and None not in info.engine().values()  # Skip executors without an installed engine.
+            and None not in info.engine().values()  # Skip executors that lack a distribution such as ray.
         )
         raise CapabilityError(
             f"executor {executor.name!r} can't {what}: it lacks {capability.__name__}; "
@@ -170,7 +170,7 @@ def lacks_vmm(role: str, sleep: str | None, gpus: int, executor: type[Executor] 
 
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
     """Return the slow imports that role classes need (`Boot.imports`); None if files shadow Python's modules."""
-    if shadowing():
+    if list_shadowing():
         return None
     classes = list(classes)
     visited: set[str] = set()

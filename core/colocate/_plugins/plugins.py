@@ -16,19 +16,19 @@ import attrs
 from colocate._plugins.entry_points import (
     RAISED,
     PluginGroup,
+    describe_origin,
     distribution_of,
     entry_error,
     hookspec,
     import_reference,
-    listed,
+    join_words,
     needed_by_extra,
-    origin,
     raise_broken,
     unknown_plugin,
     versions_of,
 )
 from colocate._system.nearest import did_you_mean
-from colocate._system.tracebacks import fold_frames_of
+from colocate._system.tracebacks import add_folded_packages
 from colocate.errors import PluginError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ObserverHooks:
 
     @hookspec
     def colocate_observer(self) -> Callable[..., object]:
-        """Return the observer's class, or a factory. The options in a config are the keyword arguments."""
+        """Return the observer's class, or a factory. A config's options are passed as keyword arguments."""
         raise NotImplementedError
 
 
@@ -146,7 +146,7 @@ class PluginInfo:
 
 
 @attrs.frozen
-class _Found:
+class _PluginTarget:
     """The object that a name stands for, such as a role, perhaps not yet imported.
 
     Attributes:
@@ -168,19 +168,19 @@ class _Found:
         """The source of the target, in words: a distribution with the version, or a module."""
         if self._entry is None:
             return f"module {str(self.target).partition(':')[0]}"
-        return origin(self._entry)
+        return describe_origin(self._entry)
 
     @property
-    def _what(self) -> str:
+    def _label(self) -> str:
         return f"{self._noun} {self.name!r}" if self._entry is None else f"{self._noun} {self.name!r} ({self.origin})"
 
     def _error(self, message: str) -> PluginError:
-        return PluginError(f"{self._what}{message}", name=self.name, distribution=self.distribution)
+        return PluginError(f"{self._label}{message}", name=self.name, distribution=self.distribution)
 
     def load(self) -> Callable[..., Any]:
         """Import and return the target. Raise PluginError if the target isn't callable, or no valid role or job."""
         is_name = isinstance(self.target, str)
-        target = import_reference(self.target, self._what, self._entry) if is_name else self.target
+        target = import_reference(self.target, self._label, self._entry) if is_name else self.target
         if not callable(target):
             raise self._error(f" is {target!r}, which can't be called")
         function: Callable[..., Any] = target
@@ -188,7 +188,7 @@ class _Found:
 
 
 @attrs.frozen
-class FoundRole(_Found):
+class FoundRole(_PluginTarget):
     """A role found by name."""
 
     _noun = "role"
@@ -197,7 +197,7 @@ class FoundRole(_Found):
         from colocate._role.role import methods_of
 
         is_name = isinstance(self.target, str)
-        target = import_reference(self.target, self._what, self._entry) if is_name else self.target
+        target = import_reference(self.target, self._label, self._entry) if is_name else self.target
         if not isinstance(target, type):
             raise self._error(f" is {target!r}, which is not a class")
         if not methods_of(target):
@@ -207,7 +207,7 @@ class FoundRole(_Found):
 
 
 @attrs.frozen
-class FoundJob(_Found):
+class FoundJob(_PluginTarget):
     """A job found by name."""
 
     _noun = "job"
@@ -233,7 +233,7 @@ class FoundJob(_Found):
 
 
 @attrs.frozen
-class FoundObserver(_Found):
+class FoundObserver(_PluginTarget):
     """An observer found by name."""
 
     _noun = "observer"
@@ -244,11 +244,11 @@ class FoundObserver(_Found):
         try:
             return factory(**options)
         except RAISED as error:
-            raise_broken(f"{self._what}:", "could not be made", error, self._entry)
+            raise_broken(f"{self._label}:", "could not be made", error, self._entry)
 
 
 @attrs.frozen
-class FoundEngine(_Found):
+class FoundEngine(_PluginTarget):
     """An engine found by name."""
 
     _noun = "engine"
@@ -262,18 +262,18 @@ def find_executor(name: str) -> type[Executor]:
     from colocate.executor import Executor
 
     entry = _EXECUTORS.find(name)
-    executor_class = _EXECUTORS.call(entry, "colocate_executor")
+    executor_class = _EXECUTORS.call_hook(entry, "colocate_executor")
     if (about := about_executor(name)) is not None:
-        fold_frames_of(about.packages)
+        add_folded_packages(about.packages)
     if not (isinstance(executor_class, type) and issubclass(executor_class, Executor)):
         raise _wrong_return(entry, "colocate_executor", executor_class, "a subclass of colocate.executor.Executor")
-    label = f"the executor {name!r} ({origin(entry)}): its class {executor_class.__qualname__}"
+    label = f"the executor {name!r} ({describe_origin(entry)}): its class {executor_class.__qualname__}"
     if not isinstance(getattr(executor_class, "name", None), str):
         raise entry_error(entry, f"{label} doesn't say what it is called: write name = {name!r} in it")
     lacking = [f"{duty}()" for duty in sorted(executor_class.__abstractmethods__)]
     makes_itself = executor_class.connect.__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
-    if lacking and makes_itself:  # A class whose `connect` picks a variant may lack methods.
-        raise entry_error(entry, f"{label} lacks {listed(lacking)}, which are duties of an executor")
+    if lacking and makes_itself:  # A class whose `connect` picks a variant may be abstract.
+        raise entry_error(entry, f"{label} lacks {join_words(lacking)}, which are duties of an executor")
     return executor_class
 
 
@@ -285,7 +285,7 @@ def about_executor(name: str) -> About | None:
     from colocate.executor import About
 
     try:
-        about = _EXECUTORS.call(_EXECUTORS.find(name), "colocate_about")
+        about = _EXECUTORS.call_hook(_EXECUTORS.find(name), "colocate_about")
     except PluginError:
         return None
     return about if isinstance(about, About) else None
@@ -300,31 +300,31 @@ def abouts() -> Iterator[tuple[PluginInfo, About]]:
 
 def find_role(name: str) -> FoundRole:
     """Return the role of this name, `plugin.role` or `module:Class`. Imports the plugin, but not the role's module."""
-    return _find(name, "role", "colocate_roles", FoundRole)
+    return _find_target(name, "role", "colocate_roles", FoundRole)
 
 
 def find_job(name: str) -> FoundJob:
     """Return the job of this name, `plugin.job` or `module:function`. Imports the plugin, but not the job's module."""
-    return _find(name, "job", "colocate_jobs", FoundJob)
+    return _find_target(name, "job", "colocate_jobs", FoundJob)
 
 
 def find_observer(name: str) -> FoundObserver:
-    """Return the observer of this name, or of `module:Class`. Imports only the plugin of this name."""
+    """Return the observer of this name, or the observer `module:Class`. Imports only the plugin of this name."""
     if ":" in name:
         return FoundObserver(name, name)
     entry = _OBSERVERS.find(name)
-    factory = _OBSERVERS.call(entry, "colocate_observer")
+    factory = _OBSERVERS.call_hook(entry, "colocate_observer")
     if not callable(factory):
         raise _wrong_return(entry, "colocate_observer", factory, "a class of observers")
     return FoundObserver(name, factory, *distribution_of(entry), entry)
 
 
 def find_engine(name: str) -> FoundEngine:
-    """Return the engine of this name, or of `module:Class`. Imports only the plugin of this name."""
+    """Return the engine of this name, or the engine `module:Class`. Imports only the plugin of this name."""
     if ":" in name:
         return FoundEngine(name, name)
     entry = _ENGINES.find(name)
-    engine = _ENGINES.call(entry, "colocate_engine")
+    engine = _ENGINES.call_hook(entry, "colocate_engine")
     if not callable(engine) and not (isinstance(engine, str) and all(engine.partition(":"))):
         raise _wrong_return(entry, "colocate_engine", engine, 'a class of engines, or "module:Class"')
     return FoundEngine(name, engine, *distribution_of(entry), entry)
@@ -339,8 +339,8 @@ def plugins() -> list[PluginInfo]:
         for entry in group.entries():
             by_name.setdefault(entry.name, []).append(entry)
         for name, (first, *rivals) in by_name.items():
-            names = tuple(origin(rival) for rival in rivals)
-            infos.append(PluginInfo(kind, name, *distribution_of(first), first.value, origin(first), names))
+            names = tuple(describe_origin(rival) for rival in rivals)
+            infos.append(PluginInfo(kind, name, *distribution_of(first), first.value, describe_origin(first), names))
     return infos
 
 
@@ -359,23 +359,23 @@ def plugins_named(name: str) -> list[PluginInfo]:
 
 def roles_of(namespace: str) -> list[FoundRole]:
     """Return the roles of a plugin. Imports the plugin, but not the roles' modules."""
-    return _all_of(namespace, "colocate_roles", FoundRole)
+    return _list_targets(namespace, "colocate_roles", FoundRole)
 
 
 def jobs_of(namespace: str) -> list[FoundJob]:
     """Return the jobs of a plugin. Imports the plugin, but not the jobs' modules."""
-    return _all_of(namespace, "colocate_jobs", FoundJob)
+    return _list_targets(namespace, "colocate_jobs", FoundJob)
 
 
-def _all_of(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
+def _list_targets(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
     entry = _ROLES.find(namespace)
-    targets = _offered(entry, hook) or {}
+    targets = _call_target_hook(entry, hook) or {}
     return [kind(f"{namespace}.{short}", target, *distribution_of(entry), entry) for short, target in targets.items()]
 
 
-def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
+def _call_target_hook(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
     """Return the roles or jobs that a plugin's hook returns, by name; None if the plugin lacks the hook."""
-    if (targets := _ROLES.call(entry, hook, _ROLES)) is _ROLES:
+    if (targets := _ROLES.call_hook(entry, hook, _ROLES)) is _ROLES:
         return None
     if not isinstance(targets, Mapping) or not all(isinstance(key, str) for key in targets):
         raise _wrong_return(entry, hook, targets, 'a dict of names to objects or "module:Name"')
@@ -385,7 +385,7 @@ def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
     return targets
 
 
-def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
+def _find_target(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
     if ":" in name:
         return kind(name, name)
     namespace, _, short = name.partition(".")
@@ -395,20 +395,22 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
         entry = _ROLES.find(namespace)
     except PluginError as error:
         if error.distribution is None:
-            raise PluginError(error.message + _colon(name), name=error.name, hint=error.hint) from None
+            raise PluginError(error.message + _colon_hint(name), name=error.name, hint=error.hint) from None
         raise
-    targets = _offered(entry, hook)
+    targets = _call_target_hook(entry, hook)
     if targets is None:
-        raise entry_error(entry, f"the role plugin {namespace!r} ({origin(entry)}) has no {noun}s: no hook {hook}()")
+        raise entry_error(
+            entry, f"the role plugin {namespace!r} ({describe_origin(entry)}) has no {noun}s: no hook {hook}()"
+        )
     if short not in targets:
-        names_text = f"it has {listed([repr(key) for key in sorted(targets)])}" if targets else "it has none"
-        hint = _colon(name) or did_you_mean(short, targets)
-        message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {names_text}{hint}"
+        names_text = f"it has {join_words([repr(key) for key in sorted(targets)])}" if targets else "it has none"
+        hint = _colon_hint(name) or did_you_mean(short, targets)
+        message = f"{namespace!r} ({describe_origin(entry)}) has no {noun} {short!r}: {names_text}{hint}"
         raise entry_error(entry, message)
     return kind(name, targets[short], *distribution_of(entry), entry)
 
 
-def _colon(name: str) -> str:
+def _colon_hint(name: str) -> str:
     """Return a hint if a name is written like "module.Class", with a dot for the colon; otherwise ""."""
     module, _, attribute = name.rpartition(".")
     return f"; a class of a module is named with a colon: {module}:{attribute}" if attribute[:1].isupper() else ""
@@ -416,4 +418,6 @@ def _colon(name: str) -> str:
 
 def _wrong_return(entry: EntryPoint, hook: str, found: Any, wanted: str) -> PluginError:
     text = "nothing" if found is None else f"{found!r} ({type(found).__name__})"
-    return entry_error(entry, f"{entry.name!r} ({origin(entry)}): its hook {hook}() returned {text}, not {wanted}")
+    return entry_error(
+        entry, f"{entry.name!r} ({describe_origin(entry)}): its hook {hook}() returned {text}, not {wanted}"
+    )

@@ -9,7 +9,7 @@ from colocate._protocol.to_worker import Call, Where
 from colocate.wire import Packed
 
 
-def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
+def bundle_bodies(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
     """Pack several bodies into one body; return the places of the bodies within, and the packed body."""
     real_bodies = [body for body in bodies if body is not None]
     if not real_bodies:
@@ -32,7 +32,7 @@ def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
     return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()), needs)
 
 
-def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple[Call, Any]]:
+def split_bundle(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple[Call, Any]]:
     """Yield the calls of a packed body in order, each with the call's own body."""
     for call, where in calls:
         if where is None:
@@ -41,4 +41,4 @@ def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple
             yield call, body[where]
         else:
             start, end, places = where
-            yield call, body.part(start, end, places)
+            yield call, body.extract_part(start, end, places)

@@ -36,15 +36,15 @@ class Kill(Message):
 
 @message
 class Inspect(Message):
-    """Inspect a worker's process from outside; answered by `Inspected`."""
+    """Inspect a worker's process from outside; answered by `InspectReport`."""
 
     token: bytes  # This token identifies the worker.
     number: int  # Number of the question.
 
 
 @message
-class List(Message):
-    """List the keeper's running processes; answered by `Listed`."""
+class ListProcesses(Message):
+    """List the keeper's running processes; answered by `ProcessList`."""
 
     token: int  # Number of the question.
 
@@ -60,7 +60,7 @@ class Adopt(Message):
 
 @message
 class Detach(Message):
-    """Keep the pool alive after this driver leaves; answered by `Confirmed`."""
+    """Keep the pool alive after this driver leaves; answered by `Ack`."""
 
     token: int  # Number of the question.
     lease: Lease  # The pool continues under this lease.
@@ -75,40 +75,40 @@ class Renew(Message):
 
 @message
 class Retain(Message):
-    """Undo `Detach`, so that the pool closes with this driver; answered by `Confirmed`."""
+    """Undo `Detach`, so that the pool closes with this driver; answered by `Ack`."""
 
     token: int | None  # Number of the question; None if no answer is wanted.
 
 
 @message
-class GiveUp(Message):
+class ExpirePool(Message):
     """Announce that the driver leaves the pool."""
 
 
 @message
-class Look(Message):
-    """Ask for the pool's state and owner; answered by `Seen`."""
+class InspectPool(Message):
+    """Ask for the pool's state and owner; answered by `PoolStatus`."""
 
 
 @message
-class LookInside(Message):
-    """Ask for the state of this keeper's workers; answered by `SeenInside`."""
+class InspectWorkers(Message):
+    """Ask for the state of this keeper's workers; answered by `WorkerStatus`."""
 
 
 @message
 class Attach(Message):
-    """Ask to become the driver of the pool; answered by `Granted` or `Refused`."""
+    """Ask to become the driver of the pool; answered by `LeadGranted` or `LeadRefused`."""
 
     epoch: int  # The epoch granted by the lead keeper; 0 in the request to the lead keeper.
-    who: str  # Description of the new driver.
-    own: bool  # Whether to own the pool, even if another driver commands the pool now.
+    driver: str  # Description of the new driver.
+    is_owner: bool  # Whether to own the pool, even if another driver commands the pool now.
 
 
 # -- from the keeper
 
 
 @message
-class Said(Message):
+class OutputLine(Message):
     """A line of a worker's output."""
 
     token: bytes  # This token identifies the worker.
@@ -116,7 +116,7 @@ class Said(Message):
 
 
 @message
-class Ended(Message):
+class WorkerExited(Message):
     """Report that a worker has exited."""
 
     token: bytes  # This token identifies the worker.
@@ -126,38 +126,38 @@ class Ended(Message):
 
 
 @message
-class Inspected(Message):
+class InspectReport(Message):
     """The result of inspecting a worker's process from outside."""
 
     token: bytes  # This token identifies the worker.
     number: int  # Number of the answered question.
-    what: str | None  # Description of the process; None if there is nothing to see.
+    text: str | None  # Description of the process; None if there is nothing to see.
 
 
 @message
-class Listed(Message):
+class ProcessList(Message):
     """The list of the keeper's running processes."""
 
     token: int  # Number of the answered question.
-    found: Sequence[Any]  # The fields of a `Running` object for each process.
+    processes: Sequence[Any]  # The fields of an `executor.Running` object for each process.
 
 
 @message
-class Confirmed(Message):
+class Ack(Message):
     """Confirm that the keeper has carried out a command."""
 
     token: int  # Number of the answered question.
 
 
 @message
-class Seen(Message):
+class PoolStatus(Message):
     """The public state of a pool, including the owner, or of a job's groups."""
 
     facts: Mapping[str, Any] | None  # Facts for listings; None for a pool that isn't detached.
 
 
 @message
-class SeenInside(Message):
+class WorkerStatus(Message):
     """The state of the keeper's workers, as far as the workers have answered."""
 
     workers: Sequence[bytes]  # The answer of each worker, in JSON.
@@ -165,7 +165,7 @@ class SeenInside(Message):
 
 
 @message
-class Granted(Message):
+class LeadGranted(Message):
     """Accept a new driver of the pool."""
 
     epoch: int  # The epoch of the new driver.
@@ -173,15 +173,15 @@ class Granted(Message):
 
 
 @message
-class Refused(Message):
+class LeadRefused(Message):
     """Refuse a new driver of the pool."""
 
-    kind: str  # "borrowed" if another driver commands the pool; otherwise "late" or "closed".
+    kind: str  # "borrowed": a driver commands the pool; "late": the epoch is outdated; "closed": it can't be attached.
     words: str  # The reason, as text for users.
 
 
 @message
-class Fenced(Message):
+class LeadLost(Message):
     """Notify a driver that another driver commands the pool from now on."""
 
-    who: str  # Description of the new driver.
+    driver: str  # Description of the new driver.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from colocate._protocol.message import Head, Message, message, read, values
-from colocate._protocol.taken import Taken
+from colocate._protocol.message import Head, Message, decode_head, message, values
+from colocate._protocol.taken import Receipt
 
 
 @message
@@ -17,8 +17,8 @@ class Hello(Message):
 
 
 @message
-class Done(Message):
-    """Report the result of a successful call. The body is the result; there is no body for None and a kept result.
+class CallEnded(Message):
+    """Report the result of a successful call. The body is the result; None and kept results have no body.
 
     Attributes:
         seq: Number of the call; 0 for the construction of the roles.
@@ -26,8 +26,8 @@ class Done(Message):
         start: Begin of the call, in seconds of `time.time()`.
         end: End of the call, in seconds of `time.time()`.
         size: Bytes and rows of a kept result; None for other results.
-        parts: Reports of features, by feature name (`OfWorker.finished`); None for no reports.
-        taken: Residents that the call has received, if an observer asked for these notes.
+        parts: Reports of features, by feature name (`WorkerFeature.call_report`); None for no reports.
+        receipts: Residents that the call has received, if an observer asked for these notes.
     """
 
     seq: int
@@ -36,7 +36,7 @@ class Done(Message):
     end: float
     size: tuple[int, int | None] | None
     parts: Mapping[str, Any] | None = None
-    taken: Sequence[Taken] = ()
+    receipts: Sequence[Receipt] = ()
 
 
 @message
@@ -58,10 +58,10 @@ class Failed(Message):
 
     seq: int  # Number of the failed call; 0 for the construction of the roles.
     failure: Failure
-    parts: Mapping[str, Any]  # Reports of features, by feature name (`OfWorker.halts`).
+    parts: Mapping[str, Any]  # Reports of features, by feature name (`WorkerFeature.failure_report`).
     start: float  # Begin of the call, in seconds of `time.time()`.
     end: float  # End of the call, in seconds of `time.time()`.
-    taken: Sequence[Taken] = ()  # Residents that the call has received, if observed.
+    receipts: Sequence[Receipt] = ()  # Residents that the call has received, if observed.
     lane: str = ""  # Background role of the lane; "" for the main lane.
 
     def head(self) -> Head:
@@ -69,13 +69,13 @@ class Failed(Message):
         return "Failed", seq, values(failure), *rest
 
     @classmethod
-    def of(cls, *values: Any) -> Failed:
+    def from_values(cls, *values: Any) -> Failed:
         seq, failure, *rest = values
         return cls(seq, Failure(*failure), *rest)
 
 
 @message
-class Alive(Message):
+class Heartbeat(Message):
     """Acknowledge that the worker has received a hold."""
 
     number: int  # Number of the hold.
@@ -83,19 +83,19 @@ class Alive(Message):
 
 
 @message
-class Held(Message):
+class HoldReached(Message):
     """Report that the lane has stopped for a hold."""
 
     number: int  # Number of the hold.
     begun: int  # Number of the last call that has begun.
-    parts: Mapping[str, Any]  # Reports of features, by feature name (`OfWorker.back`).
+    parts: Mapping[str, Any]  # Reports of features, by feature name (`WorkerFeature.hold_report`).
     lane: str = ""  # Background role of the lane; "" for the main lane.
     unfinished: Sequence[tuple[int, str]] = ()  # Number and label of calls that an earlier driver has left running.
 
 
 @message
-class CanWithdraw(Message):
-    """Answer whether this rank can still withdraw a call."""
+class CancelVote(Message):
+    """Answer whether this rank can withdraw a call, because the call hasn't begun."""
 
     token: int  # Number of the answered question.
     can: bool  # Whether the call hasn't begun on this rank.
@@ -122,7 +122,7 @@ class Fetched(Message):
         return "Fetched", self.token, self.rows, None if self.failure is None else values(self.failure)
 
     @classmethod
-    def of(cls, *values: Any) -> Fetched:
+    def from_values(cls, *values: Any) -> Fetched:
         token, rows, failure = values
         return cls(token, rows, None if failure is None else Failure(*failure))
 
@@ -145,24 +145,24 @@ class Progress(Message):
 
 
 @message
-class Broken(Message):
+class WorkerBroken(Message):
     """Report that the worker lacks a resource that roles need, such as a thread or a device; the worker exits."""
 
     reason: str
-    log_tail: str = ""  # Last output lines of a role's child, if the child's end is the reason.
+    log_tail: str = ""  # Last output lines of a role's child, if the call failed because the child ended.
 
 
 @message
-class Closed(Message):
+class LaneClosed(Message):
     """Report that the worker runs no more role code and is about to exit."""
 
 
 @message
-class Undefined(Message):
+class BundleFailed(Message):
     """Report that a bundle of definitions couldn't be rebuilt; none of the definitions is usable."""
 
-    ids: Sequence[int]  # Ids of the bundle's definitions.
-    names: Sequence[str]  # Names of the script's globals in the bundle.
+    ids: Sequence[int]  # Ids of the definitions in the received bundle of definitions.
+    names: Sequence[str]  # Names of the script's globals among the definitions.
 
 
 @message
@@ -176,6 +176,6 @@ class Ask(Message):
         return "Ask", self.token, self.question.head()
 
     @classmethod
-    def of(cls, *values: Any) -> Ask:
+    def from_values(cls, *values: Any) -> Ask:
         token, question = values
-        return cls(token, read(question))
+        return cls(token, decode_head(question))

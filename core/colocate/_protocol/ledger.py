@@ -9,7 +9,7 @@ from colocate.errors import ConfigError
 
 
 class Purpose(Enum):
-    """The purpose of a piece of memory. Memory with several purposes counts for the first."""
+    """The purpose of a piece of memory. Memory with several purposes counts for the first in this order."""
 
     __hash__ = object.__hash__  # Enum's own hash is slow Python code, and every tensor is recorded under a purpose.
 
@@ -35,7 +35,7 @@ TAGS: Mapping[str, tuple[Purpose, ...]] = {
 """The purposes of a role's memory that can sleep, by tag (`method.TAGS`)."""
 
 
-def counts_as(role: str, told: object, by: str) -> dict[Purpose, int]:
+def count_by_purpose(role: str, told: object, by: str) -> dict[Purpose, int]:
     """Convert a role's report of bytes by tag into bytes by purpose for the ledger.
 
     Raises:

@@ -15,7 +15,7 @@ from colocate import features
 
 Head: TypeAlias = tuple[Any, ...]
 
-_kinds: dict[str, Callable[..., Message]] = {}  # Each constructor builds a message from wire values.
+_kinds: dict[str, Callable[..., Message]] = {}  # Constructors that take wire values, by message name.
 _values: dict[type[Message], Callable[[Message], Head]] = {}
 
 _M = TypeVar("_M", bound="type[Message]")
@@ -41,7 +41,7 @@ class Message:
         return f"{type(self).__name__}{values(self)!r}"
 
     @classmethod
-    def of(cls, *values: Any) -> Message:
+    def from_values(cls, *values: Any) -> Message:
         """Build a message from wire values. Override for messages whose wire values differ from the fields."""
         return cls(*values)
 
@@ -55,20 +55,20 @@ def kind_of(head: Head) -> object:
     return head[0]
 
 
-def read(head: Head | Message) -> Message:
+def decode_head(head: Head | Message) -> Message:
     """Build the message from a head. Within one process a message itself is passed, and returned unchanged."""
     if isinstance(head, Message):
         return head
     factory = _kinds.get(head[0])
     if factory is None:  # The message belongs to a feature that isn't imported yet.
-        features.of_message(head[0])
+        features.import_messages(head[0])
         factory = _kinds[head[0]]
     return factory(*head[1:])
 
 
 @dataclass_transform(frozen_default=True)
 def message(cls: _M) -> _M:
-    """Turn a class with annotated fields into a message. A head is the class name, followed by the fields."""
+    """Turn a class with annotated fields into a message class. A head is the class name, followed by the fields."""
     # Only type checkers treat the class as frozen, because a frozen class costs a microsecond per message.
     message_class: Any = attrs.define(cls, eq=False, repr=False)
     names = [field.name for field in attrs.fields(message_class)]
@@ -79,5 +79,7 @@ def message(cls: _M) -> _M:
     # A module is imported again if a signal handler has interrupted the first import.
     existing = _kinds.get(message_class.__name__, message_class)
     assert existing.__module__ == message_class.__module__, f"two messages are called {message_class.__name__}"
-    _kinds[message_class.__name__] = message_class.of if "of" in vars(message_class) else message_class
+    _kinds[message_class.__name__] = (
+        message_class.from_values if "from_values" in vars(message_class) else message_class
+    )
     return cast("_M", message_class)

@@ -9,18 +9,20 @@ from colocate._protocol.message import Message, message
 
 @message
 class Part(Message):
-    """Request a whole part; answered by `Value`, or `Elsewhere` if a worker of the same machine has asked before."""
+    """Request a whole part; answered by `Value`, or `Redirect` if a worker of the same machine has asked before."""
 
     key: int  # Key of the resident.
     place: str = ""  # Device of the requester, if device memory may be lent there; otherwise "".
-    over: tuple[int, bool] | None = None  # Key of the previous part, and whether the requester keeps the part (`Took`).
-    here: tuple[str, str] | None = None  # Machine and address of a remote requester that may forward the part.
-    lacking: int = 0  # In a retry, this is the `times` of the unsuccessful `Elsewhere`.
+    over: tuple[int, bool] | None = (
+        None  # Key of the part received before, and whether the requester keeps that part (`PartReceived`).
+    )
+    requester: tuple[str, str] | None = None  # Machine and address of a remote requester that may forward the part.
+    lacking: int = 0  # In a retry, this is the `times` of the unsuccessful `Redirect`.
 
 
 @message
 class Slice(Message):
-    """Request some rows of a value; answered by `Value`."""
+    """Request a range of rows of a value; answered by `Value`."""
 
     key: int  # Key of the resident.
     start: int  # The first row.
@@ -36,7 +38,7 @@ class Rows(Message):
 
 
 @message
-class Still(Message):
+class CheckUnchanged(Message):
     """Ask whether a lent value is unchanged; answered by `Number`, with None if the value has changed."""
 
     key: int  # Key of the resident.
@@ -50,7 +52,7 @@ class Weight(Message):
 
 
 @message
-class Took(Message):
+class PartReceived(Message):
     """Report that an offered part was received; answered by `Number`. The last requester's report ends the offer."""
 
     key: int  # Key of the resident.
@@ -58,26 +60,26 @@ class Took(Message):
 
 
 @message
-class Passed(Message):
+class PassedOn(Message):
     """Request a driver's message body that the asked worker forwards; answered by `Value`."""
 
     key: int  # Key of the body.
 
 
 @message
-class Shared(Message):
+class FetchShared(Message):
     """Request this worker's copy of another machine's part; answered by `Value`, or `Number` if there is no copy."""
 
-    who: tuple[str, int, int, int]  # Group, slot, generation and group number of the worker that made the part.
+    holder: tuple[str, int, int, int]  # Group name, slot, generation and group number of the worker that made the part.
     key: int  # Key of the resident.
 
 
 @message
-class Elsewhere(Message):
-    """Redirect the requester to another worker that has, or is fetching, a copy of the part (`Shared`)."""
+class Redirect(Message):
+    """Redirect the requester to another worker that has, or is fetching, a copy of the part (`FetchShared`)."""
 
     address: str  # Address of the worker with the copy.
-    times: int  # How often a worker with a copy was named for the requester's machine.
+    times: int  # How often the worker with the copy was chosen on the requester's machine so far.
 
 
 @message
@@ -85,7 +87,7 @@ class Value(Message):
     """The answer to a request for a value, with the value as the body."""
 
     waited: float  # Seconds that the request waited for the value to be made.
-    lent: int = 0  # Bytes to copy from lent memory. The requester sends `Still` afterwards.
+    lent: int = 0  # Bytes to copy from lent memory. The requester sends `CheckUnchanged` afterwards.
     refusal: str = ""  # Reason why no more memory is lent; "" if nothing prevented lending.
     shared: bool = False  # Whether other requesters of the machine are redirected to this requester.
 

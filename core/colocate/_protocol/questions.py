@@ -9,7 +9,7 @@ from colocate._protocol.message import Message, message
 
 
 @message
-class WhereIs(Message):
+class GetPeerAddress(Message):
     """Ask for the address of another worker."""
 
     group: str
@@ -19,16 +19,16 @@ class WhereIs(Message):
 
 
 @message
-class Aligned(Message):
+class FindAligned(Message):
     """Ask which residents of a call have the same partition as the first resident, once all residents are made."""
 
     seq: int  # Number of the call.
     key: int  # Key of the first resident.
-    others: Sequence[int]  # Keys of the other residents.
+    other_keys: Sequence[int]  # Keys of the other residents.
 
 
 @message
-class Missing(Message):
+class MissingParts(Message):
     """Request a definition that another worker has sent by name only."""
 
     id: int
@@ -43,18 +43,18 @@ class Source(Message):
 
 @message
 class Compare(Message):
-    """Ask whether modules that this worker imported early have other content on the driver."""
+    """Ask whether modules that this worker imported early have the same content as on the driver."""
 
     modules: Mapping[str, tuple[str, str]]  # File and digest of each module, by name.
 
 
 @message
-class HeardAll(Message):
+class Flush(Message):
     """Ask for an answer after the driver has handled all earlier messages, as a barrier."""
 
 
 @message
-class Meet(Message):
+class JoinRendezvous(Message):
     """Wait for the other ranks at a rendezvous, and receive the value that one rank contributes."""
 
     rendezvous_key: str

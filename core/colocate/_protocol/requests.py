@@ -25,7 +25,7 @@ class Request(Generic[Party, Answer]):
 
     Attributes:
         token: The question's number.
-        about: The subject (a call, say), for `fail_those`.
+        about: The subject (a call, say), for `fail_matching`.
         parties: The parties asked, in order.
         answers: The answers so far.
         error: The failure, if there will be no more answers.
@@ -44,7 +44,7 @@ class Request(Generic[Party, Answer]):
     def owing(self) -> list[Party]:
         return [party for party in self.parties if party not in self.answers]
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait_over(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds until the question ends; return False if the time is over."""
         return self._over.wait(timeout)
 
@@ -58,7 +58,7 @@ class Request(Generic[Party, Answer]):
             TimeoutError: Some answers are late.
             BaseException: The question's own error.
         """
-        if not self.wait(deadline.left):
+        if not self.wait_over(deadline.seconds_left):
             raise TimeoutError(f"no answer in time from {', '.join(map(str, self.owing))}")
         if self.error is not None:
             # Raise a copy, because other threads may raise the same error.
@@ -66,20 +66,20 @@ class Request(Generic[Party, Answer]):
         return [self.answers[party] for party in self.parties]
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self._over.is_set
 
-    def then(self, call: Callable[[], object]) -> None:
+    def add_callback(self, call: Callable[[], object]) -> None:
         """Run a callback on the thread that ends the question. If the question has ended, run the callback at once."""
         self._then.append(call)
-        if self.over:
-            self._tell()
+        if self.is_over:
+            self._run_callbacks()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self._over.set()
-        self._tell()
+        self._run_callbacks()
 
-    def _tell(self) -> None:
+    def _run_callbacks(self) -> None:
         while self._then:
             with contextlib.suppress(IndexError):  # Another thread may have just taken the callback.
                 self._then.pop()()
@@ -107,9 +107,9 @@ class Requests(Generic[Party, Answer]):
         request = Request[Party, Answer](next(self._tokens), parties, about)
         self._open[request.token] = request
         if self._failed is not None:
-            self.fail(request, self._failed)
+            self.fail_request(request, self._failed)
         elif not request.parties:
-            self.drop(request)
+            self.drop_request(request)
         return request
 
     def ask(
@@ -142,51 +142,51 @@ class Requests(Generic[Party, Answer]):
         except TimeoutError:
             raise TimeoutError(late(", ".join(map(str, request.owing)))) from None
         finally:
-            self.drop(request)
+            self.drop_request(request)
 
-    def answered(self, token: int, party: Party, answer: Answer) -> Request[Party, Answer] | None:
+    def add_answer(self, token: int, party: Party, answer: Answer) -> Request[Party, Answer] | None:
         """Record a party's answer; return the question if still open. The last answer ends the question."""
         request = self._open.get(token)
         if request is not None:
             request.answers[party] = answer
             if len(request.answers) == len(request.parties):
-                self.drop(request)
+                self.drop_request(request)
         return request
 
-    def refused(self, token: int, error: BaseException) -> None:
+    def add_refusal(self, token: int, error: BaseException) -> None:
         """Fail a question, because a party has refused to answer."""
         if (request := self._open.get(token)) is not None:
-            self.fail(request, error)
+            self.fail_request(request, error)
 
-    def drop(self, request: Request[Party, Answer]) -> None:
+    def drop_request(self, request: Request[Party, Answer]) -> None:
         """End a question without waiting for more answers."""
-        if self._take(request):
-            request.end()
+        if self._remove(request):
+            request.finish()
 
-    def fail(self, request: Request[Party, Answer], error: BaseException) -> None:
-        if self._take(request):
+    def fail_request(self, request: Request[Party, Answer], error: BaseException) -> None:
+        if self._remove(request):
             request.error = error
-            request.end()
+            request.finish()
 
-    def _take(self, request: Request[Party, Answer]) -> bool:
-        if self._open.get(request.token) is not request:  # The question has ended, or belongs to another table.
+    def _remove(self, request: Request[Party, Answer]) -> bool:
+        if self._open.get(request.token) is not request:  # The question has ended, or belongs to another `Requests`.
             return False
         return self._open.pop(request.token, None) is not None
 
-    def gone(self, party: Party, error: BaseException) -> None:
+    def on_party_gone(self, party: Party, error: BaseException) -> None:
         """Fail all questions that a lost party hasn't answered."""
         for request in list(self._open.values()):
             if party in request.owing:
-                self.fail(request, error)
+                self.fail_request(request, error)
 
-    def fail_those(self, concerns: Callable[[int], bool], error: Callable[[], BaseException]) -> None:
+    def fail_matching(self, concerns: Callable[[int], bool], error: Callable[[], BaseException]) -> None:
         """Fail all questions with a subject for which `concerns` returns true."""
         for request in list(self._open.values()):
             if concerns(request.about):
-                self.fail(request, error())
+                self.fail_request(request, error())
 
     def fail_all(self, error: BaseException) -> None:
         """Fail all questions, open and future."""
         self._failed = error
         for request in list(self._open.values()):
-            self.fail(request, error)
+            self.fail_request(request, error)

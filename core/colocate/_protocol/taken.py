@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
-Taken: TypeAlias = tuple[int, int, int, float, float, int, str]
+Receipt: TypeAlias = tuple[int, int, int, float, float, int, str]
 """A resident's key, the rank of the part, the bytes, and start and end of the transfer, in seconds of `time.time()`.
 
 Start and end are 0 for a part of the same worker; bytes then count tensors and arrays. The last two items are the
@@ -19,7 +19,7 @@ MANY = -1
 _MOST = 8
 
 
-def summed(taken: Sequence[Taken]) -> Sequence[Taken]:
+def summarize_receipts(taken: Sequence[Receipt]) -> Sequence[Receipt]:
     """Merge the notes of a resident with many transfers into one note, because each of N ranks may receive N parts."""
     counts = Counter(receipt[0] for receipt in taken if receipt[4])
     if all(count <= _MOST for count in counts.values()):

@@ -27,7 +27,7 @@ class Boot(Message):
     version: str  # Version of the sender's colocate.
 
     @classmethod
-    def of(cls, *values: Any) -> Boot:
+    def from_values(cls, *values: Any) -> Boot:
         """Build the message from the values of any protocol version."""
         protocol, version, *_ = values if len(values) >= 2 else (0, "")
         return cls(protocol, version)
@@ -35,10 +35,10 @@ class Boot(Message):
 
 @message
 class Define(Message):
-    """Send definitions, before the first message that uses the definitions. The body is a bundle."""
+    """Send a bundle of definitions (the body), before the first message that uses one of the definitions."""
 
     ids: Sequence[int]  # Ids of the classes and functions.
-    names: Sequence[str]  # Names of the script's globals in the bundle.
+    names: Sequence[str]  # Names of the script's globals among the definitions.
 
 
 @message
@@ -48,8 +48,8 @@ class Build(Message):
     generation: int  # Number of restarts of the group.
     slots: int  # Number of slots of the group.
     collective_timeout: float  # Timeout of a process group's operations, in seconds.
-    given: Mapping[str, Any]  # Settings of features before roles exist, by feature (`OfGroup.gives`).
-    parts: Mapping[str, Any]  # Initial state of features, by feature (`OfGroup.starts`).
+    configs: Mapping[str, Any]  # Settings of features before roles exist, by feature (`GroupFeature.worker_config`).
+    parts: Mapping[str, Any]  # Initial state of features, by feature (`GroupFeature.ready_configs`).
     background: Sequence[str] = ()  # Names of the roles with a lane of their own.
 
 
@@ -65,7 +65,7 @@ class Call(Message):
         valid: Number of rows that aren't padding; None if nothing was scattered, or only the rank knows.
         uses: Whether there are residents among the arguments.
         frees: Residents that are no longer needed.
-        observed: Whether to note received residents (`Done.taken`).
+        observed: Whether to note received residents (`CallEnded.receipts`).
         passed: How the body arrives, for a body that workers forward.
     """
 
@@ -101,7 +101,7 @@ class Batch(Message):
         return "Batch", self.frees, [(call.head(), where) for call, where in self.calls], self.passed
 
     @classmethod
-    def of(cls, *values: Any) -> Batch:
+    def from_values(cls, *values: Any) -> Batch:
         frees, calls, passed = values
         return cls(frees, [(Call(*head[1:]), where) for head, where in calls], passed)
 
@@ -133,7 +133,7 @@ class Resume(Message):
 
 
 @message
-class Unwanted(Message):
+class CancelCall(Message):
     """Cancel a call that nobody waits for, by setting `ctx.cancelled` and cancelling awaits."""
 
     seq: int  # Number of the call.
@@ -145,8 +145,8 @@ class Stop(Message):
 
 
 @message
-class Withdraw(Message):
-    """Pause a call that hasn't begun, until `Decided` arrives; answered by `CanWithdraw`."""
+class OfferCancel(Message):
+    """Pause a call that hasn't begun, until `CancelDecision` arrives; answered by `CancelVote`."""
 
     token: int  # Number of the question.
     seq: int  # Number of the call.
@@ -154,10 +154,10 @@ class Withdraw(Message):
 
 
 @message
-class Decided(Message):
-    """Drop or release a call that `Withdraw` has paused."""
+class CancelDecision(Message):
+    """Drop or release a call that `OfferCancel` has paused."""
 
-    token: int  # Number of the question in `Withdraw`.
+    token: int  # Number of the question in `OfferCancel`.
     seq: int  # Number of the call.
     drop: bool  # Whether to drop the call; otherwise the call runs, and nobody waits for the result.
     lane: str = ""  # Background role of the lane; "" for the main lane.

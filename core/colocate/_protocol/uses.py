@@ -18,31 +18,31 @@ import attrs
 import cloudpickle
 
 from colocate import features
-from colocate._definitions.packed import Plain
-from colocate._protocol.taken import Taken
+from colocate._definitions.packed import PlainData
+from colocate._protocol.taken import Receipt
 from colocate._system.by_type import by_type
-from colocate._system.numbers import plural
+from colocate._system.numbers import format_count
 from colocate._values import batch
-from colocate._values.batch import Beside, Cut, check_sets
+from colocate._values.batch import AlignedRows, CutValue, check_sets
 from colocate._values.collect import Collect, Concat, Gather
 from colocate._values.dispatch import check_items
 from colocate._values.kinds import Memo
 from colocate._values.leaves import map_leaves
 from colocate._values.leaving import Watch
 from colocate._values.mesh import Ranks
-from colocate._values.plain import PLAIN, Partition, even_sizes, padded_sizes
+from colocate._values.plain import PLAIN, Partition, split_evenly, split_padded
 from colocate.errors import DispatchError
 
 if TYPE_CHECKING:
     from colocate.worker.residents.peers import Peers
 
-Written: TypeAlias = tuple[int, str, str | None]
+ResidentWrite: TypeAlias = tuple[int, str, str | None]
 """A resident's key, the method that returned the resident, and the call that wrote into it, if known."""
 
 
 @attrs.frozen(eq=False)
 class Origin:
-    """The origin of a resident. All residents of one method share an origin, which is small for groups of any size.
+    """The origin of a resident, shared by all residents of one method. An origin is small for groups of any size.
 
     Attributes:
         group: The group that keeps the resident.
@@ -129,7 +129,7 @@ class Source:
 
 
 @attrs.frozen(eq=False)
-class Use(Plain):
+class Use(PlainData):
     """A placeholder among a call's arguments for a resident's value, or for some rows of the value."""
 
     source: Source
@@ -142,14 +142,14 @@ class Part(Use):
     index: int
     count: int
     padding: bool
-    beside: Beside | None = None
+    companion: AlignedRows | None = None
     """Plain rows scattered along with this part. The worker compares the numbers of rows, as the driver couldn't."""
-    of: int = 1
+    from_values: int = 1
     """Number of rows that stay together."""
 
 
 @attrs.frozen(eq=False)
-class Own(Use):
+class LocalPart(Use):
     """A placeholder for each worker's own part, if producer and consumer have the same partition.
 
     The placeholder is equal for all ranks, so that all ranks get the same message.
@@ -179,10 +179,10 @@ class Rows(Use):
 
 @attrs.frozen(eq=False)
 class Pick(Use):
-    """A placeholder for rows by number, in ascending order. `beside` checks the number of rows of the value."""
+    """A placeholder for rows by number, in ascending order. `companion` checks the value's number of rows."""
 
     rows: Sequence[int]
-    beside: Beside
+    companion: AlignedRows
 
 
 Over: TypeAlias = tuple[int, bool]
@@ -204,30 +204,30 @@ class Taking:
 
 @by_type
 def _is_placeholder(kind: type) -> bool:
-    return issubclass(kind, Use | Cut)
+    return issubclass(kind, Use | CutValue)
 
 
 @by_type
 def _is_cut(kind: type) -> bool:
-    return issubclass(kind, Cut)
+    return issubclass(kind, CutValue)
 
 
-Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
+AskAligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
 
 
 class Resolver:
     """Replaces the placeholders in a call's arguments, on the rank that runs the call."""
 
-    def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: Aligned, notes: bool = False) -> None:
+    def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: AskAligned, notes: bool = False) -> None:
         self._peers = peers
         self._group = own_group
         self._slot = own_slot
         self._ask_aligned = aligned
-        self.taken: list[Taken] | None = [] if notes else None
+        self.receipts: list[Receipt] | None = [] if notes else None
         self.keys: list[int] = []  # Keys of the used residents, which are checked for writes after the call.
         self.valid: int | None = None  # Number of rows without padding in the first resolved part.
         self.total: int | None = None  # Number of rows of all parts together, if counted.
-        self._first: tuple[Part | Own, int] | None = None
+        self._first: tuple[Part | LocalPart, int] | None = None
         self._arguments: Mapping[str, Any] = {}
         self._aligned: Collection[int] | None = None
         self._memo = Memo()
@@ -240,128 +240,134 @@ class Resolver:
         self._arguments = arguments
         placed = dict(arguments)
         within = {name: value for name, value in placed.items() if type(value) not in PLAIN}
-        # Most values are `Own`, and have no nested values.
-        walked = {name: value for name, value in within.items() if type(value) is not Own}
+        # Most values are of type `LocalPart`, and have no nested values.
+        walked = {name: value for name, value in within.items() if type(value) is not LocalPart}
         for value in walked.values():
-            map_leaves(value, self._begin_with, _is_cut)
+            map_leaves(value, self._use_first, _is_cut)
         for name, value in within.items():
-            placed[name] = map_leaves(value, self._leaf, _is_placeholder) if name in walked else self._leaf(value)
+            placed[name] = (
+                map_leaves(value, self._resolve_leaf, _is_placeholder) if name in walked else self._resolve_leaf(value)
+            )
         return placed
 
-    def _begin_with(self, cut: Cut) -> Cut:
-        """Resolve the part that comes with plain rows first, because the part decides which rows the rank gets."""
+    def _use_first(self, cut: CutValue) -> CutValue:
+        """Resolve the part that comes with plain rows before all others, because it decides which rows a rank gets."""
         if self._first is None:
-            self._first_part(cut.by)
+            self._resolve_first(cut.by)
         return cut
 
-    def _leaf(self, item: Any) -> Any:
-        if isinstance(item, Cut):
-            return self._beside(item)
+    def _resolve_leaf(self, item: Any) -> Any:
+        if isinstance(item, CutValue):
+            return self._resolve_cut(item)
         source = item.source
         self.keys.append(source.key)
-        if isinstance(item, (Part, Own)):
-            value = self._part(item)
+        if isinstance(item, (Part, LocalPart)):
+            value = self._resolve_part(item)
         elif isinstance(item, Rows):
-            value = self._range(source, item.start, item.stop)
+            value = self._fetch_range(source, item.start, item.stop)
         elif isinstance(item, Pick):
-            value = self._picked(item)
+            value = self._resolve_pick(item)
         elif isinstance(item, Item) and type(source.collect) is Gather:  # The item is the unchanged result of one rank.
-            value = self._peers.part(source, source.holders[item.index], self.taken)
+            value = self._peers.fetch_part(source, source.holders[item.index], self.receipts)
         elif isinstance(item, Item):
-            value = check_items(item.parameter, self._whole(source), item.count)[item.index]
+            value = check_items(item.parameter, self._fetch_whole(source), item.count)[item.index]
         else:
-            value = self._whole(source)
+            value = self._fetch_whole(source)
         self._values.append((source, value))
         return value
 
-    def watch(self) -> None:
+    def start_watching(self) -> None:
         """Start watching the received values for writes, including copies from other workers."""
         self._watches = [(source, Watch(value, contents=True)) for source, value in self._values]
 
-    def written(self) -> list[Source]:
+    def find_written(self) -> list[Source]:
         """Return the residents whose received values the call has changed."""
-        return [source for source, watch in self._watches if watch.written()]
+        return [source for source, watch in self._watches if watch.was_written()]
 
-    def _whole(self, source: Source) -> Any:
+    def _fetch_whole(self, source: Source) -> Any:
         ranks = source.ranks
         source_ranks = set(source.collect.sources(ranks))
         parts = [
-            self._peers.part(source, rank, self.taken) if rank in source_ranks else None for rank in source.holders
+            self._peers.fetch_part(source, rank, self.receipts) if rank in source_ranks else None
+            for rank in source.holders
         ]
         if len(parts) > 1:
             rows = [self._peers.weight(source, rank) if rank in source_ranks else None for rank in source.holders]
             ranks = attrs.evolve(ranks, rows=rows)
         return source.collect.join(parts, ranks)
 
-    def _beside(self, cut: Cut) -> Any:
+    def _resolve_cut(self, cut: CutValue) -> Any:
         assert self.valid is not None
-        start, total = self._place(cut.by)
-        cut.beside.check(total)
-        return map_leaves(batch.cut(cut.value, start, start + self.valid, self._memo), self._leaf, _is_placeholder)
+        start, total = self._locate_rows(cut.by)
+        cut.aligned_rows.check_rows(total)
+        return map_leaves(
+            batch.cut_leaf(cut.value, start, start + self.valid, self._memo), self._resolve_leaf, _is_placeholder
+        )
 
-    def _part(self, part: Part | Own) -> Any:
+    def _resolve_part(self, part: Part | LocalPart) -> Any:
         if isinstance(part, Part) and part.padding:
-            return self._padded(part)
+            return self._resolve_padded(part)
         if self._first is None:
-            return self._first_part(part)
+            return self._resolve_first(part)
         # The first part decides which rows belong to this rank.
         first, rows = self._first
-        if isinstance(part, Own) and isinstance(first, Own) and self._is_aligned(first, part):
-            return self._own_part(part.source)[1]
-        start, total = self._place(first)
-        if (row_count := self._total(part.source)) != total:
+        if isinstance(part, LocalPart) and isinstance(first, LocalPart) and self._is_aligned(first, part):
+            return self._fetch_own(part.source)[1]
+        start, total = self._locate_rows(first)
+        if (row_count := self._count_total(part.source)) != total:
             raise DispatchError(
-                f"{part.source.label} has {plural(row_count, 'row')}, but {first.source.label} has {total}: what is "
+                f"{part.source.label} has {format_count(row_count, 'row')}, but {first.source.label} has {total}: "
+                "what is "
                 "scattered together has as many rows"
             )
-        return self._range(part.source, start, start + rows)
+        return self._fetch_range(part.source, start, start + rows)
 
-    def _first_part(self, part: Part | Own) -> Any:
-        if isinstance(part, Own):
-            rank, value = self._own_part(part.source)
-            self.valid = self._peers.rows(part.source, rank)
+    def _resolve_first(self, part: Part | LocalPart) -> Any:
+        if isinstance(part, LocalPart):
+            rank, value = self._fetch_own(part.source)
+            self.valid = self._peers.count_rows(part.source, rank)
             check_sets(f"rank {rank}'s part of {part.source.label}", self.valid, part.of)
             self._first = part, self.valid
             return value
-        total = self._total(part.source)
-        if part.beside is not None:
-            part.beside.check(total)
-        check_sets(part.source.label, total, part.of)
-        self.valid = even_sizes(total, part.count, part.of)[part.index]
+        total = self._count_total(part.source)
+        if part.companion is not None:
+            part.companion.check_rows(total)
+        check_sets(part.source.label, total, part.from_values)
+        self.valid = split_evenly(total, part.count, part.from_values)[part.index]
         self._first = part, self.valid
-        start, _ = self._place(part)
-        return self._range(part.source, start, start + self.valid)
+        start, _ = self._locate_rows(part)
+        return self._fetch_range(part.source, start, start + self.valid)
 
-    def _own_part(self, source: Source) -> tuple[int, Any]:
+    def _fetch_own(self, source: Source) -> tuple[int, Any]:
         """Return rank and value of this worker's part; if the method returned None here, of another rank's part."""
         rank = source.slots.index(self._slot)
-        if (value := self._peers.part(source, rank, self.taken)) is None:
-            rank = source.collect.sources(source.ranks)[self._index_here(source)]
-            value = self._peers.part(source, rank, self.taken)
+        if (value := self._peers.fetch_part(source, rank, self.receipts)) is None:
+            rank = source.collect.sources(source.ranks)[self._own_index(source)]
+            value = self._peers.fetch_part(source, rank, self.receipts)
         if source.partition is not None:
-            parts = features.module("balance.parts")
-            parts.check_aligned(source.partition[rank], self._peers.rows(source, rank), rank)
+            parts = features.import_module_of("balance.parts")
+            parts.check_aligned(source.partition[rank], self._peers.count_rows(source, rank), rank)
         return rank, value
 
-    def _place(self, part: Part | Own) -> tuple[int, int]:
+    def _locate_rows(self, part: Part | LocalPart) -> tuple[int, int]:
         """Return the number of a part's first row, and the number of rows of the whole value."""
         if isinstance(part, Part):
-            index, sizes = part.index, even_sizes(self._total(part.source), part.count, part.of)
+            index, sizes = part.index, split_evenly(self._count_total(part.source), part.count, part.from_values)
         else:
-            index, sizes = self._index_here(part.source), self._sizes(part.source)
+            index, sizes = self._own_index(part.source), self._part_sizes(part.source)
         return sum(sizes[:index]), sum(sizes)
 
-    def _is_aligned(self, first: Own, part: Own) -> bool:
+    def _is_aligned(self, first: LocalPart, part: LocalPart) -> bool:
         """Return whether two residents have the same partition on all ranks; equal sizes on this rank aren't enough."""
         key = first.source.key
-        # A resident with rows chosen by cost only becomes an `Own` if the first resident has the same partition.
+        # A resident with rows chosen by cost only becomes a `LocalPart` if the first resident has the same partition.
         if part.count == 1 or part.source.key == key or part.source.partition is not None:
             return True
         if self._aligned is None:
             owned: dict[int, None] = {}  # Residents with a part on each rank, in order.
 
             def note(item: Any) -> Any:
-                if isinstance(item, Own):
+                if isinstance(item, LocalPart):
                     owned[item.source.key] = None
                 return item
 
@@ -369,42 +375,42 @@ class Resolver:
             self._aligned = self._ask_aligned(key, [other_key for other_key in owned if other_key != key])
         return part.source.key in self._aligned
 
-    def _padded(self, part: Part) -> Any:
-        """Return a padded part, equal to `share` of the whole value, but without joining the whole value."""
-        total = self.total = self._total(part.source)
-        if part.beside is not None:
-            part.beside.check(total)
-        width, sizes = padded_sizes(total, part.count)
+    def _resolve_padded(self, part: Part) -> Any:
+        """Return a padded part, as if cut from the whole value, but without joining the whole value."""
+        total = self.total = self._count_total(part.source)
+        if part.companion is not None:
+            part.companion.check_rows(total)
+        width, sizes = split_padded(total, part.count)
         start = sum(sizes[: part.index])
         stop = start + sizes[part.index]
         if self.valid is None:
             self.valid = stop - start
         if not total:
-            return self._range(part.source, 0, 0)
+            return self._fetch_range(part.source, 0, 0)
         # A part without own rows repeats the last row of the value.
         low = start if start < stop else total - 1
-        return batch.pad(self._range(part.source, low, max(stop, low + 1)), width)
+        return batch.pad_rows(self._fetch_range(part.source, low, max(stop, low + 1)), width)
 
-    def _total(self, source: Source) -> int:
+    def _count_total(self, source: Source) -> int:
         if isinstance(source.collect, Concat):
-            return sum(self._sizes(source))
-        return batch.rows(self._put_together(source), source.label)
+            return sum(self._part_sizes(source))
+        return batch.get_row_count(self._fetch_counted(source), source.label)
 
-    def _put_together(self, source: Source) -> Any:
+    def _fetch_counted(self, source: Source) -> Any:
         """Join the parts of a resident into the whole value, and cache the value for cutting rows."""
         if source.key not in self._cut:
-            self._cut[source.key] = self._whole(source)
+            self._cut[source.key] = self._fetch_whole(source)
         return self._cut[source.key]
 
-    def _sizes(self, source: Source) -> list[int]:
-        return [self._peers.rows(source, rank) for rank in source.collect.sources(source.ranks)]
+    def _part_sizes(self, source: Source) -> list[int]:
+        return [self._peers.count_rows(source, rank) for rank in source.collect.sources(source.ranks)]
 
-    def _range(self, source: Source, start: int, stop: int) -> Any:
+    def _fetch_range(self, source: Source, start: int, stop: int) -> Any:
         if not isinstance(source.collect, Concat) or source.partition is not None:
-            return batch.slice_rows(self._put_together(source), start, stop)
+            return batch.slice_rows(self._fetch_counted(source), start, stop)
         pieces: list[Any] = []
         offset = 0
-        holders, sizes = source.collect.sources(source.ranks), self._sizes(source)
+        holders, sizes = source.collect.sources(source.ranks), self._part_sizes(source)
         # An empty range is cut from the fullest part, because empty parts may have another shape.
         fullest = sizes.index(max(sizes))
         for index, (rank, size) in enumerate(zip(holders, sizes, strict=True)):
@@ -412,32 +418,32 @@ class Resolver:
             if low < high or (start == stop and index == fullest):
                 whole = low == offset and high == offset + size
                 pieces.append(
-                    self._peers.part(source, rank, self.taken)
+                    self._peers.fetch_part(source, rank, self.receipts)
                     if whole
-                    else self._peers.slice(source, rank, low - offset, high - offset, self.taken)
+                    else self._peers.fetch_rows(source, rank, low - offset, high - offset, self.receipts)
                 )
             offset += size
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
-    def _picked(self, pick: Pick) -> Any:
+    def _resolve_pick(self, pick: Pick) -> Any:
         """Collect picked rows from all parts. Each part sends the range from the first to the last picked row."""
         source, rows = pick.source, pick.rows
-        pick.beside.check(self._total(source))
+        pick.companion.check_rows(self._count_total(source))
         if not isinstance(source.collect, Concat) or source.partition is not None:
-            return batch.take_rows(self._put_together(source), rows)
+            return batch.take_rows(self._fetch_counted(source), rows)
         if not rows:
-            return self._range(source, 0, 0)
+            return self._fetch_range(source, 0, 0)
         pieces: list[Any] = []
         first = 0
-        for end in accumulate(self._sizes(source)):
+        for end in accumulate(self._part_sizes(source)):
             last = bisect_left(rows, end, first)
             if first < last:
                 low, high = rows[first], rows[last - 1] + 1
-                between = self._range(source, low, high)
+                between = self._fetch_range(source, low, high)
                 pieces.append(batch.take_rows(between, [row - low for row in rows[first:last]]))
             first = last
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
-    def _index_here(self, source: Source) -> int:
+    def _own_index(self, source: Source) -> int:
         assert isinstance(source.collect, Concat)
         return source.ranks.mesh(source.collect.mesh).coordinate(source.slots.index(self._slot), source.collect.axis)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of a coroutine. A running event loop, such as a notebook's, is blocked in the meantime."""
     # Imported late, because the import takes a tenth of a driver's start, and most drivers have no coroutines.
     import asyncio
@@ -16,7 +16,7 @@ def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        # `asyncio.run` would leave the thread without a current loop, and the current loop may belong to role code.
+        # `asyncio.run` would unset the thread's current asyncio event loop, which role code may have set.
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(coroutine)
     with ThreadPoolExecutor(1, "colocate-standalone") as thread:

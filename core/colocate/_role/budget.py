@@ -54,13 +54,13 @@ class Budgets:
     def __bool__(self) -> bool:
         return bool(self.limits)
 
-    def plain(self) -> tuple[Any, ...]:
+    def encode(self) -> tuple[Any, ...]:
         """Return the wire format of the budgets."""
         return [attrs.astuple(limit) for limit in self.limits], dict(self.activations), self.swap, self.step
 
     @classmethod
-    def read(cls, plain: Sequence[Any]) -> Budgets:
-        """Rebuild budgets from their wire format (the inverse of `plain`)."""
+    def decode(cls, plain: Sequence[Any]) -> Budgets:
+        """Rebuild budgets from their wire format (the inverse of `encode`)."""
         limits, *more = plain
         return cls(tuple(Limit(*limit) for limit in limits), *more)
 
@@ -81,7 +81,7 @@ class Budget:
     host: int | None = None
 
     @classmethod
-    def of(cls, device_memory: str | int | None, host_memory: str | int | None, what: str = "") -> Budget:
+    def from_sizes(cls, device_memory: str | int | None, host_memory: str | int | None, what: str = "") -> Budget:
         """Parse the sizes of a budget.
 
         Args:
@@ -107,7 +107,7 @@ def budgets(
     step: Sequence[str] | None = None,
     is_shared: bool = False,
 ) -> Budgets:
-    """Compute the budgets of a group by the feature "memory", if any budgets are declared.
+    """Return the budgets of a group, computed by the feature "memory" if any budgets are declared.
 
     Raises:
         ConfigError: The budgets contradict each other.
@@ -116,5 +116,7 @@ def budgets(
     declared = any((residency, step, *(spec.activations for spec in roles.values())))
     if not declared and {slot, group, *(spec.budget for spec in roles.values())} == {NO_BUDGET}:
         return NO_BUDGETS
-    group_budgets: Budgets = features.module("memory.budgets").budgets(slot, group, roles, residency, step, is_shared)
+    group_budgets: Budgets = features.import_module_of("memory.budgets").build_budgets(
+        slot, group, roles, residency, step, is_shared
+    )
     return group_budgets

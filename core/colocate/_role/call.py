@@ -18,13 +18,13 @@ import attrs
 from colocate._signals.arrivals import Arrivals
 from colocate._signals.deferred import SLICE_S, Flag
 from colocate._signals.guard import calls_users_code
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.deadline import Deadline
-from colocate._system.jobs import message_of
-from colocate._system.numbers import limit
+from colocate._system.jobs import get_message
+from colocate._system.numbers import parse_limit
 from colocate._system.tracebacks import is_of_handler
 from colocate._values.leaves import map_leaves
-from colocate._values.nesting import no_end
+from colocate._values.nesting import find_nesting_error
 from colocate.errors import ColocateError, SerializationError
 
 _log = logging.getLogger("colocate")
@@ -35,7 +35,7 @@ INSTEAD_OF_RESIDENT = "Give the constructor the value (.fetch()), or pass this t
 _Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
 
 
-class OnDriver:
+class DriverObject:
     """Base class of all objects that users hold on the driver: runtimes, pools, groups, views, calls, residents."""
 
     __slots__ = ()
@@ -51,7 +51,7 @@ class OnDriver:
 
 def lives_on_driver(kind: type) -> bool:
     """Return whether values of a type only work on the driver. Of these, only residents can be arguments."""
-    return issubclass(kind, OnDriver)
+    return issubclass(kind, DriverObject)
 
 
 def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
@@ -68,10 +68,10 @@ def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
         try:
             map_leaves(value, refuse, lives_on_driver)
         except RecursionError:
-            raise no_end(what, name) from None
+            raise find_nesting_error(what, name) from None
 
 
-class Underway(Flag):
+class CallFuture(Flag):
     """A call in progress, which is settled once, with results or an error.
 
     The first thread that asks for the value collects it. Worker threads and I/O threads never collect values.
@@ -102,8 +102,8 @@ class Underway(Flag):
         return self.is_set
 
     def result(self, timeout: float | None = None) -> Any:
-        self._wait(None if timeout is None else limit(timeout, "result(timeout)"))
-        error = self._failure()
+        self._wait(None if timeout is None else parse_limit(timeout, "result(timeout)"))
+        error = self._take_error()
         if error is None:
             return self._outcomes[0][0]
         try:
@@ -114,8 +114,8 @@ class Underway(Flag):
             del self, error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._wait(limit(timeout, "exception(timeout)"))
-        return self._failure()
+        self._wait(parse_limit(timeout, "exception(timeout)"))
+        return self._take_error()
 
     def peek_error(self) -> BaseException | None:
         """Return the error of a finished call without marking the error as reported, for the framework's callbacks.
@@ -130,17 +130,17 @@ class Underway(Flag):
             _, self._error, self._trace = self._outcomes[0]
         return self._error
 
-    def _failure(self) -> BaseException | None:
+    def _take_error(self) -> BaseException | None:
         """Return the error of a finished call, and mark the error as reported."""
         cause = error = self.peek_error()
         if error is None:
             return None
-        # Each access builds a cause by Python code, which the printer of a traceback may not be able to run later.
+        # This unpickles all causes, because the code that prints a traceback later may be unable to do so.
         while cause is not None:
             cause = cause.__cause__
         if not isinstance(error, ColocateError):
             return error
-        error._told = True
+        error._is_reported = True
         if self._raised is None:
             self._raised = {}
         raised = self._raised.get(thread_id := _thread.get_ident())
@@ -148,10 +148,10 @@ class Underway(Flag):
             raised = self._raised[thread_id] = copy.copy(error)
         return raised
 
-    def _given(self, handle: Call[Any]) -> None:
+    def _attach_handle(self, handle: Call[Any]) -> None:
         """Record that a user holds a handle of the call."""
 
-    def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
+    def _add_callback(self, callback: Callable[[Any], object], own: bool = True) -> None:
         """Run a callback, which mustn't block, once the call is done.
 
         `own` marks callbacks of the framework, which never run behind users' callbacks.
@@ -180,7 +180,7 @@ class Underway(Flag):
             return
         outcome: _Outcome
         try:
-            outcome = self._joined(raw), None, None
+            outcome = self._join_results(raw), None, None
         except Exception as error:
             if is_of_handler(error):  # After a signal handler's error, the next caller gets the value.
                 raise
@@ -188,11 +188,11 @@ class Underway(Flag):
         self._outcomes.append(outcome)
         self._raw = None
 
-    def _joined(self, raw: Any) -> Any:
+    def _join_results(self, raw: Any) -> Any:
         """Return the value of the call, joined from the ranks' raw results."""
         return raw
 
-    def _settle(self, raw: Any) -> bool:
+    def _set_result(self, raw: Any) -> bool:
         """Settle the call with results; return False if settled before. Called under the lock that orders settling."""
         if self.is_set:
             return False
@@ -202,7 +202,7 @@ class Underway(Flag):
             self._run_callbacks()
         return True
 
-    def _fail(self, error: BaseException) -> bool:
+    def _set_error(self, error: BaseException) -> bool:
         """Settle the call with an error; return False if settled before. Called under the lock that orders settling."""
         if self.is_set:
             return False
@@ -225,17 +225,17 @@ class Underway(Flag):
         callback(self)
 
 
-class Call(OnDriver, Generic[C_co]):
+class Call(DriverObject, Generic[C_co]):
     """The handle of a submitted call. The first thread that asks for the value collects it."""
 
     _instead = "Give its result() instead"
     _unsent = "; pass its result(), or keep it and pass .ref"
     __slots__ = ("__weakref__", "_underway")
 
-    def __init__(self, underway: Underway) -> None:
+    def __init__(self, underway: CallFuture) -> None:
         """Use `view.method.submit(...)` to create a call."""
         self._underway = underway
-        underway._given(self)
+        underway._attach_handle(self)
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._underway._error is not None else "done"
@@ -271,22 +271,22 @@ class Call(OnDriver, Generic[C_co]):
             TimeoutError: The call isn't done yet, and continues.
             ColocateError: The call has failed.
         """
-        self._wait(None if timeout is None else limit(timeout, "result(timeout)"))
+        self._wait(None if timeout is None else parse_limit(timeout, "result(timeout)"))
         try:
             value: C_co = self._underway.result()
         finally:
-            del self  # This avoids a reference cycle, as in `Underway.result`.
+            del self  # This avoids a reference cycle, as in `CallFuture.result`.
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the call's end, and return the error instead of raising; None if the call succeeded."""
-        self._wait(limit(timeout, "exception(timeout)"))
+        self._wait(parse_limit(timeout, "exception(timeout)"))
         return self._underway.exception()
 
     def _wait(self, timeout: float | None) -> None:
         with _OutcomeWait(self):
             if not self.done():
-                refuse_to_wait(self.label)
+                check_may_wait(self.label)
             self._underway._wait(timeout)
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
@@ -305,23 +305,23 @@ class Call(OnDriver, Generic[C_co]):
                 "asyncio.ensure_future(call), or wait by asyncio.gather(*calls) or colocate.wait(calls)"
             )
         self._underway.handle = None
-        self._underway._then(lambda _: callback(self), own=False)
+        self._underway._add_callback(lambda _: callback(self), own=False)
 
     def __await__(self) -> Generator[Any, None, C_co]:
         underway = self._underway
         with _OutcomeWait(self):
             underway._check_wait(awaits=True)
-            ended: Arrivals[Underway] = Arrivals()
-            underway._then(lambda _: ended.end())
-            yield from ended.wait_async().__await__()
+            ended: Arrivals[CallFuture] = Arrivals()
+            underway._add_callback(lambda _: ended.end_queue())
+            yield from ended.async_wait_for_item().__await__()
         try:
             return self.result()
         finally:
-            del self, underway  # This avoids a reference cycle, as in `Underway.result`.
+            del self, underway  # This avoids a reference cycle, as in `CallFuture.result`.
 
 
 class _OutcomeWait:
-    """A context manager for a wait. Calls that aren't done at the end count as unasked, so failures are logged."""
+    """A context manager for a wait. Calls not done at the end count as never awaited, so that failures are logged."""
 
     __slots__ = ("_calls",)
 
@@ -336,26 +336,26 @@ class _OutcomeWait:
         self.mark_unasked({call for call in self._calls if kind is not None or not call.done()})
 
     def mark_unasked(self, unasked: Collection[Call[Any]]) -> None:
-        """Mark calls of the block as unasked, because no user has received the outcome."""
+        """Mark calls of the block as never awaited, because no user has received the outcome."""
         for call in self._calls:
             if call in unasked:
-                call._underway._given(call)
+                call._underway._attach_handle(call)
 
 
-def ended(label: str, value: Any = None, error: BaseException | None = None) -> Call[Any]:
+def make_finished_call(label: str, value: Any = None, error: BaseException | None = None) -> Call[Any]:
     """Return a finished call with a value or an error."""
-    underway = Underway(label)
+    underway = CallFuture(label)
     if error is None:
-        underway._settle(value)
+        underway._set_result(value)
         return Call(underway)
-    underway._fail(error)
+    underway._set_error(error)
     call: Call[Any] = Call(underway)
     underway.handle = weakref.ref(call, partial(_log_unasked, label, error))
     return call
 
 
 def _log_unasked(label: str, error: BaseException, _: object) -> None:
-    _log.error("%s has failed, and nobody has asked about it: %s", label, message_of(error))
+    _log.error("%s has failed, and nobody has asked about it: %s", label, get_message(error))
 
 
 def wait(calls: Iterable[Call[C]], timeout: float | None = None) -> tuple[set[Call[C]], set[Call[C]]]:
@@ -368,13 +368,13 @@ def wait(calls: Iterable[Call[C]], timeout: float | None = None) -> tuple[set[Ca
     Returns:
         The calls that are done, and those that aren't.
     """
-    timeout = limit(timeout, "wait(timeout)")
+    timeout = parse_limit(timeout, "wait(timeout)")
     everything = _only_calls(calls, "wait()")
     deadline = Deadline(timeout)
     with _OutcomeWait(*everything):
         for call in everything:
             try:
-                call._underway._wait(deadline.left)
+                call._underway._wait(deadline.seconds_left)
             except TimeoutError:
                 break
     return {c for c in everything if c.done()}, {c for c in everything if not c.done()}
@@ -390,7 +390,7 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
     Raises:
         TimeoutError: Some calls aren't done in time; they continue.
     """
-    return _Completed(_only_calls(calls, "as_completed()"), limit(timeout, "as_completed(timeout)"))
+    return _CompletedCalls(_only_calls(calls, "as_completed()"), parse_limit(timeout, "as_completed(timeout)"))
 
 
 def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
@@ -401,7 +401,7 @@ def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
     return everything
 
 
-class _Completed(Iterator[Call[C]]):
+class _CompletedCalls(Iterator[Call[C]]):
     """The iterator of `as_completed`. Unlike a generator, it can be used again after an interruption."""
 
     def __init__(self, calls: Iterable[Call[C]], timeout: float | None) -> None:
@@ -412,30 +412,30 @@ class _Completed(Iterator[Call[C]]):
         self._wait.__enter__()
         for call in self._pending:
             call._underway._check_wait()
-            call._underway._then(partial(_arrived, self._arrivals, call))
+            call._underway._add_callback(partial(_on_arrived, self._arrivals, call))
 
     def __next__(self) -> Call[C]:
         mine: deque[Call[C]] = deque()
         try:
-            while not self._arrivals.take(mine):
+            while not self._arrivals.take_item(mine):
                 if not self._pending:
                     raise StopIteration
                 if self._deadline.is_over:
                     count = len(self._pending)
                     raise TimeoutError(f"{count} calls aren't done after {self._timeout} s; they go on")
-                self._arrivals.wait(self._deadline.at_most(SLICE_S))
+                self._arrivals.wait_for_item(self._deadline.limit_wait(SLICE_S))
             self._pending.discard(mine[0])
             return mine[0]
         except BaseException:
-            self._arrivals.come.extendleft(mine)  # The calls go back to the front of the queue.
+            self._arrivals.items.extendleft(mine)  # The calls go back to the front of the queue.
             raise
 
     def __del__(self) -> None:
         self._wait.mark_unasked(self._pending)
 
 
-def _arrived(arrivals: Arrivals[Call[C]], call: Call[C], underway: Underway) -> None:
-    arrivals.put(call)
+def _on_arrived(arrivals: Arrivals[Call[C]], call: Call[C], underway: CallFuture) -> None:
+    arrivals.put_item(call)
 
 
 @attrs.frozen
@@ -453,7 +453,7 @@ class ResidentSpec:
     rows_per_rank: tuple[int | None, ...]
 
 
-class Resident(OnDriver, abc.ABC, Generic[T_co]):
+class Resident(DriverObject, abc.ABC, Generic[T_co]):
     """A result kept on workers. Pass `.ref` (or the resident) as an argument. The end of a `with` block frees it."""
 
     _instead = INSTEAD_OF_RESIDENT

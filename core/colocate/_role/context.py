@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import attrs
 
 from colocate import features
-from colocate._system.installed import pip_line
+from colocate._system.installed import get_pip_line
 from colocate._system.nearest import did_you_mean
-from colocate._values.mesh import Mesh, one_axis
+from colocate._values.mesh import Mesh, get_default_meshes
 from colocate.errors import CapabilityError, ColocateError, ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RowState(CallState):
 
     Attributes:
         row: The row's index in the driver's argument.
-        of: The running call of the row.
+        call: The running call of the row.
         at_end: Cleanup functions of the row, called last first before the value is sent. Awaitable results are
             awaited.
         raised: The row's error, if the row was cancelled because of it.
@@ -54,7 +54,7 @@ class RowState(CallState):
     """
 
     row: int
-    of: CallState
+    call: CallState
     at_end: list[Callable[[], object]] = attrs.field(factory=list, init=False)
     raised: BaseException | None = attrs.field(default=None, init=False)
     generator: torch.Generator | None = attrs.field(default=None, init=False)
@@ -137,9 +137,9 @@ class Context:
     # The lanes of background roles by role name, from the worker's `Background`.
     _background: Mapping[str, Any] = attrs.field(factory=dict, alias="background")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
-    # Counts the calls of each method, including withdrawn calls.
+    # Counts the calls of each method, including calls cancelled before the start.
     _calls: dict[str, int] = attrs.field(factory=dict, init=False)
-    _asked: set[str] = attrs.field(factory=set, init=False)
+    _asked_siblings: set[str] = attrs.field(factory=set, init=False)
     _borrowed: tuple[str, ...] = attrs.field(default=(), init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
 
@@ -196,13 +196,13 @@ class Context:
     def cancelled(self) -> bool:
         """Whether nobody waits for this call any more. A long method checks this, and returns early."""
         call = self._call
-        return call.cancelled or (isinstance(call, RowState) and call.of.cancelled)
+        return call.cancelled or (isinstance(call, RowState) and call.call.cancelled)
 
     @property
     def pausing(self) -> bool:
         """Whether the background role is paused with `how="keep"`, so that `pause_point` would stop here."""
         lane = self._background.get(self.role or "")
-        return lane is not None and bool(lane.keeps())
+        return lane is not None and bool(lane.is_pausing())
 
     def pause_point(self) -> bool:
         """Stop here while the role is paused with `group.pause(role, how="keep")`; otherwise do nothing.
@@ -263,7 +263,7 @@ class Context:
             return derive_seed(self._seed_of_rows, f"{method}\0{number}", None, -1)
         return derive_seed(self._seed_of_rows, str(number), None, -1)
 
-    def count(self, call: CallState, method: str) -> None:
+    def number_call(self, call: CallState, method: str) -> None:
         """Number a call among the calls of the method, unless the call already has a number."""
         if call.place is None:
             number = self._calls.get(method, 0)
@@ -316,7 +316,7 @@ class Context:
         instance = self._sibling(name, cls)
         if self._reach is not None:
             self._reach(self, name)
-            self._asked.add(name)
+            self._asked_siblings.add(name)
         return instance
 
     def _sibling(self, name: str, cls: type[R] | None, begins: bool = False) -> R:
@@ -401,7 +401,7 @@ class Context:
         if self._part is None:
             raise ColocateError("ctx.start needs a worker: spawn the role (colocate.spawn), on threads say")
         options = program, name, ready, within, health, hung_after, env, python, cwd, port, fails
-        return cast("Child", self._part("children").start(self, *options))
+        return cast("Child", self._part("children").start_child(self, *options))
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:
         """Return a torch.distributed group of this role's ranks, or of the ranks along one axis of the mesh.
@@ -446,7 +446,11 @@ class Context:
         return Rendezvous(*self._groups().rendezvous())
 
     def _groups(self) -> Any:
-        return features.module("process_groups.alone") if self._part is None else self._part("process_groups").groups
+        return (
+            features.import_module_of("process_groups.alone")
+            if self._part is None
+            else self._part("process_groups").groups
+        )
 
     def progress(self, done: int, total: int | None = None) -> None:
         """Report the progress of a long method, for hang reports and the timeline."""
@@ -478,7 +482,7 @@ def context() -> Context:
 
 
 def derive_seed(seed: int, group: str, role: str | None, rank: int) -> int:
-    """Return a 63-bit number derived from all four arguments, equal on every machine and Python."""
+    """Return a 63-bit number derived from all four arguments, the same on every machine and Python version."""
     text = f"{seed}\0{group}\0{role}\0{rank}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -486,7 +490,7 @@ def derive_seed(seed: int, group: str, role: str | None, rank: int) -> int:
 def standalone_context(role: str) -> Context:
     """Return the context of a role object outside any worker: rank 0 of 1, on the CPU."""
     seed = derive_seed(0, "standalone", role, 0)
-    place = {"": MeshPlace(one_axis(1)[""], 0)}
+    place = {"": MeshPlace(get_default_meshes(1)[""], 0)}
     rows = derive_seed(0, "standalone", role, -1)
     return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, seed_of_rows=rows, hosted=False)
 
@@ -498,7 +502,7 @@ def need_torch(what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"{what} needs torch, which isn't installed: {pip_line('torch')}") from error
+        raise ImportError(f"{what} needs torch, which isn't installed: {get_pip_line('torch')}") from error
 
 
 def attach(instance: Any, ctx: Context) -> None:

@@ -24,7 +24,7 @@ from typing import (
 from colocate import features
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
-from colocate._values.collect import Collect, Concat, First, Gather, J_co, Reduce, check as check_collect
+from colocate._values.collect import Collect, Concat, First, Gather, J_co, Reduce, check_collect as check_collect
 from colocate._values.dispatch import Broadcast, Dispatch, OnRank, Scatter
 from colocate.errors import ColocateError, DispatchError
 
@@ -137,7 +137,7 @@ class RoleMethod(Generic[P, R_co, C_co]):
             return self
         if _in_role_code(instance):
             return types.MethodType(self.spec.function, instance)
-        return features.of_object(self.spec.feature or "standalone")(instance, self.spec)
+        return features.standalone_class(self.spec.feature or "standalone")(instance, self.spec)
 
     def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the plain function on this rank only.
@@ -247,7 +247,7 @@ def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleM
 def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 @overload
 def method(*, rows: str, **options: Unpack[_Options]) -> _Rows: ...
-# A variable typed as Dispatch counts as returning a list; the alternative would be Any for every custom dispatch.
+# For a dispatch typed only as `Dispatch`, a list is assumed; the alternative would be Any for every custom dispatch.
 @overload
 def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
     *, dispatch: OnRank, collect: None = ..., **options: Unpack[_Options]
@@ -303,11 +303,11 @@ def method(
         DispatchError: A parameter name is unknown, or dispatch and collect don't go together.
     """
     if f is None:
-        return partial(_declared, dispatch, collect, rows, concurrency, host, awake, shares, revives)
-    return _declared(dispatch, collect, rows, concurrency, host, awake, shares, revives, f)
+        return partial(_declare_method, dispatch, collect, rows, concurrency, host, awake, shares, revives)
+    return _declare_method(dispatch, collect, rows, concurrency, host, awake, shares, revives, f)
 
 
-def _declared(
+def _declare_method(
     dispatch: Dispatch | None,
     collect: Collect | None,
     rows: str | None,

@@ -18,7 +18,7 @@ def is_on_mesh(tensor: object) -> TypeGuard[DTensor]:
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
-def of_fsdp(module: nn.Module, kind: str) -> list[nn.Module]:
+def find_fsdp_modules(module: nn.Module, kind: str) -> list[nn.Module]:
     """Return a model's modules, including the root, that are instances of the FSDP class with the name `kind`."""
     sharding: Any = getattr(sys.modules.get("torch.distributed.fsdp"), kind, ())
     return [submodule for submodule in module.modules() if isinstance(submodule, sharding)]

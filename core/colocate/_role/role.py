@@ -58,7 +58,7 @@ def methods_of(cls: type) -> Mapping[str, MethodSpec]:
     return methods
 
 
-def own_method(instance: object, name: str, *, takes_nothing: bool = False) -> Any:
+def find_own_method(instance: object, name: str, *, takes_nothing: bool = False) -> Any:
     """Return a method that a role object defines for colocate, such as `save`; None if there is none.
 
     Attributes and properties of that name, and names made up by `__getattr__`, belong to the role and don't count.
@@ -177,7 +177,7 @@ class RoleSpec(Generic[R]):
                 raise ConfigError(f'env={env!r}: it is "torchrun", or None for no variables')
             changes["env"] = env
         if device_memory is not None or host_memory is not None:
-            new_budget = Budget.of(device_memory, host_memory, "on() ")
+            new_budget = Budget.from_sizes(device_memory, host_memory, "on() ")
             changes["budget"] = Budget(
                 self.budget.device if new_budget.device is None else new_budget.device,
                 self.budget.host if new_budget.host is None else new_budget.host,
@@ -185,12 +185,12 @@ class RoleSpec(Generic[R]):
         if reserve_activations is not None:
             changes["activations"] = parse_bytes(reserve_activations, "on() reserve_activations")
         if sleep is not None:
-            features.needed("memory")
+            features.get_feature("memory")
             if sleep != "vmm":
                 raise ConfigError(f'sleep={sleep!r}: it is "vmm", or None for other addresses after a sleep')
             changes["sleep"] = sleep
         if weights is not None:
-            features.needed("weights")
+            features.get_feature("weights")
             if weights != "from sync":
                 raise ConfigError(f'weights={weights!r}: it is "from sync", or None for those of the constructor')
             changes["weights"] = weights
@@ -200,7 +200,7 @@ class RoleSpec(Generic[R]):
             changes["background"] = background
         for name, recording in (("replay", replay), ("compare", compare)):
             if recording is not None:
-                changes[name] = features.module("recordings.given").given(name, recording)
+                changes[name] = features.import_module_of("recordings.given").check_option(name, recording)
         return attrs.evolve(self, **changes)
 
     @property
@@ -225,7 +225,7 @@ class RoleInfo:
     origin: str
     key: Any = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True), kw_only=True)
     """The key under which workers know the role."""
-    stands_in: bool = attrs.field(default=False, kw_only=True)
+    is_substituted: bool = attrs.field(default=False, kw_only=True)
     """Whether a substitute answers for the role, which isn't constructed."""
     ranks: Ranks = attrs.field(
         init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
@@ -273,7 +273,7 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
         *args: Positional arguments of the constructor.
         **kwargs: Keyword arguments of the constructor.
     """
-    target = written_class(target)
+    target = strip_type_arguments(target)
     if not isinstance(target, type | str):
         raise ConfigError(
             f"a role is a class or a plugin's name, not {target!r}; pass the class and its arguments apart"
@@ -281,7 +281,7 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
     return RoleSpec(target, args, kwargs)
 
 
-def written_class(cls: Any) -> Any:
+def strip_type_arguments(cls: Any) -> Any:
     """Return a class without type arguments, which only type checkers need."""
     origin = get_origin(cls)
     return origin if isinstance(origin, type) and origin is not UnionType else cls  # A union isn't a class.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from colocate._signals.deferred import SLICE_S, wait_for
+from colocate._signals.deferred import SLICE_S, wait_for_lock
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,40 +24,40 @@ class Arrivals(Generic[T]):
     """A queue that gives each item to one of several waiting readers. All readers are notified of the end.
 
     Attributes:
-        come: Items that no reader has taken, in order.
+        items: Items that no reader has taken, in order.
         is_over: Whether no further items will come.
     """
 
     def __init__(self) -> None:
-        self.come: deque[T] = deque()
+        self.items: deque[T] = deque()
         self.is_over = False
         self._waiting: deque[Callable[[], object]] = deque()
 
-    def put(self, item: T) -> None:
+    def put_item(self, item: T) -> None:
         """Add an item. Safe on any thread; never blocks."""
-        self.come.append(item)
-        self.wake()
+        self.items.append(item)
+        self.wake_waiters()
 
-    def end(self) -> None:
+    def end_queue(self) -> None:
         """Mark the end of the queue: no further items will come."""
         self.is_over = True
-        self.wake()
+        self.wake_waiters()
 
-    def wake(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake all waiting readers, because an item was added or put back, or the queue has ended."""
         with contextlib.suppress(IndexError):
             while True:
                 self._waiting.popleft()()
 
-    def take(self, into: deque[T]) -> bool:
+    def take_item(self, into: deque[T]) -> bool:
         """Move the next item from the queue to `into`; return False if the queue is empty."""
         try:
-            into.append(self.come.popleft())
+            into.append(self.items.popleft())
         except IndexError:
             return False
         return True
 
-    def wait(self, at_most_s: float = SLICE_S) -> None:
+    def wait_for_item(self, at_most_s: float = SLICE_S) -> None:
         """Wait for an item or the end of the queue, at most `at_most_s` seconds.
 
         The time is short, because a signal just before the wait is handled only at the end of the wait.
@@ -66,26 +66,26 @@ class Arrivals(Generic[T]):
         lock.acquire()
         self._waiting.append(lock.release)
         try:
-            if not (self.come or self.is_over):
-                wait_for(lock, at_most_s)
+            if not (self.items or self.is_over):
+                wait_for_lock(lock, at_most_s)
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(lock.release)
 
-    async def wait_async(self) -> None:
+    async def async_wait_for_item(self) -> None:
         import asyncio
 
         event = asyncio.Event()
-        wake = partial(_set, asyncio.get_running_loop(), event)
+        wake = partial(_set_event, asyncio.get_running_loop(), event)
         self._waiting.append(wake)
         try:
-            if not (self.come or self.is_over):
+            if not (self.items or self.is_over):
                 await event.wait()
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(wake)
 
 
-def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # If the loop is closed, no task waits any more.
+def _set_event(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # If the event loop is closed, no task waits any more.
         loop.call_soon_threadsafe(event.set)

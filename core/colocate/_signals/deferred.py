@@ -21,16 +21,16 @@ from contextvars import copy_context
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from colocate._signals.guard import interruptible, on_main
+from colocate._signals.guard import interruptible, is_on_main
 
 T = TypeVar("T")
-# Waits are sliced, because a signal just before the wait for a lock is handled only at the end of the wait.
+# Long waits are split into slices: a signal just before the wait for a lock is handled only after the wait.
 SLICE_S = 1.0
 
 
 @interruptible
-def wait_for(lock: _thread.LockType, seconds: float) -> None:
-    """Wait until another thread releases a raw lock to wake this thread, at most `seconds`."""
+def wait_for_lock(lock: _thread.LockType, seconds: float) -> None:
+    """Wait at most `seconds` until another thread releases a raw lock, which wakes this thread."""
     lock.acquire(timeout=seconds)
 
 
@@ -68,7 +68,7 @@ class Flag:
                 with contextlib.suppress(ValueError):  # `set` may have removed the lock just now.
                     self._waiting.remove(wake)
                 break
-            wait_for(wake, min(remaining, SLICE_S))
+            wait_for_lock(wake, min(remaining, SLICE_S))
         return self.is_set
 
 
@@ -85,7 +85,7 @@ class _Job(Generic[T]):
         self.value: T | None = None
         self.error: BaseException | None = None
 
-    def run(self, work: Callable[[], T]) -> None:
+    def run_work(self, work: Callable[[], T]) -> None:
         _here.frame = self._frame
         try:
             self.value = self._context.run(work)
@@ -110,21 +110,21 @@ class _Couriers:
         self._jobs: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._idle = 0
-        self._unfinished: dict[_Job[Any], None] = {}  # Jobs that haven't ended, in the order of handing over.
+        self._idle_count = 0
+        self._unfinished: dict[_Job[Any], None] = {}  # Jobs that haven't ended, in the order of submission.
 
-    def put(self, job: _Job[Any]) -> bool:
+    def put_job(self, job: _Job[Any]) -> bool:
         """Hand a job to a courier; return False if no thread can start, or the interpreter is ending."""
         if sys.is_finalizing():
             return False
         with self._lock:
-            if not self._idle:
+            if not self._idle_count:
                 try:
                     _thread.start_new_thread(self._main, ())
                 except RuntimeError:
                     return False
-                self._idle += 1
-            self._idle -= 1
+                self._idle_count += 1
+            self._idle_count -= 1
             self._unfinished[job] = None
             self._jobs.put(job)
         return True
@@ -135,13 +135,13 @@ class _Couriers:
             work, job.work = job.work, None
         return work
 
-    def withdraw(self, job: _Job[Any]) -> bool:
+    def withdraw_job(self, job: _Job[Any]) -> bool:
         if self.take(job) is None:
             return False
         self._unfinished.pop(job, None)
         return True
 
-    def settle(self, timeout: float) -> bool:
+    def wait_until_done(self, timeout: float) -> bool:
         until = time.monotonic() + timeout
         return all(job.done.wait(until - time.monotonic()) for job in list(self._unfinished))
 
@@ -150,14 +150,14 @@ class _Couriers:
         while True:
             job = self._jobs.get()
             if (work := self.take(job)) is not None:
-                job.run(work)
+                job.run_work(work)
                 self._unfinished.pop(job, None)
                 job.done.set()
             del job, work
             with self._lock:
-                if self._idle >= _WAIT and not _has_started_processes():
+                if self._idle_count >= _WAIT and not _has_started_processes():
                     break
-                self._idle += 1
+                self._idle_count += 1
         threading.current_thread()._delete()  # type: ignore[attr-defined]  # `threading` lists it for ever otherwise
 
 
@@ -175,15 +175,15 @@ _here = threading.local()
 _couriers = _Couriers()
 
 
-def _forget_fork() -> None:
+def _reset_after_fork() -> None:
     global _couriers
     _couriers = _Couriers()
 
 
-os.register_at_fork(after_in_child=_forget_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def frames() -> Iterator[FrameType]:
+def iter_frames() -> Iterator[FrameType]:
     """Yield the caller's frames, innermost first. On a courier, the waiting main thread's frames follow."""
     frame: FrameType | None = sys._getframe(1)
     other: FrameType | None = getattr(_here, "frame", None)
@@ -194,7 +194,7 @@ def frames() -> Iterator[FrameType]:
             frame, other = other, None
 
 
-def who_waits() -> threading.Thread:
+def get_waiting_thread() -> threading.Thread:
     """Return the thread that waits for the current work: on a courier the main thread, otherwise this thread."""
     return threading.current_thread() if getattr(_here, "frame", None) is None else threading.main_thread()
 
@@ -205,7 +205,7 @@ def run_deferred(
     waits_s: float | None = 0.0,
     in_any_case: bool = False,
 ) -> T:
-    """Run some work and wait for the end. If this is the main thread, a courier runs the work.
+    """Run some work and wait for the end. On the main thread, a helper thread (a courier) runs the work.
 
     Args:
         work: Work that takes long, or must not be interrupted.
@@ -218,15 +218,15 @@ def run_deferred(
     Raises:
         BaseException: The exception of the work, or of a signal handler.
     """
-    if not on_main():
+    if not is_on_main():
         return work()
     job = _Job(work, sys._getframe(1))
-    if not _couriers.put(job):
+    if not _couriers.put_job(job):
         return work()
     try:
         job.done.wait()
     except BaseException:
-        if in_any_case or not _couriers.withdraw(job):
+        if in_any_case or not _couriers.withdraw_job(job):
             until = None if waits_s is None else time.monotonic() + waits_s
             for done in (None if interrupted is None else defer(interrupted), job.done):
                 if done is not None:
@@ -258,12 +258,12 @@ def defer(work: Callable[[], object]) -> Flag | None:
             threading.excepthook(threading.ExceptHookArgs(args))
 
     job = _Job(reported, sys._getframe(1))
-    if on_main() and _couriers.put(job):
+    if is_on_main() and _couriers.put_job(job):
         return job.done
     reported()
     return None
 
 
-def settle(timeout: float) -> bool:
+def wait_until_done(timeout: float) -> bool:
     """Wait until couriers have finished all work, at most `timeout` seconds; return whether all has ended."""
-    return _couriers.settle(timeout)
+    return _couriers.wait_until_done(timeout)

@@ -29,23 +29,23 @@ AT_LATEST_S = 10.0
 _AGAIN_S = 0.001
 _interruptible: set[CodeType] = set()
 _calls_users_code: set[CodeType] = set()
-_late: dict[int, float] = {}
+_late_signals: dict[int, float] = {}
 """Deferred signals, with the time of the first arrival (of time.monotonic())."""
 _wake = _thread.allocate_lock()
 _set, _get = signal.signal, signal.getsignal
 _main: int | None = threading.main_thread().ident
 _is_on = False
 _has_thread = False
-connected: set[int] = set()
+connected_runtimes: set[int] = set()
 """The ids of open runtimes."""
 
 
-def on_main() -> bool:
+def is_on_main() -> bool:
     """Return whether this is the thread that runs signal handlers."""
     return _thread.get_ident() == _main
 
 
-def work_on_main() -> None:
+def release_main() -> None:
     """Treat the main thread like any other thread. For worker processes, where another module guards signals."""
     global _main
     _main = None
@@ -63,17 +63,17 @@ def calls_users_code(function: F) -> F:
     return function
 
 
-def start() -> None:
-    """Guard all signal handlers of this process until `stop`. Does nothing on threads other than the main thread."""
+def start_guard() -> None:
+    """Guard all signal handlers of this process until `stop_guard`. Does nothing on other threads than the main one."""
     global _set, _get, _is_on, _has_thread
-    if _is_on or not on_main():
+    if _is_on or not is_on_main():
         return
     if not _has_thread:
         _wake.acquire(blocking=False)
         _thread.start_new_thread(_send_again, ())
         _has_thread = True
     _is_on = True
-    if signal.signal is not _signal:  # A host program's replacement is still called.
+    if signal.signal is not _signal:  # If another program has replaced `signal.signal`, call the replacement.
         _set, _get = signal.signal, signal.getsignal
         signal.signal, signal.getsignal = _signal, _getsignal
     for number in signal.valid_signals():
@@ -82,22 +82,22 @@ def start() -> None:
             _set(number, _Guarded(handler))
 
 
-def stop() -> None:
+def stop_guard() -> None:
     """Restore the original handlers, and deliver deferred signals, unless a runtime is connected."""
     global _is_on
-    if connected or not _is_on:
+    if connected_runtimes or not _is_on:
         return
     _is_on = False
     if signal.signal is _signal:
         signal.signal, signal.getsignal = _set, _get
-    if not on_main():  # Only the main thread can restore handlers. Guarded handlers now defer no signal.
+    if not is_on_main():  # Only the main thread can restore handlers; the guarded ones no longer defer signals.
         return
     for number in signal.valid_signals():
         handler = _get(number)
         if isinstance(handler, _Guarded):
             _set(number, handler.handler)
-    for late in list(_late):
-        del _late[late]
+    for late in list(_late_signals):
+        del _late_signals[late]
         signal.raise_signal(late)
 
 
@@ -110,16 +110,16 @@ class _Guarded:
     @calls_users_code
     def __call__(self, number: int, frame: FrameType | None) -> object:
         now = time.monotonic()
-        if not _is_on or _may_run(frame) or now - _late.get(number, now) > AT_LATEST_S:
-            _late.pop(number, None)
+        if not _is_on or _can_run(frame) or now - _late_signals.get(number, now) > AT_LATEST_S:
+            _late_signals.pop(number, None)
             return self.handler(number, frame)
-        _late.setdefault(number, now)
+        _late_signals.setdefault(number, now)
         if _wake.locked():
             _wake.release()
         return None
 
 
-def _may_run(frame: FrameType | None) -> bool:
+def _can_run(frame: FrameType | None) -> bool:
     """Return whether a signal handler may run now, given the innermost frame of the interrupted code."""
     is_called = is_ours = False
     while frame is not None:
@@ -141,11 +141,11 @@ def _send_again() -> None:
     while True:
         _wake.acquire()
         time.sleep(_AGAIN_S)
-        for number in list(_late):
+        for number in list(_late_signals):
             if callable(_get(number)):
                 signal.pthread_kill(_main or 0, number)
             else:  # The handler was removed, so the signal might end the process.
-                _late.pop(number, None)
+                _late_signals.pop(number, None)
 
 
 def _is_guardable(handler: Any) -> bool:
@@ -155,23 +155,23 @@ def _is_guardable(handler: Any) -> bool:
 
 
 def _signal(signalnum: Any, handler: Any) -> Any:
-    return _bare(_set(signalnum, _Guarded(handler) if _is_guardable(handler) else handler))
+    return _unwrap_handler(_set(signalnum, _Guarded(handler) if _is_guardable(handler) else handler))
 
 
 def _getsignal(signalnum: Any) -> Any:
-    return _bare(_get(signalnum))
+    return _unwrap_handler(_get(signalnum))
 
 
-def _bare(handler: Any) -> Any:
+def _unwrap_handler(handler: Any) -> Any:
     return handler.handler if isinstance(handler, _Guarded) else handler
 
 
-def _forget_fork() -> None:
+def _reset_after_fork() -> None:
     global _main, _is_on, _has_thread
     _main = threading.main_thread().ident
     _is_on = _has_thread = False
-    connected.clear()
-    _late.clear()
+    connected_runtimes.clear()
+    _late_signals.clear()
 
 
-os.register_at_fork(after_in_child=_forget_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

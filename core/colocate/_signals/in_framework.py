@@ -1,4 +1,4 @@
-"""Detect whether the framework's code is running on this thread. The thread must then not wait for calls.
+"""Detect whether the framework's own code is running on this thread: such code must not wait for calls.
 
 The garbage collector runs users' `__del__` between any two lines, also of colocate: on a thread of the framework, or
 while this thread holds a group's lock. A wait for a call would then block the call itself, and a new call would
@@ -18,15 +18,15 @@ DISPATCHER = "colocate-dispatcher-"
 """Prefix of the name of the thread for users' callbacks, which may wait."""
 
 
-class _Here(threading.local):
-    """A count, for each thread, of the sections that the thread is in. Framework threads are always in a section."""
+class _ThreadState(threading.local):
+    """A count per thread of the `Section`s that the thread is in. Framework threads always count as in one."""
 
     def __init__(self) -> None:
         name = threading.current_thread().name
-        self.sections = self.own = int(name.startswith("colocate-") and not name.startswith(DISPATCHER))
+        self.sections = self.base_sections = int(name.startswith("colocate-") and not name.startswith(DISPATCHER))
 
 
-_here = _Here()
+_here = _ThreadState()
 
 
 class Section:
@@ -52,34 +52,34 @@ class Section:
         _here.sections -= 1
 
 
-def in_framework() -> bool:
+def is_in_framework() -> bool:
     """Return whether this thread belongs to the framework, or is in a `Section`."""
     return bool(_here.sections)
 
 
-def begin_users() -> int:
-    """Mark the start of work for a user on this thread; return the argument for `end_users`."""
-    sections, _here.own = _here.own, 0
+def begin_users_code() -> int:
+    """Mark this thread as running users' code; return the argument for `end_users_code`."""
+    sections, _here.base_sections = _here.base_sections, 0
     _here.sections -= sections
     return sections
 
 
-def end_users(own: int) -> None:
-    _here.own += own
+def end_users_code(own: int) -> None:
+    _here.base_sections += own
     _here.sections += own
 
 
 @contextmanager
-def waited_for() -> Iterator[None]:
+def act_for_user() -> Iterator[None]:
     """Run a block on behalf of a waiting user's thread, so that operations that wait are allowed there."""
-    sections = begin_users()
+    sections = begin_users_code()
     try:
         yield
     finally:
-        end_users(sections)
+        end_users_code(sections)
 
 
-def refuse_to_wait(what: str) -> None:
+def check_may_wait(what: str) -> None:
     """Refuse an operation that waits, if the framework's own code is running on this thread.
 
     Args:

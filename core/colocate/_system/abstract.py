@@ -7,11 +7,11 @@ import socket
 import struct
 from pathlib import Path
 
-_CREDENTIALS = struct.Struct("3i")  # The struct has the pid, user and group of a process.
+_CREDENTIALS = struct.Struct("3i")  # The fields are the process id, user id and group id of a peer.
 
 
 def listening(name: str) -> list[re.Match[str]]:
-    """Return the matches of a regular expression with the abstract sockets on which a process listens.
+    """Match a regular expression with the names of all listening abstract sockets; return the matches.
 
     Args:
         name: A regular expression for the socket's name.

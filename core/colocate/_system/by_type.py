@@ -29,14 +29,14 @@ def by_type(find: Callable[[type], T]) -> Callable[[type], T]:
         except KeyError:
             result = find(kind)
             # The callback `results.pop` removes the entry before another object can get this id.
-            # The callback is C code, so that no signal handler can run in between.
+            # The callback is C code, so that no signal handler runs between the type's end and the removal.
             results[key] = result, weakref.ref(kind, functools.partial(results.pop, key))
             return result
 
     return remembered
 
 
-def forget() -> None:
+def clear_caches() -> None:
     """Clear all caches, because a newly registered type may change results."""
     for cache in _caches:
         cache.clear()

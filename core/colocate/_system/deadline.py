@@ -19,7 +19,7 @@ class Deadline:
         self.at = math.inf if seconds is None else time.monotonic() + seconds
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until the deadline, never negative; None for no deadline, as waiting functions expect."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
@@ -27,17 +27,17 @@ class Deadline:
     def is_over(self) -> bool:
         return self.at != math.inf and time.monotonic() >= self.at
 
-    def at_most(self, seconds: float) -> float:
+    def limit_wait(self, seconds: float) -> float:
         """Return the smaller of `seconds` and the seconds left, as the timeout of one polling step."""
-        return seconds if (seconds_left := self.left) is None else min(seconds_left, seconds)
+        return seconds if (seconds_left := self.seconds_left) is None else min(seconds_left, seconds)
 
-    def before(self, seconds: float) -> Deadline:
+    def move_earlier(self, seconds: float) -> Deadline:
         """Return a deadline that is earlier by the given seconds."""
         earlier = Deadline()
         earlier.at = self.at - seconds
         return earlier
 
-    def or_sooner(self, other: Deadline) -> Deadline:
+    def get_earlier(self, other: Deadline) -> Deadline:
         return other if other.at < self.at else self
 
 

@@ -11,7 +11,7 @@ from colocate._system.libc import libc
 _logger = logging.getLogger("colocate")
 
 
-def hear_of_ends() -> None:
+def keep_exit_codes() -> None:
     """Reset an ignored SIGCHLD, so that the kernel keeps children's exit codes. Call before the first child starts.
 
     A parent process may have set SIGCHLD to be ignored, to avoid zombies.
@@ -24,7 +24,7 @@ def hear_of_ends() -> None:
         _logger.info("SIGCHLD was ignored in this process: it isn't any more, so that ends of processes are told")
 
 
-def wait_for(pid: int) -> int | None:
+def wait_for_exit(pid: int) -> int | None:
     """Wait until a child process ends, and reap the process.
 
     Returns:

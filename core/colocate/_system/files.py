@@ -1,4 +1,4 @@
-"""Write files and folders atomically, and files that grow by complete pieces."""
+"""Write files and folders atomically, and append complete pieces to files."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
 
     Several threads, processes or signal handlers may write folders of one name at once; the last one to succeed stays.
     An existing folder is replaced atomically. Some file systems (NFS) can't do that, so that readers there must look in
-    both `places`.
+    both paths of `get_places`.
 
     Args:
         final: The final name. An existing folder is replaced as a whole.
         naming: Entered while the folder is renamed; an exception prevents the renaming.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    tidy(final.parent, re.escape(final.name))
-    part = _part(final)
+    tidy_folder(final.parent, re.escape(final.name))
+    part = _create_part_path(final)
     part.mkdir()
     try:
         yield part
         for path in [*part.rglob("*"), part]:  # Flush to disk before the final name marks the folder as complete.
             _sync(path)
-        _name(part, final, naming)
+        _give_name(part, final, naming)
     finally:
-        _discard(part)  # The folder is unfinished, or was replaced.
+        _discard(part)  # This removes the unfinished folder after an error, or the old folder after an exchange.
     _sync(final.parent)
 
 
-def places(final: Path) -> tuple[Path, Path]:
+def get_places(final: Path) -> tuple[Path, Path]:
     """Return the two possible paths of a complete folder: the final path, and the path used during a replacement.
 
     A killed replacement leaves the folder on the second path. A reader may race with a replacement, and must look
@@ -61,11 +61,11 @@ def places(final: Path) -> tuple[Path, Path]:
     return final, final.with_name(f"{_OLD}{final.name}")
 
 
-def complete_folders(parent: Path) -> dict[str, Path]:
-    """Return the complete folders in a parent folder, as a mapping from name to path (one of `places`)."""
+def list_complete_folders(parent: Path) -> dict[str, Path]:
+    """Return the complete folders in a parent folder, as a mapping from name to path (see `get_places`)."""
     if not parent.is_dir():
         return {}
-    with nobody_renames(parent / _OLD):
+    with lock_names(parent / _OLD):
         names = os.listdir(parent)
     old_folders = {name.removeprefix(_OLD): parent / name for name in names if name.startswith(_OLD)}
     return old_folders | {name: parent / name for name in names if not name.startswith((_OLD, _PART))}
@@ -73,11 +73,11 @@ def complete_folders(parent: Path) -> dict[str, Path]:
 
 def remove_folder(final: Path) -> None:
     """Remove a complete folder. A killed process leaves no partial folder under this name."""
-    doomed = final.rename(_part(final))
+    doomed = final.rename(_create_part_path(final))
     _remove(doomed)
 
 
-def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
+def tidy_folder(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
     """Finish the replacements of killed writers in a folder, and remove unfinished folders.
 
     Args:
@@ -90,10 +90,10 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
 
     replaced = re.compile(f"{re.escape(_OLD)}(?P<name>{name})")
     written = re.compile(rf"{re.escape(_PART)}{name}-(?P<pid>\d+)-\d+x?(?:@(?P<host>.*))?")
-    with nobody_renames(parent / _OLD):
+    with lock_names(parent / _OLD):
         for path in list(parent.iterdir()):
             if match := replaced.fullmatch(path.name):
-                _settle(path.with_name(match["name"]))
+                _finish_replacement(path.with_name(match["name"]))
             elif match := written.fullmatch(path.name):
                 is_here = match["host"] in (None, socket.gethostname())
                 if not psutil.pid_exists(int(match["pid"])) if is_here else is_alone:
@@ -101,7 +101,7 @@ def tidy(parent: Path, name: str = ".*", *, is_alone: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def nobody_renames(final: Path) -> Iterator[None]:
+def lock_names(final: Path) -> Iterator[None]:
     """Lock the parent folder, so that no other thread or process of this machine renames folders there.
 
     The lock doesn't reach across machines, or file systems without locks.
@@ -116,7 +116,7 @@ def nobody_renames(final: Path) -> Iterator[None]:
         yield
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, so that readers never see a part of the text."""
     part = path.with_name(f".{path.name}.part")
     try:
@@ -141,7 +141,7 @@ def open_file(path: Path) -> BufferedReader:
     raise ValueError("it is no file, but a pipe or a device")
 
 
-def json_of(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     """Parse a JSON file.
 
     Raises:
@@ -159,11 +159,11 @@ def json_of(path: Path) -> Any:
         raise ValueError("too many lists and mappings inside each other") from None
 
 
-def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None) -> None:
+def _give_name(part: Path, final: Path, naming: AbstractContextManager[object] | None) -> None:
     """Rename the unfinished folder to the final name; exchange the folders if another folder has this name."""
-    with nobody_renames(final), naming or nullcontext():
-        _settle(final)
-        _, old = places(final)
+    with lock_names(final), naming or nullcontext():
+        _finish_replacement(final)
+        _, old = get_places(final)
         if not os.path.lexists(final):
             part.rename(final)
         elif not _exchange(part, final):
@@ -171,7 +171,7 @@ def _name(part: Path, final: Path, naming: AbstractContextManager[object] | None
             try:
                 part.rename(final)
             except OSError:
-                _settle(final)
+                _finish_replacement(final)
                 raise
             old.rename(part)
 
@@ -186,7 +186,7 @@ def _exchange(path: Path, other: Path) -> bool:
 
 
 def _discard(part: Path) -> None:
-    """Remove an unfinished folder. A rename comes first, so that another thread can't still publish the folder."""
+    """Rename an unfinished folder, so that no other thread can publish the folder, and remove it."""
     with _naming:
         if not os.path.lexists(part):
             return
@@ -196,17 +196,17 @@ def _discard(part: Path) -> None:
     _remove(doomed)
 
 
-def _settle(final: Path) -> None:
+def _finish_replacement(final: Path) -> None:
     """Repair a replacement that was interrupted between two renames: restore the old folder if there is no new one."""
-    _, old = places(final)
+    _, old = get_places(final)
     if os.path.lexists(old):
         if os.path.lexists(final):
-            _remove(old.rename(_part(final)))
+            _remove(old.rename(_create_part_path(final)))
         else:
             old.rename(final)
 
 
-def _part(final: Path) -> Path:
+def _create_part_path(final: Path) -> Path:
     return final.with_name(f"{_PART}{final.name}-{os.getpid()}-{next(_numbers)}@{socket.gethostname()}")
 
 
@@ -226,13 +226,13 @@ def _sync(path: Path) -> None:
 
 
 class GrowingFile:
-    """A file that grows by complete pieces. If a piece can't be written completely, the beginning is removed again."""
+    """A file that grows by appended pieces. If a piece can't be written completely, its beginning is removed again."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path = path
         self._file = FileIO(path, "w" if anew else "a")
 
-    def add(self, text: str) -> None:
+    def append_text(self, text: str) -> None:
         """Append a text, which readers can see at once.
 
         Raises:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 
-def imported(name: str) -> Any:
+def find_imported(name: str) -> Any:
     """Return a module by name; None if the module isn't imported yet.
 
     A module that another thread is still importing doesn't count: the module is incomplete, and no values of its types

@@ -14,58 +14,58 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Any
 
 
-def name_and_version(found: Distribution) -> tuple[str, str] | None:
+def read_name_and_version(found: Distribution) -> tuple[str, str] | None:
     """Return name and version of a distribution; None if METADATA is missing."""
     try:
-        text = found.read_text("METADATA")  # A long README may follow the fields.
+        text = found.read_text("METADATA")  # Only the fields are parsed, because a long README may follow.
         metadata: Any = found.metadata if text is None else message_from_string(text.partition("\n\n")[0])
     except FileNotFoundError:  # Only the package `importlib_metadata` raises this error.
         return None
     return (metadata["Name"], metadata["Version"]) if "Name" in metadata and "Version" in metadata else None
 
 
-def without_metadata(found: Distribution) -> str:
+def describe_lost_metadata(found: Distribution) -> str:
     """Return an error text for a distribution without METADATA, with advice."""
     place: Any = getattr(found, "_path", "a distribution")  # No public attribute has the distribution's folder.
     return f"{place}, which has no METADATA: install it again, or delete this folder"
 
 
-def version_of(name: str) -> str | None:
+def get_version(name: str) -> str | None:
     """Return the version of a distribution; None if the distribution isn't installed or has no METADATA."""
     try:
-        name_version = name_and_version(importlib.metadata.distribution(name))
+        name_version = read_name_and_version(importlib.metadata.distribution(name))
     except PackageNotFoundError:
         return None
     return name_version[1] if name_version is not None else None
 
 
-def pip_line(extra: str | None = None) -> str:
+def get_pip_line(extra: str | None = None) -> str:
     """Return the command that installs colocate, or the requirements of an extra."""
-    if extra is not None and (needed := _extra(extra)):
+    if extra is not None and (needed := _list_requirements(extra)):
         return f"pip install {' '.join(map(repr, needed))}"
-    if _from_checkout():
+    if _is_from_checkout():
         return f"pip install {'.' if extra is None else repr(f'.[{extra}]')} in a checkout of colocate"
     return "pip install the wheel of colocate again"
 
 
-def same_line() -> str:
-    """Return the command that installs the same colocate on two machines."""
+def get_same_line() -> str:
+    """Return the command that installs the same version of colocate on two machines."""
     same = "pip install . in checkouts of colocate of the same commit"
-    return same if _from_checkout() else "pip install the same wheel of colocate"
+    return same if _is_from_checkout() else "pip install the same wheel of colocate"
 
 
-def distribution_line(distribution: str, extra: str | None) -> str:
+def get_distribution_line(distribution: str, extra: str | None) -> str:
     if distribution == "colocate":
-        return pip_line(extra)
+        return get_pip_line(extra)
     return f"pip install '{distribution}[{extra}]'" if extra else f"pip install {distribution}"
 
 
-def version_line(distribution: str, version: str | None) -> str:
-    return same_line() if distribution == "colocate" else f"pip install '{distribution}=={version}'"
+def get_version_line(distribution: str, version: str | None) -> str:
+    return get_same_line() if distribution == "colocate" else f"pip install '{distribution}=={version}'"
 
 
 @functools.cache
-def _from_checkout() -> bool:
+def _is_from_checkout() -> bool:
     """Return whether colocate was installed from a folder, or is on the path without being installed."""
     try:
         origin = distribution("colocate").read_text("direct_url.json")
@@ -74,7 +74,7 @@ def _from_checkout() -> bool:
     return origin is not None and '"dir_info"' in origin
 
 
-def _extra(name: str) -> list[str]:
+def _list_requirements(name: str) -> list[str]:
     pattern = re.compile(rf"extra == ['\"]{re.escape(name)}['\"]")
     try:
         needed = [line.partition(";") for line in distribution("colocate").requires or ()]

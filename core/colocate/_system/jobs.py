@@ -52,14 +52,14 @@ class JobThread:
         self._on_fault = on_fault
         # A None in the queue only wakes the thread.
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._coming: deque[tuple[float, int, Timer]] = deque()  # New timers wait here for the thread.
+        self._new_timers: deque[tuple[float, int, Timer]] = deque()  # New timers wait here for the thread.
         self._timers: list[tuple[float, int, Timer]] = []  # Only the thread uses this heap.
         self._order = itertools.count()
-        self._looks_at = math.inf  # The thread checks timers at this time, unless woken earlier.
+        self._next_look = math.inf  # The thread checks timers at this time, unless woken earlier.
         self._swept = _SWEEP
         self._closing = self._ended = False
-        # `note` adds a job as `soon` does, but runs no Python code. The thread must be running.
-        self.note = self._jobs.put
+        # `enqueue` adds a job as `call_soon` does, but runs no Python code. The thread must be running.
+        self.enqueue = self._jobs.put
         self._thread = Thread(target=self._main, name=name)
         self._unstarted = [self._thread]
 
@@ -82,7 +82,7 @@ class JobThread:
                     self._unstarted.append(thread)  # The next job tries to start the thread again.
                     raise
 
-    def soon(self, job: Callable[[], object]) -> None:
+    def call_soon(self, job: Callable[[], object]) -> None:
         """Queue a job to run after all earlier jobs; run the job directly if the thread has ended.
 
         Raises:
@@ -91,16 +91,16 @@ class JobThread:
         self.start()
         self._jobs.put(job)
         if self._ended:
-            self._run_what_is_left()
+            self._run_remaining()
 
-    def after(self, delay_s: float, job: Callable[[], object]) -> Timer:
-        """Run a job after some seconds, or never if the thread ends earlier. Raises RuntimeError as `soon` does."""
+    def call_later(self, delay_s: float, job: Callable[[], object]) -> Timer:
+        """Run a job after some seconds, or never if the thread ends earlier. Raises errors like `call_soon`."""
         self.start()
         timer = Timer(job)
         due = time.monotonic() + delay_s
-        self._coming.append((due, next(self._order), timer))
-        # This check follows the append, because `_due` relies on that order.
-        if due < self._looks_at or len(self._coming) > _SWEEP:
+        self._new_timers.append((due, next(self._order), timer))
+        # This check follows the append, because `_pop_due` relies on that order.
+        if due < self._next_look or len(self._new_timers) > _SWEEP:
             self._jobs.put(None)
         return timer
 
@@ -116,7 +116,7 @@ class JobThread:
             else:
                 outcome.put(None)
 
-        self.soon(answered)
+        self.call_soon(answered)
         if (error := outcome.get()) is not None:
             raise error
 
@@ -131,9 +131,9 @@ class JobThread:
         self._jobs.put(partial(last.put, None))
         try:
             self._unstarted.pop()
-        except IndexError:  # The thread was started, or was closed before a start.
+        except IndexError:  # The thread was started, or closed by an earlier call.
             if self._ended:
-                self._run_what_is_left()
+                self._run_remaining()
             if self.is_current or (self._ended and not self._thread.is_alive()):
                 return True
             within_s = THREAD_ENDS_WITHIN_S if within_s is None else within_s
@@ -149,24 +149,24 @@ class JobThread:
     # -- on the thread
 
     def _main(self) -> None:
-        while (job := self._next()) is not None:
-            self._run(job)
+        while (job := self._wait_for_job()) is not None:
+            self._run_reporting(job)
             del job  # A waiting thread mustn't keep the objects of the job alive.
         self._finish()
 
     def _finish(self) -> None:
-        self._ended = True  # Set before the last check of the queue, so that a later `soon` runs the job directly.
-        self._coming.clear()
+        self._ended = True  # Set before the queue's last check, so that a later `call_soon` runs the job directly.
+        self._new_timers.clear()
         self._timers.clear()
-        self._run_what_is_left()
+        self._run_remaining()
 
-    def _run_what_is_left(self) -> None:
+    def _run_remaining(self) -> None:
         with suppress(queue.Empty):
             while True:
                 if (job := self._jobs.get_nowait()) is not None:
-                    self._run(job)
+                    self._run_reporting(job)
 
-    def _run(self, job: Callable[[], object]) -> None:
+    def _run_reporting(self, job: Callable[[], object]) -> None:
         try:
             job()
         except BaseException as error:
@@ -175,24 +175,24 @@ class JobThread:
             except BaseException:  # The owner's handler has failed, too.
                 report_exception()
 
-    def _next(self) -> Callable[[], object] | None:
+    def _wait_for_job(self) -> Callable[[], object] | None:
         while True:
             try:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 if self._closing:
                     return None
-                if (due := self._due()) is not None:
+                if (due := self._pop_due()) is not None:
                     return due
                 with suppress(queue.Empty):
-                    job = self._jobs.get(timeout=min(_LOOKS_EVERY_S, max(0.0, self._looks_at - time.monotonic())))
+                    job = self._jobs.get(timeout=min(_LOOKS_EVERY_S, max(0.0, self._next_look - time.monotonic())))
                     if job is not None:
                         return job
             else:
                 if job is not None:
                     return job
 
-    def _due(self) -> Callable[[], object] | None:
+    def _pop_due(self) -> Callable[[], object] | None:
         while True:
             if len(self._timers) > self._swept:  # Remove cancelled timers, which may have piled up.
                 self._timers = [entry for entry in self._timers if entry[2].job is not None]
@@ -200,22 +200,22 @@ class JobThread:
                 self._swept = max(_SWEEP, 2 * len(self._timers))
             while self._timers and self._timers[0][2].job is None:
                 heapq.heappop(self._timers)
-            # The order matters, because `after` appends a timer to `_coming` before reading `_looks_at`.
-            self._looks_at = self._timers[0][0] if self._timers else math.inf
-            if not self._coming:
+            # Set this before checking `_new_timers`, because `call_later` appends there before reading `_next_look`.
+            self._next_look = self._timers[0][0] if self._timers else math.inf
+            if not self._new_timers:
                 break
             with suppress(IndexError):
                 while True:
-                    entry = self._coming.popleft()
+                    entry = self._new_timers.popleft()
                     if entry[2].job is not None:
                         heapq.heappush(self._timers, entry)
-        if self._looks_at > time.monotonic():
+        if self._next_look > time.monotonic():
             return None
         timer = heapq.heappop(self._timers)[2]
         return timer.job  # The job is None if the timer was just cancelled; the caller then looks again.
 
 
-def message_of(error: BaseException) -> str:
+def get_message(error: BaseException) -> str:
     """Return the message of an exception, even if a user's `__str__` raises."""
     try:
         return str.__str__(str(error))  # A user's `__str__` may return a subclass of str.
@@ -223,8 +223,8 @@ def message_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(fault).__name__}>"
 
 
-def error_text(error: BaseException) -> str:
-    message = message_of(error)
+def format_error(error: BaseException) -> str:
+    message = get_message(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
@@ -243,7 +243,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-def by_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_R]:
+def map_on_threads(do: Callable[[_T], _R], items: Sequence[_T], most: int) -> list[_R]:
     """Apply a function to each item on several threads; return the results in order.
 
     All threads have finished when the first error is raised. The caller's thread takes part, and does all the work if

@@ -52,5 +52,5 @@ def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when the launching thread of the parent process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # The parent had ended before the kernel was asked.
+    if os.getppid() != parent:  # The parent had ended before the call of `prctl`.
         os._exit(0)

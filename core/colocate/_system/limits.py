@@ -25,7 +25,7 @@ TOLD_TOGETHER_S = 0.05
 RELEASED_AFTER_S = 0.1  # The release of a dropped resident waits this long to travel with another message.
 # A collective continues this long after a peer has left, because sent data may still arrive.
 COLLECTIVE_PATIENCE_S = 0.1
-# A collective step of a detached driver has this long to end before the process groups are aborted.
+# A collective step that a detached driver has left running has this long to end before process groups are aborted.
 STEP_ENDS_WITHIN_S = 3.0
 # Collective work has this long to finish before memory sleeps, because the work may write that memory.
 WORKS_DONE_WITHIN_S = 30.0
@@ -48,7 +48,8 @@ AFTER_FORCE_S = 0.25
 AFTER_KILL_S = 10.0  # A killed worker has this long to disappear, because the kernel may be busy.
 # An interrupted start has this long to end, because the workers must be killed (`AFTER_KILL_S`).
 GIVEN_UP_WITHIN_S = 15.0
-LOOKS_FOR_S = 0.5  # If this process was stopped past a deadline, received messages are read for this long first.
+# After a missed deadline, messages that arrived while this process was suspended have this long to be handled.
+LOOKS_FOR_S = 0.5
 RESTART_ENDS_WITHIN_S = 5.0  # A restart in progress has this long to end when the group is closed.
 THREAD_ENDS_WITHIN_S = 5.0  # A thread of the framework has this long to end, because users' code may block the thread.
 PRINTED_WITHIN_S = 1.0  # The reader of the driver's output has this long to receive the remaining lines of workers.
@@ -59,9 +60,9 @@ AUDIT_SETTLES_S = 2.0  # An audit waits this long for ending objects to disappea
 
 # -- children of roles
 
-# After a child's end the exit code is awaited this long, because grandchildren may have to end first.
+# After a child's end the exit code is awaited this long, because the code is known once all descendants have ended.
 CHILD_CODE_WITHIN_S = 0.2
-CHILD_SUSPECTED_S = 0.3  # A row with a broken connection waits this long for a report that the role's child has ended.
+CHILD_SUSPECTED_S = 0.3  # A row whose connection broke waits this long for a report that the role's child has ended.
 # After a sign of a child's end, such as a broken connection, the report of the end is awaited this long.
 CHILD_TOLD_WITHIN_S = 1.0
 CHILD_STACK_WITHIN_S = 2.0  # A hung child has this long to print stacks.
@@ -105,7 +106,7 @@ LANE_ENDS_WITHIN_S = 0.2
 # A keeper has this long to confirm that a worker was killed; a slower keeper counts as stuck.
 KEEPER_KILLS_WITHIN_S = 4.0
 DIALLED_WITHIN_S = 60.0  # A keeper ends if no driver has connected after this time, because the driver must be dead.
-# The other keepers of a pool outlive the lead keeper by this, so that no driver is granted an ending pool.
+# A pool's other keepers end this much later than the lead keeper, so that no driver is granted an ending pool.
 LEAD_SLACK_S = 5.0
 ADOPTED_WITHIN_S = 10.0  # A keeper has this long to answer a driver that adopts the pool.
 # The cluster has this long to release the name of an ended detached pool, or to publish a new pool.

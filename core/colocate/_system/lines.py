@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from types import CodeType
 
-from colocate._signals.deferred import frames
+from colocate._signals.deferred import iter_frames
 from colocate.errors import ConfigError
 
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(os.path.dirname(_CORE), name, "") for name in ("colocate", "colocate_run", "colocate_report"))
 _TESTING = os.path.join(_CORE, "testing", "")  # Test suites count as users of colocate.
-_libraries: dict[str, tuple[str, ...]] = {}  # Each library has the paths of its files and folders.
+_libraries: dict[str, tuple[str, ...]] = {}  # The paths of each library's files and folders, by module name.
 
 
 def library(name: str) -> None:
-    """Skip the lines of a library built on colocate in messages, like colocate's own lines.
+    """Treat a library that is built on colocate as colocate's own code: messages skip its lines.
 
     Errors and the graph then name the line in the user's code that made a call or a group, not the library's.
 
@@ -42,36 +42,36 @@ def library(name: str) -> None:
             "colocate.library(__name__) in its __init__.py"
         )
     _libraries[name] = paths
-    _is_passed_by.cache_clear()
+    _is_skipped.cache_clear()
 
 
-def caller() -> tuple[str, int]:
+def find_caller() -> tuple[str, int]:
     """Return file and line of the user's code that called into colocate."""
-    code, line = place(1)
-    return (code if isinstance(code, str) else shown(code)), line
+    code, line = find_user_line(1)
+    return (code if isinstance(code, str) else get_shown_file(code)), line
 
 
-def place(depth: int) -> tuple[CodeType | str, int]:
+def find_user_line(depth: int) -> tuple[CodeType | str, int]:
     """Return the code object and line of the user's call into colocate; the search starts `depth` frames up."""
     try:
         frame = sys._getframe(depth + 1)
     except ValueError:  # The stack is too short, because the caller isn't Python code.
         frame = sys._getframe(1)
     code = frame.f_code
-    if not _is_passed_by(code.co_filename):
+    if not _is_skipped(code.co_filename):
         return code, frame.f_lineno
-    for outer in frames():
-        if not _is_passed_by(outer.f_code.co_filename):
+    for outer in iter_frames():
+        if not _is_skipped(outer.f_code.co_filename):
             return outer.f_code, outer.f_lineno
     return "?", 0
 
 
-def shown(code: CodeType) -> str:
+def get_shown_file(code: CodeType) -> str:
     """Return the file name of a code object; for a cell of IPython, the cell's name."""
-    return cell(code.co_filename) or code.co_filename
+    return get_cell_name(code.co_filename) or code.co_filename
 
 
-def cell(file: str) -> str | None:
+def get_cell_name(file: str) -> str | None:
     """Return IPython's name of a cell ("Cell In[3]"), given the file name of the cell's code; None for other files."""
     running = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = None if running is None else running()
@@ -79,17 +79,17 @@ def cell(file: str) -> str | None:
     return None if name is None else " ".join(name)
 
 
-def with_cells(trace: str) -> str:
+def replace_cells(trace: str) -> str:
     """Return a worker's traceback with IPython's cell names, and with the cells' source lines, which workers lack."""
-    return _FRAME.sub(_of_cell, trace) if "IPython" in sys.modules else trace
+    return _FRAME.sub(_replace_cell, trace) if "IPython" in sys.modules else trace
 
 
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+)(.*\n)((?:    .*\n)*)', re.MULTILINE)
 
 
-def _of_cell(frame: re.Match[str]) -> str:
+def _replace_cell(frame: re.Match[str]) -> str:
     file, number, rest, source = frame.groups()
-    name = cell(file)
+    name = get_cell_name(file)
     if name is None:
         return frame[0]
     if not source and (line := linecache.getline(file, int(number)).strip()):
@@ -97,8 +97,8 @@ def _of_cell(frame: re.Match[str]) -> str:
     return f'  File "{name}", line {number}{rest}{source}'
 
 
-def at(line: tuple[str, int]) -> str:
-    """Format a file and line number for messages. Number 0 marks a command-line option, whose text is the file."""
+def format_line(line: tuple[str, int]) -> str:
+    """Format a file and line number for messages. For number 0, the file is the text of a command-line option."""
     where, number = line
     return f"{where}:{number}" if number else where
 
@@ -106,13 +106,13 @@ def at(line: tuple[str, int]) -> str:
 _made_for: ContextVar[tuple[str, int] | None] = ContextVar("made_for", default=None)
 
 
-def origin() -> tuple[str, int]:
+def get_origin() -> tuple[str, int]:
     """Return the file and line to record as the origin of new objects."""
-    return _made_for.get() or caller()
+    return _made_for.get() or find_caller()
 
 
 @contextlib.contextmanager
-def made_for(line: tuple[str, int] | None) -> Iterator[None]:
+def attribute_to(line: tuple[str, int] | None) -> Iterator[None]:
     """Set the origin of all objects that this thread makes in a block, for example to a line of a config."""
     token = _made_for.set(line)
     try:
@@ -122,7 +122,7 @@ def made_for(line: tuple[str, int] | None) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_passed_by(file: str) -> bool:
+def _is_skipped(file: str) -> bool:
     return "contextlib" in file or is_own_code(file) or any(map(file.startswith, _libraries.values()))
 
 

@@ -31,7 +31,7 @@ _FOR_TESTS = "testing"
 _OF_PYTHON = ("decimal", "fractions")
 _packages: set[str] = set()
 _loaders: dict[str, _Loader] = {}
-# As in Python's own finders, because a package named colocate_… may have compiled modules.
+# These are the kinds of Python's own finders, because a package named colocate_… may have compiled modules.
 _KINDS = (
     (ExtensionFileLoader, EXTENSION_SUFFIXES),
     (SourceFileLoader, SOURCE_SUFFIXES),
@@ -39,7 +39,7 @@ _KINDS = (
 )
 
 
-def keep_modules() -> None:
+def preload_modules() -> None:
     """Read all modules of the imported colocate packages; later imports use these copies."""
     for name in _OF_PYTHON:
         import_module(name)
@@ -47,10 +47,10 @@ def keep_modules() -> None:
         if package not in _packages:
             _packages.add(package)
             for root in getattr(sys.modules[package], "__path__", ()):
-                _keep_package(package, root)
+                _preload_package(package, root)
 
 
-def _keep_package(package: str, root: str) -> None:
+def _preload_package(package: str, root: str) -> None:
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in ("__pycache__", _FOR_TESTS)]
         parent = [package, *Path(folder).relative_to(root).parts]

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.jobs import JobThread, format_error, report_exception
 from colocate._system.limits import CONNECTING_S, PRINTED_WITHIN_S
 from colocate._system.threads import Thread
 
@@ -29,17 +29,17 @@ class Printer:
 
     def __init__(self, name: str) -> None:
         self._jobs = JobThread(name, lambda error: report_exception())
-        self.note = self._jobs.note
+        self.enqueue = self._jobs.enqueue
         self._lock = threading.Lock()  # The lock protects the queue. No line is printed under this lock.
         self._lines: deque[str | int] = deque()  # A number in the queue stands for that many dropped lines.
         self._waiting = 0  # The queued lines have this many characters.
-        self._dropping = False  # Lines are dropped until half of the buffer is free again.
+        self._dropping = False  # Whether to drop lines, until half of the buffer is free again.
         self._dropped = 0
         self._why = ""
-        self._given_up = False
+        self._is_abandoned = False
         self._jobs.start()
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Queue a line for printing. Safe on any thread; never blocks."""
         with self._lock:
             self._dropping = self._waiting > (_BUFFER_CHARS // 2 if self._dropping else _BUFFER_CHARS)
@@ -54,31 +54,31 @@ class Printer:
             self._lines.append(text)
             self._waiting += len(text)
         if idle:
-            self._jobs.soon(self._print)
+            self._jobs.call_soon(self._print)
 
-    def soon(self, job: Callable[[], object]) -> None:
+    def call_soon(self, job: Callable[[], object]) -> None:
         """Queue a log call. Safe on any thread; never blocks."""
-        self._jobs.soon(job)
+        self._jobs.call_soon(job)
 
     def close(self) -> None:
         """Print the remaining lines within `PRINTED_WITHIN_S` seconds; drop the rest and all later lines."""
         self._jobs.close(PRINTED_WITHIN_S)
-        self._given_up = True  # The thread checks this flag regularly, unless a user's own stream blocks.
+        self._is_abandoned = True  # The thread checks this flag regularly, unless a user's own stream blocks.
 
     # -- on the thread
 
     def _print(self) -> None:
-        while not self._given_up and (lines := self._take()):
+        while not self._is_abandoned and (lines := self._take_lines()):
             try:
-                _write("".join(f"{self._text(line)}\n" for line in lines), lambda: self._given_up)
+                _write_stderr("".join(f"{self._format_line(line)}\n" for line in lines), lambda: self._is_abandoned)
             except (OSError, ValueError):  # The driver's output is closed, so that nobody can read the lines.
                 pass
             except BaseException as error:  # A user's stream may raise any exception.
                 with self._lock:
                     self._dropped += sum(line if isinstance(line, int) else 1 for line in lines)
-                    self._why = f"sys.stderr raised {error_text(error)}"
+                    self._why = f"sys.stderr raised {format_error(error)}"
 
-    def _take(self) -> list[str | int]:
+    def _take_lines(self) -> list[str | int]:
         lines: list[str | int] = []
         size = 0
         with self._lock:
@@ -95,7 +95,7 @@ class Printer:
                     self._waiting -= len(line)
         return lines
 
-    def _text(self, line: str | int) -> str:
+    def _format_line(self, line: str | int) -> str:
         if isinstance(line, str):
             return line
         subject = "1 line of workers' output was" if line == 1 else f"{line} lines of workers' output were"
@@ -103,7 +103,7 @@ class Printer:
 
 
 @contextlib.contextmanager
-def told_when_slow(what: str) -> Iterator[None]:
+def report_when_slow(what: str) -> Iterator[None]:
     """Print a message if the block takes long, and again each time that the duration has doubled."""
     end_event, began = threading.Event(), time.monotonic()
 
@@ -112,7 +112,7 @@ def told_when_slow(what: str) -> Iterator[None]:
         while not end_event.wait(wait):
             wait = time.monotonic() - began
             with contextlib.suppress(Exception):  # The stream may be closed, or a user's stream may raise.
-                _write(f"[colocate] {what}: {wait:.0f} s\n", end_event.is_set)
+                _write_stderr(f"[colocate] {what}: {wait:.0f} s\n", end_event.is_set)
 
     thread = Thread(target=tell, name="colocate-start")
     with contextlib.suppress(RuntimeError):  # If no thread can start, no message is printed.
@@ -125,7 +125,7 @@ def told_when_slow(what: str) -> Iterator[None]:
             thread.join(PRINTED_WITHIN_S)
 
 
-def _write(text: str, given_up: Callable[[], bool]) -> None:
+def _write_stderr(text: str, given_up: Callable[[], bool]) -> None:
     """Write to `sys.stderr`. The process's own stderr is written by descriptor, and only while writable.
 
     A thread that blocks inside the stream would keep the stream's lock, and crash the interpreter at exit.

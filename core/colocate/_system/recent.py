@@ -11,7 +11,7 @@ from typing import Generic, TypeAlias, TypeVar
 Interval: TypeAlias = tuple[float, float]
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Merge overlapping intervals; return disjoint intervals in order."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
@@ -22,13 +22,13 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def measure_length(intervals: Iterable[Interval]) -> float:
     """Return the total length of intervals; overlaps count once."""
-    return sum(end - start for start, end in merged(intervals))
+    return sum(end - start for start, end in merge_intervals(intervals))
 
 
-def without(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of `some` intervals outside of `others`, which must be disjoint and in order."""
+def subtract_intervals(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return the parts of the intervals `some` that lie outside of `others`, which must be disjoint and in order."""
     result: list[Interval] = []
     for start, end in some:
         place = max(0, bisect_right(others, (start, start)) - 1)
@@ -57,18 +57,18 @@ class RecentSpans(Generic[Key]):
         self._spans: deque[tuple[Key, float, float]] = deque(maxlen=_MOST)
         self._ends: dict[Key, float] = {}
 
-    def add(self, key: Key, start: float, end: float) -> None:
+    def add_span(self, key: Key, start: float, end: float) -> None:
         """Add a finished span, in seconds of time.time()."""
         with self._lock:
             self._spans.append((key, start, end))
             self._ends[key] = max(end, self._ends.get(key, end))
 
-    def ends(self) -> dict[Key, float]:
+    def get_ends(self) -> dict[Key, float]:
         """Return the end of the last span of each key, however long ago."""
         with self._lock:
             return dict(self._ends)
 
-    def shares(self, now: float, more: Iterable[tuple[Key, float, float]] = ()) -> dict[Key, float]:
+    def get_shares(self, now: float, more: Iterable[tuple[Key, float, float]] = ()) -> dict[Key, float]:
         """Return the busy share of the last seconds, by key; overlaps count once."""
         since = now - RECENT_S
         intervals: dict[Key, list[Interval]] = {}
@@ -78,4 +78,4 @@ class RecentSpans(Generic[Key]):
             spans = [*self._spans, *(span for span in more if span[2] > since)]
         for key, start, end in spans:
             intervals.setdefault(key, []).append((max(start, since), end))
-        return {key: length(busy) / RECENT_S for key, busy in intervals.items()}
+        return {key: measure_length(busy) / RECENT_S for key, busy in intervals.items()}

@@ -13,22 +13,24 @@ from typing import Any
 
 import attrs
 
-from colocate._system.numbers import size_text
+from colocate._system.numbers import format_size
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _COUNTS = Path("/proc/vmstat")
 
 
-def free_memory() -> int:
+def read_free_memory() -> int:
     """Return the bytes that this process can still allocate, limited by the machine and by control groups."""
     import psutil  # Imported late, so that workers start fast.
 
     free = int(psutil.virtual_memory().available)
-    return min([free, *(remaining for group in _control_groups() if (remaining := group.left()) is not None)])
+    return min(
+        [free, *(remaining for group in _list_control_groups() if (remaining := group.read_remaining()) is not None)]
+    )
 
 
-def private_bytes(pid: int | None = None) -> int:
+def read_private_bytes(pid: int | None = None) -> int:
     """Return the bytes of a process that are neither shared nor mapped from files; 0 for an ended process."""
     # This avoids psutil, because each worker calls this at the start, and the import would double the start-up time.
     try:
@@ -51,8 +53,8 @@ class _ControlGroup:
     folder: Path
     unified: bool
 
-    def left(self) -> int | None:
-        """Return the free bytes below the group's memory limit; None without a limit."""
+    def read_remaining(self) -> int | None:
+        """Return the free bytes below the control group's memory limit; None without a limit."""
         limit, used, of_all = (
             ("memory.max", "memory.current", "")
             if self.unified
@@ -64,7 +66,7 @@ class _ControlGroup:
             # Cached files count as free, because the kernel frees the page cache on demand.
             files = sum(int(numbers.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
             return None if most == "max" else max(0, int(most) - now + files)
-        except (OSError, ValueError):  # The outermost group has no such files.
+        except (OSError, ValueError):  # The outermost control group has no such files.
             return None
 
     @property
@@ -73,7 +75,7 @@ class _ControlGroup:
         return self.folder / ("memory.events" if self.unified else "memory.oom_control")
 
 
-def _control_groups() -> list[_ControlGroup]:
+def _list_control_groups() -> list[_ControlGroup]:
     """Return the control groups of this process, innermost first."""
     try:
         lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
@@ -95,21 +97,21 @@ class OomKills:
 
     Attributes:
         number: The count; 0 if there is no counter.
-        whose: The counter's scope, in words.
+        subject: The counter's scope, in words.
         path: The counter's file.
     """
 
     number: int
-    whose: str
+    subject: str
     path: Path
 
     @classmethod
-    def now(cls) -> OomKills:
+    def read_now(cls) -> OomKills:
         """Read the OOM counter of this process's control group, or else of the machine.
 
         In a container the group's path may be the host's, which doesn't exist inside. Then an enclosing group counts.
         """
-        groups = [(group.events, "its control group") for group in _control_groups()]
+        groups = [(group.events, "its control group") for group in _list_control_groups()]
         for path, subject in [*groups, (_COUNTS, "this machine")]:
             try:
                 counts = dict(line.split() for line in path.read_text().splitlines())
@@ -118,17 +120,17 @@ class OomKills:
                 continue
         return cls(0, "nobody", _COUNTS)
 
-    def since(self) -> str | None:
+    def describe_since(self) -> str | None:
         """Describe the OOM kills since this count, as a hint at the cause of a worker's death; None for no kills."""
-        more = (now := self.now()).number - self.number
+        more = (now := self.read_now()).number - self.number
         if more <= 0 or now.path != self.path:
             return None
         processes = "a process" if more == 1 else f"{more} processes"
-        whom = f"{processes} of {self.whose}"
+        whom = f"{processes} of {self.subject}"
         return f"since it was started the kernel has killed {whom} for lack of memory (oom_kill in {self.path})"
 
 
-def spill_problem(value: Any) -> str | None:
+def find_spill_problem(value: Any) -> str | None:
     """Return an error text for an invalid spill folder, or None."""
     if isinstance(value, str) and os.path.isabs(value):
         return None
@@ -147,7 +149,7 @@ class SpillFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        if (kind := file_system(directory)) in _MEMORY_FILE_SYSTEMS:
+        if (kind := get_file_system(directory)) in _MEMORY_FILE_SYSTEMS:
             raise ValueError(f"{directory} is a {kind}: what is put there stays in memory")
         self.directory = directory
         self._descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -155,7 +157,7 @@ class SpillFile:
         self._size = 0
 
     @classmethod
-    def somewhere(cls, wanted: str | None) -> SpillFile:
+    def create_somewhere(cls, wanted: str | None) -> SpillFile:
         """Create a spill file in the wanted folder, or else in the first usual folder that works.
 
         Raises:
@@ -191,20 +193,20 @@ class SpillFile:
             why = f"{error.strerror}"
             if error.errno == errno.EFBIG:
                 why += ", as the limit of this process has it (ulimit -f)"
-            why += f": {size_text(more)} are to sleep in {self.directory} (spill_dir)"
+            why += f": {format_size(more)} are to sleep in {self.directory} (spill_dir)"
             with suppress(OSError):  # The folder may have been removed while the file is open.
                 disk = os.statvfs(self.directory)
-                why += f", on whose disk {size_text(disk.f_bavail * disk.f_frsize)} are free"
+                why += f", on whose disk {format_size(disk.f_bavail * disk.f_frsize)} are free"
             raise OSError(error.errno, why) from error
         self._size = nbytes
 
-    def write(self, view: Any, start: int) -> None:
-        self._move(os.pwritev, view, start)
+    def write_from(self, view: Any, start: int) -> None:
+        self._move_bytes(os.pwritev, view, start)
 
-    def read(self, view: Any, start: int) -> None:
-        self._move(os.preadv, view, start)
+    def read_into(self, view: Any, start: int) -> None:
+        self._move_bytes(os.preadv, view, start)
 
-    def _move(self, move: Callable[[int, list[memoryview], int], int], view: Any, start: int) -> None:
+    def _move_bytes(self, move: Callable[[int, list[memoryview], int], int], view: Any, start: int) -> None:
         # With an array made from the tensor, torch couldn't free the tensor's memory afterwards.
         memory = memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr()))
         while memory:  # The kernel moves at most 2 GiB per call.
@@ -213,7 +215,7 @@ class SpillFile:
             memory, start = memory[done:], start + done
 
 
-def file_system(directory: Path) -> str:
+def get_file_system(directory: Path) -> str:
     path = directory.resolve(strict=True)
     kind, longest = "", -1
     for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():

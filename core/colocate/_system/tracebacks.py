@@ -17,8 +17,8 @@ from traceback import walk_tb
 from types import CodeType, TracebackType
 from typing import Any
 
-from colocate._system.jobs import error_text
-from colocate._system.lines import is_own_code, with_cells
+from colocate._system.jobs import format_error
+from colocate._system.lines import is_own_code, replace_cells
 from colocate.errors import ColocateError, RoleError, RoleStartError
 
 _executors: set[str] = set()  # These are the code folders of the executors in use.
@@ -32,7 +32,7 @@ _BETWEEN = (  # Frames of this code may be between users' frames and the framewo
 _CARRIED: Any = object()
 
 
-def fold_frames_of(packages: Iterable[str]) -> None:
+def add_folded_packages(packages: Iterable[str]) -> None:
     """Treat frames of an executor's packages or modules as the framework's own frames."""
     for name in packages:
         spec = importlib.util.find_spec(name)
@@ -41,7 +41,7 @@ def fold_frames_of(packages: Iterable[str]) -> None:
             _executors.update(folders or filter(None, [spec.origin]))
 
 
-def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
+def format_exception(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
     """Format an exception and all causes as Python does, but with a count in place of each run of framework frames.
 
     An exception with framework frames only is formatted in full, because the fault is then the framework's. This
@@ -55,38 +55,38 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
     trace = error.__traceback__ if trace is _CARRIED else trace
     try:
         formatted = traceback.TracebackException(type(error), error, trace)
-        _fold(formatted, error, whole)
+        _fold_exception(formatted, error, whole)
         return "".join(formatted.format())
-    except Exception as fault:  # The exception's class may be faulty, or the chain of parts endless.
-        frames = "".join(folded(traceback.extract_tb(trace), whole).format())
+    except Exception as fault:  # The exception's class may be faulty, or its nested exceptions endless.
+        frames = "".join(fold_stack(traceback.extract_tb(trace), whole).format())
         head = f"Traceback (most recent call last):\n{frames}" if frames else ""
-        return f"{head}{error_text(error)}\n(what belongs to it can't be told: {error_text(fault)})\n"
+        return f"{head}{format_error(error)}\n(what belongs to it can't be told: {format_error(fault)})\n"
 
 
 def fold_uncaught() -> None:
-    """Install hooks that format uncaught errors of scripts and IPython cells by `told`, unless another hook is set."""
+    """Format uncaught errors of scripts and IPython cells by `format_exception`, unless another hook is set."""
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _tell_uncaught
+        sys.excepthook = _print_uncaught
     running = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = None if running is None else running()
     if shell is not None and not shell.custom_exceptions:
-        shell.set_custom_exc((Exception,), _tell_of_cell)
+        shell.set_custom_exc((Exception,), _show_cell_error)
 
 
-def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = told(error, trace)
+def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = format_exception(error, trace)
     if _FOLDED.search(text):
         sys.stderr.write(text)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def _tell_of_cell(
+def _show_cell_error(
     shell: Any, kind: type[BaseException], error: Any, trace: TracebackType, tb_offset: int | None = None
 ) -> None:
-    text = with_cells(told(error, trace.tb_next))  # The first frame is IPython's own.
+    text = replace_cells(format_exception(error, trace.tb_next))  # The first frame is IPython's own.
     if _FOLDED.search(text):
-        with contextlib.suppress(AttributeError):  # An exception class with slots refuses the attribute.
+        with contextlib.suppress(AttributeError):  # An exception class with `__slots__` refuses the attribute.
             error._render_traceback_ = text.rstrip().splitlines  # IPython reads this attribute.
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
@@ -94,20 +94,20 @@ def _tell_of_cell(
 _FOLDED = re.compile(r"^  \.\.\. \d+ frames? of colocate$", re.MULTILINE)
 
 
-def frames_of_users(error: BaseException) -> str:
+def format_user_frames(error: BaseException) -> str:
     """Return the text of an exception's frames, with framework frames as counts; empty if there are no other frames."""
     frames = traceback.extract_tb(error.__traceback__)
-    shown = folded(frames, whole=True)
+    shown = fold_stack(frames, whole=True)
     return "".join(shown.format()) if shown is not frames else ""
 
 
-def without_own_frames(error: BaseException) -> BaseException:
+def drop_own_traceback(error: BaseException) -> BaseException:
     """Remove an exception's traceback if all frames are the framework's; return the exception."""
-    return error if frames_of_users(error) else error.with_traceback(None)
+    return error if format_user_frames(error) else error.with_traceback(None)
 
 
-def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
-    """Replace each run of framework frames in a stack by a count. `in_full` keeps a stack of framework frames only."""
+def fold_stack(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
+    """Replace each run of framework frames in a stack by a count. `in_full` keeps a stack of only framework frames."""
     ours = [is_own_code(summary.filename) or summary.filename.startswith(tuple(_executors)) for summary in frames]
     between = [any(part in summary.filename for part in _BETWEEN) for summary in frames]
     users = [not (a or b) for a, b in zip(ours, between, strict=True)]
@@ -123,13 +123,13 @@ def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) ->
     return result
 
 
-def _fold(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
+def _fold_exception(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
     todo = [(found, error)]
     while todo:  # A loop, because a chain of causes may exceed the recursion limit.
         found, error = todo.pop()
-        if _of_a_role(error):  # The message of a role's error already names the cause and the place.
+        if _is_role_error(error):  # The message of a role's error already says what failed and where.
             found.__cause__ = found.__context__ = None
-        found.stack = folded(found.stack, whole, in_full=not _tells(error))
+        found.stack = fold_stack(found.stack, whole, in_full=not _names_fault(error))
         parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
         chained = (found.__cause__, error.__cause__), (found.__context__, error.__context__)
         for part, cause in (*chained, *zip(found.exceptions or (), parts, strict=False)):
@@ -137,15 +137,15 @@ def _fold(found: traceback.TracebackException, error: BaseException, whole: bool
                 todo.append((part, cause))
 
 
-def _of_a_role(error: BaseException) -> bool:
+def _is_role_error(error: BaseException) -> bool:
     return isinstance(error, RoleError | RoleStartError) and bool(error.remote_traceback)
 
 
-def _tells(error: BaseException) -> bool:
+def _names_fault(error: BaseException) -> bool:
     """Return whether an error points to users' code by other means than the error's own stack."""
     if isinstance(error, BaseExceptionGroup):
-        return any(_tells(part) or frames_of_users(part) for part in error.exceptions)
-    return _of_a_role(error)
+        return any(_names_fault(part) or format_user_frames(part) for part in error.exceptions)
+    return _is_role_error(error)
 
 
 class _Fold(traceback.FrameSummary):
@@ -164,17 +164,20 @@ class _Folded(traceback.StackSummary):
 
 
 class NotRebuilt(ColocateError):
-    """Raised if received data can't be rebuilt. `what` names the data, and `why` is the error of a user's class."""
+    """Raised if received data can't be rebuilt.
 
-    what: str = ""
-    why: BaseException
+    `subject` names the data, and `cause` is the error of a user's class.
+    """
+
+    subject: str = ""
+    cause: BaseException
 
 
 class rebuilding:
     """A context manager for unpacking data that turns errors into `NotRebuilt`. Errors of colocate pass unchanged."""
 
     def __init__(self, what: str | Callable[[], str]) -> None:
-        self._what = what
+        self._subject = what
 
     def __enter__(self) -> None:
         pass
@@ -184,9 +187,9 @@ class rebuilding:
             return
         while trace is not None and is_own_code(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
-        subject = self._what if isinstance(self._what, str) else self._what()
-        error = NotRebuilt(f"{subject} can't be rebuilt: {error_text(why)}")
-        error.what, error.why = subject, why.with_traceback(trace)
+        subject = self._subject if isinstance(self._subject, str) else self._subject()
+        error = NotRebuilt(f"{subject} can't be rebuilt: {format_error(why)}")
+        error.subject, error.cause = subject, why.with_traceback(trace)
         raise error from why
 
 

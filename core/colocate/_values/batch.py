@@ -12,10 +12,18 @@ import attrs
 
 from colocate._definitions.structure import structure_of
 from colocate._system.by_type import by_type
-from colocate._system.numbers import plural
-from colocate._values.kinds import Kind, Memo, kind_of
-from colocate._values.leaves import Label, check_alike, is_container, leaves, named_leaves, rebuild, take_apart
-from colocate._values.leaving import on_one_device
+from colocate._system.numbers import format_count
+from colocate._values.kinds import Kind, Memo, find_kind
+from colocate._values.leaves import (
+    Label,
+    check_alike,
+    is_container,
+    iter_named_leaves,
+    list_leaves,
+    rebuild,
+    split_structure,
+)
+from colocate._values.leaving import move_to_one_device
 from colocate.errors import DispatchError
 
 Padding = Literal["none", "even"]
@@ -41,52 +49,54 @@ def is_deferred(kind: type) -> bool:
 
 
 @attrs.frozen
-class Beside:
+class AlignedRows:
     """A check by the workers that a plain parameter `name` has as many rows as a resident (parameter `owner`)."""
 
     name: str
     rows: int
     owner: str
 
-    def check(self, rows: int) -> None:
+    def check_rows(self, rows: int) -> None:
         """Compare the resident's number of rows with the plain parameter's number.
 
         Raises:
             DispatchError: The numbers differ.
         """
-        same_rows(self.name, self.rows, self.owner, rows)
+        check_same_rows(self.name, self.rows, self.owner, rows)
 
 
 @attrs.frozen(eq=False)
-class Cut:
+class CutValue:
     """A plain value sent to all ranks. Each rank takes the rows that match a part of a resident (`by`)."""
 
     value: Any
     by: Any
-    beside: Beside
+    aligned_rows: AlignedRows
 
 
 def check_sets(what: str, rows: int, of: int, parameter: str | None = None) -> None:
     """Raise a `DispatchError` unless the number of rows is a multiple of `of`."""
     if rows % of:
         raise DispatchError(
-            f"{what} has {plural(rows, 'row')}, which is no multiple of {of}: Scatter(rows_of={of}) keeps every {of} "
+            f"{what} has {format_count(rows, 'row')}, which is no multiple of {of}: Scatter(rows_of={of}) keeps "
+            f"every {of} "
             "rows together",
             parameter=parameter,
         )
 
 
-def same_rows(first: str, rows: int, other: str, others: int) -> None:
+def check_same_rows(first: str, rows: int, other: str, others: int) -> None:
     """Raise a `DispatchError` unless two parameters that are scattered together have equal numbers of rows."""
     if rows != others:
         raise DispatchError(
-            f"the parameter {other!r} has {plural(others, 'row')} but {first!r} has {rows}: what is scattered together "
+            f"the parameter {other!r} has {format_count(others, 'row')} but {first!r} has {rows}: what is "
+            "scattered together "
             "needs as many rows each",
             parameter=other,
         )
 
 
-def rows(value: Any, path: str) -> int:
+def get_row_count(value: Any, path: str) -> int:
     """Return the number of rows of a value, in which all leaves must have equally many rows.
 
     Raises:
@@ -100,57 +110,57 @@ def rows(value: Any, path: str) -> int:
 
 
 def count_rows(value: Any, path: str) -> int | None:
-    """Count rows like `rows`, but return None if all leaves of the value are None or `Deferred`."""
+    """Count rows like `get_row_count`, but return None if all leaves of the value are None or `Deferred`."""
     total: int | None = None
-    for leaf in leaves(value):
+    for leaf in list_leaves(value):
         cls = type(leaf)
         if is_deferred(cls):
             continue
-        kind = kind_of(cls)
+        kind = find_kind(cls)
         count = None if kind is None else kind.length(leaf)
         if count is None or (total is not None and count != total):
-            raise _uneven(value, path)
+            raise _make_uneven_error(value, path)
         total = count
     return total
 
 
-def _uneven(value: Any, path: str) -> DispatchError:
-    named = [(where, leaf) for where, leaf in named_leaves(value, path) if not is_deferred(type(leaf))]
-    first, total = named[0][0], _length(named[0][1], named[0][0])
+def _make_uneven_error(value: Any, path: str) -> DispatchError:
+    named = [(where, leaf) for where, leaf in iter_named_leaves(value, path) if not is_deferred(type(leaf))]
+    first, total = named[0][0], _get_length(named[0][1], named[0][0])
     for where, leaf in named:
-        if (other := _length(leaf, where)) != total:
+        if (other := _get_length(leaf, where)) != total:
             return DispatchError(
-                f"{first} has {plural(total, 'row')} but {where} has {other}: "
+                f"{first} has {format_count(total, 'row')} but {where} has {other}: "
                 "the parts of one value need as many rows each"
             )
     raise AssertionError(f"{path} has {total} rows")
 
 
-def _kind(leaf: Any, path: str) -> Kind:
+def _get_kind(leaf: Any, path: str) -> Kind:
     cls: type = type(leaf)
-    kind = kind_of(cls)
+    kind = find_kind(cls)
     if kind is None:
         raise DispatchError(f"{path} ({cls.__name__}) has no rows; {_HAVE_ROWS}")
     return kind
 
 
-def _length(leaf: Any, path: str) -> int:
-    total = _kind(leaf, path).length(leaf)
+def _get_length(leaf: Any, path: str) -> int:
+    total = _get_kind(leaf, path).length(leaf)
     if total is None:
         description = "a strided nested tensor" if getattr(leaf, "is_nested", False) else f"0-d {type(leaf).__name__}"
         raise DispatchError(f"{path} ({description}) has no rows; {_HAVE_ROWS}")
     return total
 
 
-def each_row(value: Any, path: str) -> list[Any]:
-    """Return the individual rows of a value: the items of a list, or the slices of a tensor, with one axis less.
+def split_rows(value: Any, path: str) -> list[Any]:
+    """Return the individual rows of a value: the items of a list, or a tensor's slices, each with one axis less.
 
     The row of a type in `register_batch` is a batch of one row. Other sequences, such as `range`, count as lists.
     """
-    if isinstance(value, Sequence) and not isinstance(value, (tuple, str, bytes)) and kind_of(type(value)) is None:
+    if isinstance(value, Sequence) and not isinstance(value, (tuple, str, bytes)) and find_kind(type(value)) is None:
         value = list(value)
-    count, memo = rows(value, path), Memo()
-    return take_apart(value, count, lambda leaf: _kind(leaf, path).items(leaf, memo))
+    count, memo = get_row_count(value, path), Memo()
+    return split_structure(value, count, lambda leaf: _get_kind(leaf, path).items(leaf, memo))
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:
@@ -159,47 +169,47 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     start = min(max(start, 0), total)
     stop = min(max(stop, start), total)
     memo = Memo()
-    return take_apart(value, 1, lambda leaf: [cut(leaf, start, stop, memo)])[0]
+    return split_structure(value, 1, lambda leaf: [cut_leaf(leaf, start, stop, memo)])[0]
 
 
-def cut(leaf: Any, start: int, stop: int, memo: Memo) -> Any:
+def cut_leaf(leaf: Any, start: int, stop: int, memo: Memo) -> Any:
     """Return the rows of a leaf from `start` to before `stop`. The memo keeps jagged offsets shared among leaves."""
-    kind = _kind(leaf, "value")
+    kind = _get_kind(leaf, "value")
     return leaf if (start, stop) == (0, kind.length(leaf)) else kind.slice(leaf, start, stop, memo)
 
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
     """Return the rows of a value at these indices, in the given order."""
     memo = Memo()
-    return take_apart(value, 1, lambda leaf: [take(leaf, rows, memo)])[0]
+    return split_structure(value, 1, lambda leaf: [take_leaf(leaf, rows, memo)])[0]
 
 
-def take(leaf: Any, rows: Sequence[int], memo: Memo) -> Any:
+def take_leaf(leaf: Any, rows: Sequence[int], memo: Memo) -> Any:
     """Return the rows of a leaf at these indices. The memo keeps jagged offsets shared among leaves."""
-    return _kind(leaf, "value").take(leaf, rows, memo)
+    return _get_kind(leaf, "value").take_rows(leaf, rows, memo)
 
 
-def pad(value: Any, to: int) -> Any:
+def pad_rows(value: Any, to: int) -> Any:
     """Return a value padded to `to` rows with copies of the last row. The value needs at least one row."""
-    total = rows(value, "value")
-    return value if total == to else take_apart(value, 1, leaf_splitter([total], to))[0]
+    total = get_row_count(value, "value")
+    return value if total == to else split_structure(value, 1, create_leaf_splitter([total], to))[0]
 
 
-def leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[Any], Sequence[Any]]:
+def create_leaf_splitter(sizes: Sequence[int], each: int | None = None) -> Callable[[Any], Sequence[Any]]:
     """Return a function that splits a leaf into parts of these sizes; with `each`, parts are padded to `each` rows.
 
-    Padding repeats the leaf's last row. The function is for `take_apart`.
+    Padding repeats the leaf's last row. The function is for `split_structure`.
     """
     memo = Memo()
     total = sum(sizes)
 
     def split(leaf: Any) -> Sequence[Any]:
-        kind = _kind(leaf, "value")
+        kind = _get_kind(leaf, "value")
         parts = [leaf] if len(sizes) == 1 else kind.split(leaf, sizes, memo)
         if each is None or each * len(sizes) == total:
             return parts
         last = leaf if total == 1 else kind.slice(leaf, total - 1, total, memo)
-        nothing_real: list[Any] = []  # All ranks with padding only share one part.
+        nothing_real: list[Any] = []  # Ranks that get only padding share this one part.
         padded: list[Any] = []
         for part, size in zip(parts, sizes, strict=True):
             if size == each:
@@ -230,18 +240,18 @@ def concat(parts: Sequence[Any], path: str, label: Label = "part {}".format, mem
             columns = enumerate(zip(*parts, strict=True))
             return rebuild(first, [concat(items, f"{path}[{index}]", label, memo) for index, items in columns])
         return None
-    kind = _kind(first, path)
+    kind = _get_kind(first, path)
     for index, part in enumerate(parts):
         cls: type = type(part)
-        if kind_of(cls) is not kind:
+        if find_kind(cls) is not kind:
             kinds = type(first).__name__, "None" if part is None else cls.__name__
             raise DispatchError(
                 f"{path}: that of {label(0)} is a {kinds[0]} and that of {label(index)} is {kinds[1]}, "
                 "so they can't be joined; make them alike"
             )
-        _length(part, path)
+        _get_length(part, path)
     if structure_of(type(first)) is not None:
-        parts = on_one_device(parts)  # Tensors of other kinds are moved to one device, too.
+        parts = move_to_one_device(parts)  # For plain tensors, `kind.concat` does this.
     try:
         return kind.concat(parts, memo)
     except Exception as error:

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._definitions.packed import Plain, owned
+from colocate._definitions.packed import PlainData, copy_buffers
 from colocate._system.tracebacks import is_of_handler
-from colocate._values.leaving import handed_over
-from colocate._values.nesting import no_end
+from colocate._values.leaving import hand_over_value
+from colocate._values.nesting import find_nesting_error
 from colocate._values.plain import is_plain
 from colocate.errors import SerializationError
 
@@ -35,7 +35,7 @@ class Codec:
         except Exception as error:
             if is_of_handler(error):
                 raise
-            raise explain(value, name, what, error) from error
+            raise explain_unsendable(value, name, what, error) from error
 
     def pack_arguments(self, arguments: dict[str, Any], what: str) -> Any:
         """Pack a call's arguments into a message's body; return None without arguments.
@@ -54,35 +54,35 @@ class Codec:
                 try:
                     self.pack(value)
                 except Exception as fault:
-                    raise explain(value, name, what, fault) from fault
-            raise explain(arguments, "arguments", what, error) from error
+                    raise explain_unsendable(value, name, what, fault) from fault
+            raise explain_unsendable(arguments, "arguments", what, error) from error
 
 
-def explain(value: Any, name: str, what: str, error: Exception) -> SerializationError:
+def explain_unsendable(value: Any, name: str, what: str, error: Exception) -> SerializationError:
     """Return an error that names the part of a value that can't be sent."""
     if any(isinstance(cause, RecursionError) for cause in (error, error.__cause__)):
-        return no_end(what, name)
+        return find_nesting_error(what, name)
     explanation = wire.explain(value, name, error)
     explanation.args = (f"{what}: {explanation.message}",)
     return explanation
 
 
-def _handed_over(value: Any, device: str | None) -> Any:
+def _hand_over(value: Any, device: str | None) -> Any:
     # Workers get arguments detached from autograd, because no graph may connect a role and the driver.
     if device is None:
         return value
     if type(value) is dict:
-        return dict(value) if all(map(_holds_nothing, value.values())) else handed_over(value)
-    return value if _holds_nothing(value) else handed_over(value)
+        return dict(value) if all(map(_holds_no_tensors, value.values())) else hand_over_value(value)
+    return value if _holds_no_tensors(value) else hand_over_value(value)
 
 
-def _holds_nothing(value: Any) -> bool:
-    return is_plain(value) or issubclass(type(value), Plain)  # A `Plain` object represents a resident.
+def _holds_no_tensors(value: Any) -> bool:
+    return is_plain(value) or issubclass(type(value), PlainData)  # A `PlainData` object only refers to a resident.
 
 
 def _pack_copy(value: Any) -> Any:
     # Buffers are copied, because within one process the sender may overwrite the memory afterwards.
-    return owned(wire.pack(value))
+    return copy_buffers(wire.pack(value))
 
 
 def _unpack_copy(body: Any, device: str | None) -> Any:
@@ -90,5 +90,5 @@ def _unpack_copy(body: Any, device: str | None) -> Any:
 
 
 BY_VALUE = Codec("value", wire.pack, wire.unpack)
-BY_REFERENCE = Codec("reference", lambda value: value, _handed_over)
+BY_REFERENCE = Codec("reference", lambda value: value, _hand_over)
 STRICT = Codec("strict", _pack_copy, _unpack_copy)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 import attrs
 
 from colocate import features
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate._system.nearest import did_you_mean
-from colocate._values.batch import concat, rows, slice_rows, take_rows
-from colocate._values.dispatch import Dispatch, Scatter, check_place, written
+from colocate._values.batch import concat, get_row_count, slice_rows, take_rows
+from colocate._values.dispatch import Dispatch, Scatter, check_place, format_declaration
 from colocate._values.leaves import check_alike, is_container, rebuild
 from colocate._values.mesh import Ranks
 from colocate.errors import ConfigError, DispatchError
@@ -69,7 +69,7 @@ class Gather(Collect[list[Any]]):
 
 @attrs.frozen
 class Concat(Collect):
-    """Joins the rows of the ranks' results, one part for each position on the axis.
+    """Joins the rows of the ranks' results, one part for each position on the mesh axis.
 
     A part is the result of the first rank at that position, of the last pipeline stage.
     """
@@ -83,7 +83,7 @@ class Concat(Collect):
         check_place("Concat", self.axis, self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """Return one rank for each position on the axis."""
+        """Return one rank for each position on the mesh axis."""
         return ranks.leaders(self.axis, self.mesh)
 
     def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
@@ -93,7 +93,7 @@ class Concat(Collect):
         totals = []
         for part, rank in zip(parts, sources, strict=True):
             try:
-                totals.append(rows(part, "result"))
+                totals.append(get_row_count(part, "result"))
             except DispatchError as error:
                 raise DispatchError(
                     f"Concat can't join what rank {rank} returned: {error.message}. Return rows, or collect with "
@@ -118,7 +118,9 @@ class Concat(Collect):
         filled_places = [place for place, total in enumerate(totals) if total] or range(len(parts))
         places = None
         if ranks.partition is not None:
-            places = features.module("balance.parts").inverse(ranks.pick(ranks.partition, sources), totals, sources)
+            places = features.import_module_of("balance.parts").invert_partition(
+                ranks.pick(ranks.partition, sources), totals, sources
+            )
         whole = concat(
             [parts[place] for place in filled_places],
             "the results",
@@ -127,7 +129,7 @@ class Concat(Collect):
         return whole if places is None else take_rows(whole, places)
 
     def __repr__(self) -> str:
-        return written(self, axis="dp", mesh=None)
+        return format_declaration(self, axis="dp", mesh=None)
 
 
 @attrs.frozen
@@ -150,7 +152,7 @@ class First(Collect):
         return results[0] if len(results) == 1 else ranks.pick(results, self.sources(ranks))[0]
 
     def __repr__(self) -> str:
-        return written(self, mesh=None)
+        return format_declaration(self, mesh=None)
 
 
 @attrs.frozen
@@ -181,7 +183,7 @@ class Reduce(Collect):
         check_place("Reduce", self.axis, self.mesh)
 
     def sources(self, ranks: Ranks) -> Sequence[int]:
-        """Return one rank for each position on the axis, without ranks that had no rows."""
+        """Return one rank for each position on the mesh axis, without ranks that had no rows."""
         leaders = ranks.leaders(self.axis, self.mesh)
         if ranks.rows is None:
             return leaders
@@ -204,10 +206,10 @@ class Reduce(Collect):
         return reduce_values(ranks.pick(results, sources), self.operation, weights, sources)
 
     def __repr__(self) -> str:
-        return written(self, repr(self.operation), weight="rows", axis="dp", mesh=None)
+        return format_declaration(self, repr(self.operation), weight="rows", axis="dp", mesh=None)
 
 
-def check(dispatch: Any, collect: Any, where: str) -> None:
+def check_collect(dispatch: Any, collect: Any, where: str) -> None:
     """Raise a `DispatchError` unless a method's dispatch and collect fit together."""
     for name, value, base in (("dispatch", dispatch, Dispatch), ("collect", collect, Collect)):
         if not isinstance(value, base):
@@ -263,9 +265,9 @@ def reduce_values(
         if isinstance(first, Mapping):
             return rebuild(first, reduced)
         return list(reduced.values()) if isinstance(first, list) else rebuild(first, reduced.values())
-    family = _family(first)
+    family = _choose_reducer(first)
     for index, value in enumerate(values):
-        if family is None or _family(value) is not family:
+        if family is None or _choose_reducer(value) is not family:
             description = "None" if value is None else f"a {type(value).__name__}"
             comparison = "" if family is None else f", where rank {ranks[0]} has a {type(first).__name__}"
             raise DispatchError(
@@ -274,7 +276,7 @@ def reduce_values(
                 "can be reduced, so return those, or collect with Gather or First",
                 rank=ranks[index],
             )
-        if family is not _number and value.shape != first.shape:
+        if family is not _reduce_numbers and value.shape != first.shape:
             raise DispatchError(
                 f"{path}: the shapes are {tuple(first.shape)} on rank {ranks[0]} and {tuple(value.shape)} on "
                 f"rank {ranks[index]}; equal shapes can be reduced",
@@ -286,24 +288,24 @@ def reduce_values(
         raise DispatchError(f"{path}: no {operation} can be made of {type(first).__name__}: {error}") from error
 
 
-def _family(value: Any) -> Any:
+def _choose_reducer(value: Any) -> Any:
     """Return the function that reduces values of this type, or None."""
     if type(value) in _NUMBERS or isinstance(value, numbers.Number):
-        return _number
-    numpy, torch = imported("numpy"), imported("torch")
+        return _reduce_numbers
+    numpy, torch = find_imported("numpy"), find_imported("torch")
     if numpy is not None and isinstance(value, numpy.bool_):
-        return _number
+        return _reduce_numbers
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return _array
-    return _tensor if torch is not None and isinstance(value, torch.Tensor) and not value.is_nested else None
+        return _reduce_arrays
+    return _reduce_tensors if torch is not None and isinstance(value, torch.Tensor) and not value.is_nested else None
 
 
-def _number(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
-    numpy = imported("numpy")
+def _reduce_numbers(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
+    numpy = find_imported("numpy")
     kinds = {getattr(getattr(value, "dtype", None), "kind", "") for value in values}
     # Convert to arrays, because a product in a NumPy number's own type may overflow.
     if numpy is not None and operation in ("mean", "sum") and not kinds.isdisjoint("biufc"):
-        return _array(list(map(numpy.asarray, values)), operation, weights)[()]
+        return _reduce_arrays(list(map(numpy.asarray, values)), operation, weights)[()]
     if operation == "mean":
         return sum(map(operator.mul, values, weights)) / sum(weights)
     if operation == "sum":
@@ -313,7 +315,7 @@ def _number(values: Sequence[Any], operation: str, weights: Sequence[int]) -> An
     return strange[0] if strange else max(values) if operation == "max" else min(values)
 
 
-def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
+def _reduce_arrays(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
     """Reduce arrays to one array. The sum of integers has 64 bits, like NumPy's sum."""
     import numpy as np
 
@@ -333,7 +335,7 @@ def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any
     return np.asanyarray(functools.reduce(np.add, parts)).astype(inexact)  # `asanyarray` keeps masks.
 
 
-def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
+def _reduce_tensors(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
     """Reduce tensors to one tensor. The sum of integers is an int64, like torch's sum."""
     import torch
 

@@ -13,21 +13,21 @@ import attrs
 from colocate import features
 from colocate._signals.guard import calls_users_code
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import amount_problem, plural
+from colocate._system.numbers import find_amount_problem, format_count
 from colocate._values.batch import (
-    Beside,
-    Cut,
+    AlignedRows,
+    CutValue,
     Padding,
+    check_same_rows,
     check_sets,
     count_rows,
+    create_leaf_splitter,
     is_deferred,
-    leaf_splitter,
-    same_rows,
 )
-from colocate._values.leaves import leaves, map_leaves, take_apart
-from colocate._values.mesh import Ranks, one_axis
-from colocate._values.nesting import kinds_inside
-from colocate._values.plain import PLAIN, Partition, even_sizes, is_plain, padded_sizes
+from colocate._values.leaves import list_leaves, map_leaves, split_structure
+from colocate._values.mesh import Ranks, get_default_meshes
+from colocate._values.nesting import collect_kinds
+from colocate._values.plain import PLAIN, Partition, is_plain, split_evenly, split_padded
 from colocate.errors import ConfigError, DispatchError
 
 Arguments = Mapping[str, Any]
@@ -96,7 +96,7 @@ class Broadcast(Dispatch):
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
         """Return the same mapping, with all arguments, for every rank."""
-        return [whole(arguments)] * ranks.world_size
+        return [use_placeholders(arguments)] * ranks.world_size
 
 
 @attrs.frozen
@@ -114,7 +114,7 @@ class OnRank(Dispatch):
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
         """Return the same mapping for every rank; `targets` chooses the rank that is called."""
-        return [whole(arguments)] * ranks.world_size
+        return [use_placeholders(arguments)] * ranks.world_size
 
     def targets(self, ranks: Ranks) -> Sequence[int] | None:
         """Return the rank to call, which is the rank that the call names, or else the declared rank."""
@@ -171,10 +171,10 @@ class PerRank(_Named):
                 lists[name] = value.items(len(targets), name)
             elif value is not None:
                 lists[name] = check_items(name, value, len(targets))
-        common = whole({name: value for name, value in arguments.items() if name not in lists})
+        common = use_placeholders({name: value for name, value in arguments.items() if name not in lists})
         result: list[Arguments] = [common] * ranks.world_size
         for place, rank in enumerate(targets):
-            rank_values = {name: whole(items[place]) for name, items in lists.items()}
+            rank_values = {name: use_placeholders(items[place]) for name, items in lists.items()}
             result[rank] = {name: rank_values[name] if name in rank_values else common[name] for name in arguments}
         return result
 
@@ -184,7 +184,7 @@ class PerRank(_Named):
 
 @attrs.frozen(init=False)
 class Scatter(_Named):
-    """Splits the rows of the named parameters along one mesh axis. Ranks along the other axes get equal rows.
+    """Splits the rows of the named parameters along one mesh axis. Ranks along other axes get the same rows.
 
     Splits are contiguous and, if necessary, uneven; with `balance` they have nearly equal costs, and `Concat` restores
     the order of rows.
@@ -231,7 +231,7 @@ class Scatter(_Named):
         if empty not in ("error", "run"):
             raise ConfigError(f"Scatter(empty={empty!r}): use 'error' or 'run'")
         check_place("Scatter", axis, mesh)
-        if (problem := amount_problem(rows_of, whole=True, least=1)) is not None:
+        if (problem := find_amount_problem(rows_of, whole=True, least=1)) is not None:
             raise ConfigError(f"Scatter(rows_of) {problem}")
         if pad and rows_of > 1:
             raise ConfigError(
@@ -248,21 +248,24 @@ class Scatter(_Named):
 
     def split(self, arguments: Arguments, ranks: Ranks) -> Sequence[Arguments]:
         """Return each rank's part of the named parameters, and all other arguments unchanged."""
-        if type(arguments.get(self.parameters[0])) is list and (plain := self._of_plain(arguments, ranks)) is not None:
+        if (
+            type(arguments.get(self.parameters[0])) is list
+            and (plain := self._split_plain(arguments, ranks)) is not None
+        ):
             return plain
         mesh = ranks.mesh(self.mesh)
         count = mesh.size(self.axis)
         by_cost = self.balance is not None and arguments.get(self.balance) is not None
-        if not (self.pad or by_cost) and (rank_values := self._own(arguments, count)) is not None:
+        if not (self.pad or by_cost) and (rank_values := self._split_own(arguments, count)) is not None:
             return [rank_values] * ranks.world_size
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
-        by, partition = self._partition(scattered, count)
-        common = whole({name: value for name, value in arguments.items() if name not in scattered})
+        by, partition = self._choose_partition(scattered, count)
+        common = use_placeholders({name: value for name, value in arguments.items() if name not in scattered})
         base = {name: common.get(name) for name in arguments}  # Keeps the order of the arguments.
         if partition is None:
-            parts, sizes, padded_size = self._spread(scattered, count)
+            parts, sizes, padded_size = self._spread_rows(scattered, count)
         else:
-            parts = features.module("balance.parts").pick(self, scattered, by, partition)
+            parts = features.import_module_of("balance.parts").pick_parts(self, scattered, by, partition)
             sizes, padded_size = [*map(len, partition)], None
         mappings = [{**base, **rank_values} for rank_values in parts]
         if len(mappings) < count:
@@ -278,7 +281,7 @@ class Scatter(_Named):
             None if partition is None else [partition[place] for place in places],
         )
 
-    def _of_plain(self, arguments: Arguments, ranks: Ranks) -> Parts | None:
+    def _split_plain(self, arguments: Arguments, ranks: Ranks) -> Parts | None:
         """Return the result of `split` for plain values if lists are split over all ranks; None in other cases."""
         count, total = ranks.world_size, len(arguments[self.parameters[0]])
         if self.axis != "dp" or self.rows_of > 1 or self.pad or self.mesh or self.balance or total < count:
@@ -286,13 +289,13 @@ class Scatter(_Named):
         lists = {name: arguments[name] for name in self.parameters if name in arguments}
         if any(type(items) is not list or len(items) != total for items in lists.values()):
             return None
-        if ranks.meshes is not one_axis(count) or not all(map(is_plain, arguments.values())):
+        if ranks.meshes is not get_default_meshes(count) or not all(map(is_plain, arguments.values())):
             return None
-        sizes = even_sizes(total, count)
+        sizes = split_evenly(total, count)
         cuts = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         return Parts([{**arguments, **{name: items[cut] for name, items in lists.items()}} for cut in cuts], sizes)
 
-    def _partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
+    def _choose_partition(self, values: dict[str, Any], count: int) -> tuple[str, Partition | None]:
         """Return the parameter that determines how rows are split, and the parts' row indices if chosen by cost.
 
         This is the parameter with the costs (fetched if it is a resident), or else the first resident.
@@ -302,19 +305,19 @@ class Scatter(_Named):
             name = self.balance
             if is_deferred(type(values[name])):
                 values[name] = values[name].fetch()
-            return name, features.module("balance.parts").chosen(values[name], name, count, of)
+            return name, features.import_module_of("balance.parts").choose_partition(values[name], name, count, of)
         for name, value in () if self.pad else values.items():
-            leaf = next((leaf for leaf in leaves(value) if is_deferred(type(leaf))), None)
+            leaf = next((leaf for leaf in list_leaves(value) if is_deferred(type(leaf))), None)
             if leaf is not None:
                 partition: Partition | None = leaf.partition
                 if partition is None or leaf.own(self.axis, self.mesh, count, of, partition) is None:
                     return name, None
-                return name, partition if of == 1 or features.module("balance.parts").keeps_sets(
+                return name, partition if of == 1 or features.import_module_of("balance.parts").has_whole_sets(
                     partition, of
                 ) else None
         return "", None
 
-    def _spread(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
+    def _spread_rows(self, values: Arguments, count: int) -> tuple[list[Any], Sequence[int] | None, int | None]:
         """Split the values by rows over the positions on the axis, in sets of `rows_of` rows.
 
         Values on the driver are split evenly. With residents, the partition of the first resident applies. With only
@@ -337,44 +340,44 @@ class Scatter(_Named):
             if total is None:
                 first, total = name, row_count
             elif row_count is not None:
-                same_rows(first, total, name, row_count)
-            deferred += [(name, leaf) for leaf in leaves(value) if is_deferred(type(leaf))]
+                check_same_rows(first, total, name, row_count)
+            deferred += [(name, leaf) for leaf in list_leaves(value) if is_deferred(type(leaf))]
         owned: dict[int, Any] = {}  # Maps a leaf's id to the part of a resident that each rank already has.
         if not self.pad:
             owned = {id(leaf): leaf.own(axis, mesh, count, of) for _, leaf in deferred}
         sizes: Sequence[int] | None = None
         padded_size: int | None = None
-        aligned: dict[int, Beside] = {}  # Maps a leaf's id to a check of the resident's rows by the workers.
+        aligned: dict[int, AlignedRows] = {}  # Maps a leaf's id to a check of the resident's rows by the workers.
         by: Any = None  # The partition of this resident determines the split.
         if total is None:
             if deferred and not self.pad and None not in owned.values():
-                return take_apart(values, 1, lambda leaf: [owned[id(leaf)]]), None, None
+                return split_structure(values, 1, lambda leaf: [owned[id(leaf)]]), None, None
         else:
             check_sets(f"the parameter {first!r}", total, of, first)
-            spread: Sequence[int] = even_sizes(total, count, of)
+            spread: Sequence[int] = split_evenly(total, count, of)
             if not all(leaf.known for _, leaf in deferred):
-                aligned = {id(leaf): Beside(first, total, owner) for owner, leaf in deferred}
+                aligned = {id(leaf): AlignedRows(first, total, owner) for owner, leaf in deferred}
                 by = owned.get(id(deferred[0][1]))
             else:
                 for place, (owner, leaf) in enumerate(deferred):
                     owner_sizes = leaf.sizes(axis, mesh, count, of)
-                    same_rows(first, total, owner, sum(owner_sizes))
+                    check_same_rows(first, total, owner, sum(owner_sizes))
                     if place == 0:
                         spread = owner_sizes
                         for size in owner_sizes:
                             check_sets(f"a part of {owner!r}, as it lies in the workers,", size, of, owner)
             if self.pad and (total > 0 or self.empty == "error"):
-                padded_size, spread = padded_sizes(total, count)
+                padded_size, spread = split_padded(total, count)
             if self.empty == "error" and (total == 0 or (padded_size is None and 0 in spread)):
-                raise self.skipped(first, total, count)
+                raise self.make_skipped_error(first, total, count)
             sizes = spread
-        split = None if sizes is None else leaf_splitter(sizes, padded_size)
+        split = None if sizes is None else create_leaf_splitter(sizes, padded_size)
 
         def parts_of(leaf: Any) -> Sequence[Any]:
             if not is_deferred(type(leaf)):
-                leaf = whole(leaf) if isinstance(leaf, list) else leaf
+                leaf = use_placeholders(leaf) if isinstance(leaf, list) else leaf
                 if by is not None:
-                    return [Cut(leaf, by, next(iter(aligned.values())))]
+                    return [CutValue(leaf, by, next(iter(aligned.values())))]
                 assert split is not None, "without sizes there are no plain rows"
                 return split(leaf)
             if by is not None:
@@ -387,16 +390,16 @@ class Scatter(_Named):
             return [leaf.slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
         if by is not None:
-            return take_apart(values, 1, parts_of), None, None
-        return take_apart(values, count, parts_of), sizes, padded_size
+            return split_structure(values, 1, parts_of), None, None
+        return split_structure(values, count, parts_of), sizes, padded_size
 
-    def skipped(self, first: str, total: int, count: int) -> DispatchError:
+    def make_skipped_error(self, first: str, total: int, count: int) -> DispatchError:
         """Return the error for a call in which a rank would get no rows."""
         axis, of = self.axis, self.rows_of
         if total < count * of:
             sets = f", in sets of {of}," if of > 1 else ""
-            ranks = f"{plural(count, 'rank')} along {axis!r}"
-            reason = f"the parameter {first!r} has {plural(total, 'row')}{sets} for {ranks}"
+            ranks = f"{format_count(count, 'rank')} along {axis!r}"
+            reason = f"the parameter {first!r} has {format_count(total, 'row')}{sets} for {ranks}"
         else:
             reason = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {first!r} "
             reason += "where they lie now"
@@ -404,7 +407,7 @@ class Scatter(_Named):
         hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if pads else "")
         return DispatchError(f"{reason}, and no rank is skipped: {hint}", parameter=first)
 
-    def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
+    def _split_own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
         """Return one mapping for all ranks if all scattered arguments are residents split alike; None otherwise.
 
         This is the usual case. The other arguments are plain values, such as numbers, or residents.
@@ -430,10 +433,10 @@ class Scatter(_Named):
 
     def __repr__(self) -> str:
         names = map(repr, self.parameters)
-        return written(self, *names, axis="dp", pad=False, empty="error", mesh=None, rows_of=1, balance=None)
+        return format_declaration(self, *names, axis="dp", pad=False, empty="error", mesh=None, rows_of=1, balance=None)
 
 
-def written(value: Any, *positional: str, **usual: Any) -> str:
+def format_declaration(value: Any, *positional: str, **usual: Any) -> str:
     """Return the repr of a declaration, without options that have default values."""
     options = [f"{name}={option!r}" for name, default in usual.items() if (option := getattr(value, name)) != default]
     return f"{type(value).__name__}({', '.join([*positional, *options])})"
@@ -454,7 +457,7 @@ class Plan:
 
 
 @calls_users_code
-def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequence[int] | None = None) -> Plan:
+def plan_call(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequence[int] | None = None) -> Plan:
     """Compute the arguments of each rank. `select` has the ranks that the call names, or is None."""
     if select is not None:
         if not dispatch.selectable:
@@ -465,7 +468,7 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
         _check_targets("options(ranks=...)", select, ranks)
         ranks = attrs.evolve(ranks, targets=select)
     if not dispatch.accepts_deferred:
-        arguments = resolve(arguments, lambda leaf: leaf.fetch())
+        arguments = resolve_deferred(arguments, lambda leaf: leaf.fetch())
     parts: Any = dispatch.split(arguments, ranks)
     if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:
         got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
@@ -490,19 +493,19 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
     return Plan([parts[rank] for rank in targets], targets, columns[0], columns[1])
 
 
-def resolve(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def resolve_deferred(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Replace every `Deferred` leaf of a value by the result of `leaf`. A value without any is returned unchanged."""
     # Plain values, the arguments of most calls, are returned without a search.
     if all(map(is_plain, value.values())) if type(value) is dict else is_plain(value):
         return value
-    if not any(map(is_deferred, kinds_inside(value))):  # This check terminates even if a value contains itself.
+    if not any(map(is_deferred, collect_kinds(value))):  # This check terminates even if a value contains itself.
         return value
     return map_leaves(value, leaf, is_deferred)
 
 
-def whole(value: Any) -> Any:
+def use_placeholders(value: Any) -> Any:
     """Return a value with placeholders in place of residents."""
-    return resolve(value, lambda leaf: leaf.whole())
+    return resolve_deferred(value, lambda leaf: leaf.whole())
 
 
 def check_place(what: str, axis: str, mesh: str | None) -> None:
@@ -542,7 +545,7 @@ def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
     return value
 
 
-def chosen_ranks(ranks: Iterable[int]) -> Sequence[int]:
+def parse_ranks(ranks: Iterable[int]) -> Sequence[int]:
     """Return the ranks that a call names, as a tuple of integers.
 
     Raises:

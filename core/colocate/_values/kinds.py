@@ -14,7 +14,7 @@ import attrs
 
 from colocate import features
 from colocate._system.by_type import by_type
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate.errors import DispatchError
 
 
@@ -26,14 +26,14 @@ class Memo:
     operation must share offsets afterwards.
     """
 
-    _found: dict[Hashable, tuple[Any, Any]] = attrs.field(factory=dict)
+    _results: dict[Hashable, tuple[Any, Any]] = attrs.field(factory=dict)
 
     def get(self, what: str, sources: Sequence[Any], extra: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` for these source objects, which is computed only once."""
+        """Return the result of `make` for these source objects; call `make` only the first time."""
         key = (what, *map(id, sources), extra)
-        if key not in self._found:
-            self._found[key] = (make(), tuple(sources))  # Live sources prevent a reuse of ids.
-        return self._found[key][0]
+        if key not in self._results:
+            self._results[key] = (make(), tuple(sources))  # Keeping the sources alive prevents a reuse of ids.
+        return self._results[key][0]
 
 
 class Kind:
@@ -56,10 +56,10 @@ class Kind:
         return [self.slice(value, start, stop, memo) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
     def items(self, value: Any, memo: Memo) -> Sequence[Any]:
-        """Return the individual rows: the items of a list, or the slices of a tensor, with one axis less."""
+        """Return the individual rows: the items of a list, or a tensor's slices, each with one axis less."""
         return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
 
-    def take(self, value: Any, rows: Sequence[int], memo: Memo) -> Any:
+    def take_rows(self, value: Any, rows: Sequence[int], memo: Memo) -> Any:
         """Return the rows at these indices, in the given order."""
         runs: list[tuple[int, int]] = []
         for row in rows:
@@ -69,9 +69,9 @@ class Kind:
                 runs.append((row, row + 1))
         if len(runs) < 2:
             return self.slice(value, *(runs or [(0, 0)])[0], memo)
-        return self._take(value, rows, runs, memo)
+        return self._take_runs(value, rows, runs, memo)
 
-    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+    def _take_runs(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
         return self.concat([self.slice(value, *run, memo) for run in runs], memo)
 
 
@@ -92,7 +92,7 @@ class _Array(Kind):
             return parts[0].__array_wrap__(joined)
         return joined
 
-    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+    def _take_runs(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
         return value[list(rows)]
 
 
@@ -128,13 +128,13 @@ class _Tensor(Kind):
             return super().split(value, sizes, memo)
         return list(value.split(list(sizes)))
 
-    def _take(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
+    def _take_runs(self, value: Any, rows: Sequence[int], runs: Sequence[tuple[int, int]], memo: Memo) -> Any:
         if value.is_nested or str(value.layout) != "torch.strided":
-            return super()._take(value, rows, runs, memo)
+            return super()._take_runs(value, rows, runs, memo)
         return value[list(rows)]
 
 
-def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
+def _pack_jagged(value: Any, memo: Memo) -> tuple[Any, Any, int]:
     """Return the values of a jagged tensor without holes, the offsets, and the ragged dimension of the values."""
     import torch
 
@@ -153,7 +153,7 @@ def _packed(value: Any, memo: Memo) -> tuple[Any, Any, int]:
 def slice_jagged(value: Any, start: int, stop: int, memo: Memo) -> Any:
     import torch
 
-    values, offsets, dim = _packed(value, memo)
+    values, offsets, dim = _pack_jagged(value, memo)
     first, last = int(offsets[start]), int(offsets[stop])
     part = memo.get("slice", [offsets], (start, stop), lambda: offsets[start : stop + 1] - first)
     values = values.narrow(dim, first, last - first)
@@ -165,7 +165,7 @@ def concat_jagged(parts: Sequence[Any], memo: Memo) -> Any:
 
     if not all(part.is_nested and part.layout is torch.jagged for part in parts):
         raise ValueError("some of them are jagged tensors and some are not")
-    packed = [_packed(part, memo) for part in parts]
+    packed = [_pack_jagged(part, memo) for part in parts]
     dim = packed[0][2]
     if any(other != dim for _, _, other in packed):
         raise ValueError("they are jagged in different dimensions")
@@ -188,7 +188,7 @@ NAMED = {"numpy.ndarray": _Array(), "torch.Tensor": _Tensor()}
 @by_type
 def is_collection(kind: type) -> bool:
     """Return whether values of a type are TensorDicts or tensorclass instances."""
-    tensordict = imported("tensordict")
+    tensordict = find_imported("tensordict")
     # `batch_size` is checked first, because tensordict's own check keeps a reference to each type.
     if tensordict is None or not hasattr(kind, "batch_size"):
         return False
@@ -196,7 +196,7 @@ def is_collection(kind: type) -> bool:
 
 
 @by_type
-def kind_of(cls: type) -> Kind | None:
+def find_kind(cls: type) -> Kind | None:
     """Return the row operations (`Kind`) for values of a type; None for types without rows.
 
     The nearest class in the method resolution order decides.
@@ -205,4 +205,4 @@ def kind_of(cls: type) -> Kind | None:
         kind = kinds.get(base) or NAMED.get(f"{base.__module__}.{base.__qualname__}")
         if kind is not None:
             return kind
-    return features.module("kinds.tensordicts").KIND if is_collection(cls) else None
+    return features.import_module_of("kinds.tensordicts").KIND if is_collection(cls) else None

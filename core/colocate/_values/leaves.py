@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colocate._system.by_type import by_type
-from colocate._values.kinds import kind_of
+from colocate._values.kinds import find_kind
 from colocate.errors import DispatchError
 
 Label = Callable[[int], str]
@@ -24,22 +24,22 @@ def is_container(value: Any) -> bool:
 
 @by_type
 def _is_container(kind: type) -> bool:
-    return issubclass(kind, (Mapping, tuple)) and kind_of(kind) is None
+    return issubclass(kind, (Mapping, tuple)) and find_kind(kind) is None
 
 
-def leaves(value: Any) -> list[Any]:
+def list_leaves(value: Any) -> list[Any]:
     if not is_container(value):
         return [] if value is None else [value]
     result = []
     for item in value if isinstance(value, tuple) else value.values():
         if is_container(item):
-            result += leaves(item)
+            result += list_leaves(item)
         elif item is not None:
             result.append(item)
     return result
 
 
-def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def iter_named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield all leaves of a value except None, each with a path, in order."""
     if value is None:
         return
@@ -47,7 +47,7 @@ def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, item in enumerate(value) if isinstance(value, tuple) else value.items():
-        yield from named_leaves(item, f"{path}[{key!r}]")
+        yield from iter_named_leaves(item, f"{path}[{key!r}]")
 
 
 def map_leaves(
@@ -55,7 +55,7 @@ def map_leaves(
     leaf: Callable[[Any], Any],
     matters: Callable[[type], bool] | None = None,
 ) -> Any:
-    """Replace each leaf of nested lists, tuples and dicts by the result of `leaf`. Unchanged parts stay the same.
+    """Replace each leaf of nested lists, tuples and dicts by the result of `leaf`. Unchanged parts aren't copied.
 
     With `matters`, only leaves of these types are replaced, and long lists of other types are cheap.
     """
@@ -76,7 +76,7 @@ def map_leaves(
     return leaf(value) if matters is None or matters(type(value)) else value
 
 
-def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> list[Any]:
+def split_structure(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> list[Any]:
     """Split a value into `count` values of the same structure, by splitting each leaf with `leaf`."""
     if value is None:
         return [None] * count
@@ -85,13 +85,13 @@ def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> 
     if not value:
         return [value] * count
     if not isinstance(value, tuple):
-        columns = [take_apart(item, count, leaf) for item in value.values()]
+        columns = [split_structure(item, count, leaf) for item in value.values()]
         return [rebuild(value, dict(zip(value, items, strict=True))) for items in zip(*columns, strict=True)]
-    return [rebuild(value, items) for items in zip(*(take_apart(i, count, leaf) for i in value), strict=True)]
+    return [rebuild(value, items) for items in zip(*(split_structure(i, count, leaf) for i in value), strict=True)]
 
 
 def rebuild(value: Any, items: Any) -> Any:
-    """Build a mapping or tuple of the same type and order with other items. A tuple needs all items.
+    """Build a mapping or tuple of the same type and order with new items. A tuple needs all items.
 
     A mapping other than a dict, such as a `UserDict` or a tokenizer's `BatchEncoding`, is built by its class from a
     dict, because further attributes may belong to the old rows.

@@ -53,7 +53,7 @@ class Mesh:
         stride, size = self._strides.get(axis, (1, 1))
         return rank // stride % size
 
-    def lies_as(self, axis: str, other: Mesh, other_axis: str) -> bool:
+    def matches_layout(self, axis: str, other: Mesh, other_axis: str) -> bool:
         """Return whether every rank has the same position along this axis as along another mesh's axis."""
         mine, others_stride = self._strides.get(axis, (1, 1)), other._strides.get(other_axis, (1, 1))
         return mine == others_stride or mine[1] == others_stride[1] == 1
@@ -65,7 +65,7 @@ class Mesh:
         return range(start, start + size * stride, stride)
 
     def leaders(self, axis: str) -> range:
-        """Return one rank for each position on an axis, which is the first rank there of the last pipeline stage."""
+        """Return, for each position on an axis, the first rank of the last pipeline stage there."""
         stage = 0
         if axis != PIPELINE_AXIS:
             stride, size = self._strides.get(PIPELINE_AXIS, (1, 1))
@@ -74,7 +74,7 @@ class Mesh:
 
 
 @functools.cache
-def one_axis(world_size: int) -> dict[str, Mesh]:
+def get_default_meshes(world_size: int) -> dict[str, Mesh]:
     """Return the meshes of a role that declares none, which is one mesh with the single axis `dp`."""
     return {"": Mesh({"dp": world_size})}
 
@@ -88,7 +88,7 @@ class Ranks:
 
     world_size: int
     meshes: Mapping[str, Mesh] = attrs.field(
-        default=attrs.Factory(lambda self: one_axis(self.world_size), takes_self=True), repr=False
+        default=attrs.Factory(lambda self: get_default_meshes(self.world_size), takes_self=True), repr=False
     )
     rows: Sequence[int | None] | None = None
     """For a collect: the real rows of each rank, None for unknown ones; None if no numbers are known."""
@@ -126,7 +126,7 @@ class Ranks:
         return [items[places[rank]] for rank in ranks]
 
     def leaders(self, axis: str, mesh: str | None = None) -> Sequence[int]:
-        """Return one called rank for each position on an axis that has any, chosen like in `Mesh.leaders`."""
+        """Return, for each position on an axis with called ranks, one called rank, chosen as in `Mesh.leaders`."""
         where = self.mesh(mesh)
         if self.targets is None:
             return where.leaders(axis)
@@ -141,21 +141,21 @@ class Ranks:
 def parse_meshes(spec: Mapping[str, Any] | None, slots: int) -> dict[str, Mesh]:
     """Parse declared meshes, which may be None (one axis, `dp`), one mesh, or several meshes by name."""
     if spec is None:
-        return one_axis(slots)
+        return get_default_meshes(slots)
     if not isinstance(spec, Mapping) or not spec:
         raise ConfigError(f"mesh={spec!r}: a mesh is a mapping from axes to sizes, such as {{'dp': {slots}}}")
     nested = [isinstance(value, Mapping) for value in spec.values()]
     if any(nested) and not all(nested):
         raise ConfigError(f"mesh={dict(spec)!r}: give either the axes of one mesh or several named meshes, not both")
     if not any(nested):
-        return {"": _parse("mesh", spec, slots)}
+        return {"": _parse_mesh("mesh", spec, slots)}
     for name, axes in spec.items():
         if not isinstance(name, str) or not name or not axes:
             raise ConfigError(f"mesh {name!r}: a mesh needs a name and at least one axis, such as {{'dp': {slots}}}")
-    return {name: _parse(f"mesh {name!r}", axes, slots) for name, axes in spec.items()}
+    return {name: _parse_mesh(f"mesh {name!r}", axes, slots) for name, axes in spec.items()}
 
 
-def _parse(where: str, axes: Mapping[Any, Any], slots: int) -> Mesh:
+def _parse_mesh(where: str, axes: Mapping[Any, Any], slots: int) -> Mesh:
     for axis, size in axes.items():
         if not isinstance(axis, str) or not axis.isidentifier():
             raise ConfigError(f"{where}: {axis!r} is no name for an axis; use a word, such as 'dp'")

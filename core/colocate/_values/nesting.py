@@ -8,7 +8,7 @@ from typing import Any
 from colocate.errors import SerializationError
 
 
-def no_end(what: str, argument: str | None = None) -> SerializationError:
+def find_nesting_error(what: str, argument: str | None = None) -> SerializationError:
     """Return the error for a value that contains itself or is nested too deeply.
 
     Args:
@@ -23,7 +23,7 @@ def no_end(what: str, argument: str | None = None) -> SerializationError:
     )
 
 
-def kinds_inside(value: Any) -> set[type]:
+def collect_kinds(value: Any) -> set[type]:
     """Return the types of all objects in nested lists, tuples and dicts.
 
     This follows the garbage collector's references level by level, so there may be more types than the items have.

@@ -25,13 +25,13 @@ def are_plain(items: Sequence[Any], depth: int = 2) -> bool:
     )
 
 
-def even_sizes(total: int, count: int, of: int = 1) -> list[int]:
+def split_evenly(total: int, count: int, of: int = 1) -> list[int]:
     """Return the sizes of `count` nearly equal parts, in multiples of `of` rows, larger parts first."""
     size, more = divmod(total // of, count)
     return [(size + 1) * of] * more + [size * of] * (count - more)
 
 
-def padded_sizes(total: int, count: int) -> tuple[int, list[int]]:
+def split_padded(total: int, count: int) -> tuple[int, list[int]]:
     """Return the padded size of `count` equal parts, and the number of real rows in each part.
 
     All padding is at the end.

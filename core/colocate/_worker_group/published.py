@@ -18,11 +18,11 @@ from colocate._calls.pending import PendingCall
 from colocate._definitions import ids, making, sources
 from colocate._definitions.bundles import Bundle, ReceivedDefinitions, Table
 from colocate._definitions.ids import Definition, Need
-from colocate._definitions.names import script_names
+from colocate._definitions.names import get_script_names
 from colocate._definitions.sources import ShippedModules
 from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
-from colocate._system.jobs import error_text
+from colocate._system.jobs import format_error
 from colocate._system.threads import Thread
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError
@@ -34,8 +34,8 @@ _LOOKS, _LOOK_S = 16, 1.0
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class Published:
-    """Sends definitions to the workers of one group, and keeps all alive, because later results may refer to some."""
+class DefinitionPublisher:
+    """Sends definitions to a group's workers, and keeps these definitions alive for results that refer to them."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
@@ -46,30 +46,30 @@ class Published:
         self._sent: dict[str, Any] = {}
         self._warned: set[str] = set()
         self._calls, self._due = 0, 0.0
-        self.script = ids.this_process()  # Identifies the process that runs the workers' script.
-        self.given = ShippedModules(link.name)  # Records the modules sent to the workers.
+        self.script = ids.get_origin()  # Identifies the process that runs the workers' script.
+        self.shipped_modules = ShippedModules(link.name)  # Records the modules sent to the workers.
 
-    def follows(self, script: int, modules: Mapping[str, tuple[str, str]]) -> None:
+    def adopt_script(self, script: int, modules: Mapping[str, tuple[str, str]]) -> None:
         """Take over workers that have the script and modules of an earlier driver.
 
         Raises:
             ColocateError: A module differs here.
         """
-        self.given = ShippedModules(self._link.name, modules)
+        self.shipped_modules = ShippedModules(self._link.name, modules)
         self.script = script
-        if script != ids.this_process():
+        if script != ids.get_origin():
             for worker in self._link.workforce.workers:
                 worker.table.script = "has another's"
 
-    def renew(self) -> None:
+    def start_generation(self) -> None:
         """Reset all records for new workers, which get the current script and modules."""
-        self.given = ShippedModules(self._link.name)
-        self.script = ids.this_process()
+        self.shipped_modules = ShippedModules(self._link.name)
+        self.script = ids.get_origin()
         self._sent.clear()
 
     # -- to the workers
 
-    def look(self, call: PendingCall, bodies: Iterable[Any]) -> None:
+    def check_changes(self, call: PendingCall, bodies: Iterable[Any]) -> None:
         """Compare the workers' modules and globals with the driver's before a call, and warn about changes.
 
         Modules are compared after an import. Python doesn't report new bindings of globals, so globals are compared
@@ -79,18 +79,18 @@ class Published:
             ColocateError: The driver has imported another version of a module than the workers have from an earlier
                 driver.
         """
-        if self.given.news:
-            self.given.compare(call.line)
+        if self.shipped_modules.news:
+            self.shipped_modules.warn_of_changes(call.line)
         self._calls += 1
         if not self._sent or (self._calls > _LOOKS and time.monotonic() < self._due):
             return
-        self._due, script = time.monotonic() + _LOOK_S, script_names()
+        self._due, script = time.monotonic() + _LOOK_S, get_script_names()
         sent = self._sent.copy()
         other = compress(sent, map(operator.is_not, map(script.get, sent), sent.values()))
         changed = [name for name in other if not _are_equal(script.get(name), sent[name])]
         needs = (need for body in bodies for need in getattr(body, "needs", ()) if isinstance(need, Definition))
         if not changed or any(need.id not in self._held for need in needs):
-            return  # The new definitions of this call may include the changed names.
+            return  # Don't warn yet: this call's new definitions may bring the globals' new values.
         for name in changed:
             self._sent.pop(name, None)  # Another thread may have removed the name already.
         self._warned.update(changed)
@@ -101,44 +101,44 @@ class Published:
         )
         warnings.warn_explicit(text, RuntimeWarning, *call.line)
 
-    def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
-        """Send the definitions that workers lack for the next messages. The caller holds the order's lock.
+    def send_definitions(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
+        """Send the definitions that workers lack for the next messages. The caller holds `CallOrder.lock`.
 
         Raises:
             SerializationError: A definition, or a global that its code names, can't be sent.
         """
         if needs := {need[0]: need for body in bodies for need in getattr(body, "needs", ())}:
-            self._give(slots, list(needs.values()))
+            self._send_missing(slots, list(needs.values()))
 
-    def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
+    def _send_missing(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
         executor, workers = self._link.services.executor, self._link.workforce.workers
         if executor.in_process:  # Nothing is sent within one process, but `strict=True` checks the pickling.
-            if lacking := self._tried.lacks(needs):
-                self._tried.has_got(self._tried.bundle(lacking))
+            if lacking := self._tried.list_lacking(needs):
+                self._tried.mark_sent(self._tried.create_bundle(lacking))
             return
         prepared: tuple[list[Need], Bundle, Any] | None = None
         try:
             for slot in slots:
                 table = workers[slot].table
-                lacking = table.lacks(needs)
+                lacking = table.list_lacking(needs)
                 if not lacking:
                     continue
-                if prepared is None or prepared[0] != lacking or not table.takes(prepared[1]):
-                    bundle = table.bundle(lacking)
+                if prepared is None or prepared[0] != lacking or not table.can_take(prepared[1]):
+                    bundle = table.create_bundle(lacking)
                     if prepared is not None:
                         executor.discard(prepared[2])
                     new = [thing for id, thing in bundle.definitions.items() if id not in self._held]
-                    making.warn_of_untold(new)
+                    making.warn_of_lost_options(new)
                     definition_message = to_worker.Define(tuple(bundle.definitions), tuple(bundle.names))
                     prepared = lacking, bundle, executor.frame(definition_message.head(), bundle.body)
-                self._note(prepared[1])
+                self._record_bundle(prepared[1])
                 workers[slot].host.send(prepared[2])
-                table.has_got(prepared[1])  # Recorded after the send, so that a failed send is repeated.
+                table.mark_sent(prepared[1])  # Recorded after the send, so that a failed send is repeated.
         finally:
             if prepared is not None:
                 executor.discard(prepared[2])
 
-    def _note(self, bundle: Bundle) -> None:
+    def _record_bundle(self, bundle: Bundle) -> None:
         self._held.update(bundle.definitions)
         for name, value in bundle.names.items():
             if name in self._sent or (name in bundle.users and name not in self._warned):
@@ -147,16 +147,16 @@ class Published:
 
     # -- from the workers
 
-    def lost(self, worker: Worker, lost: from_worker.Undefined) -> None:
+    def on_bundle_failed(self, worker: Worker, lost: from_worker.BundleFailed) -> None:
         """Record that a worker couldn't rebuild a bundle, and so lacks all of the bundle's definitions."""
         with self._link.order.lock:
-            worker.table.lost(lost.ids, lost.names)
+            worker.table.mark_lost(lost.ids, lost.names)
 
-    def told(self, worker: Worker, told: to_worker.Define, body: Any) -> None:
-        worker.table.knows.update(told.ids)
-        self._received_definitions.put(told.ids, told.names, body)
+    def on_definitions(self, worker: Worker, told: to_worker.Define, body: Any) -> None:
+        worker.table.sent_ids.update(told.ids)
+        self._received_definitions.add_bundle(told.ids, told.names, body)
 
-    def asked(self, worker: Worker, question: Message, tell: Callable[[Any, str | None], None]) -> None:
+    def answer_question(self, worker: Worker, question: Message, tell: Callable[[Any, str | None], None]) -> None:
         """Answer a question about definitions on a new thread, because the answer may import modules and read files."""
 
         def answer() -> None:
@@ -170,21 +170,21 @@ class Published:
         try:
             Thread(target=answer, name="colocate-definitions").start()
         except RuntimeError as error:  # No thread is available, so the asking call fails with this error.
-            tell(None, f"the driver can't answer: {error_text(error)}")
+            tell(None, f"the driver can't answer: {format_error(error)}")
 
     def _answer(self, worker: Worker, question: Message) -> Any:
         if isinstance(question, questions.Source):
-            answer = sources.answer(question.module)
-            self.given.add(sources.contents(answer))
+            answer = sources.collect_sources(question.module)
+            self.shipped_modules.add_modules(sources.list_digests(answer))
             return {name: attrs.astuple(source) for name, source in answer.items()}
         if isinstance(question, questions.Compare):
-            if (why := sources.other_content(question.modules)) is not None:
+            if (why := sources.find_other_content(question.modules)) is not None:
                 raise ColocateError(why)
-            return sources.shadowing()
-        assert isinstance(question, questions.Missing)
-        definition = Definition(question.id, ids.find(question.id))
+            return sources.list_shadowing()
+        assert isinstance(question, questions.MissingParts)
+        definition = Definition(question.id, ids.find_thing(question.id))
         with self._link.order.lock:
-            self._give([worker.slot], [definition])
+            self._send_missing([worker.slot], [definition])
         return None
 
 
@@ -199,7 +199,7 @@ Tell: TypeAlias = Callable[[Any, str | None], None]
 class _Meeting:
     """A rendezvous of ranks: the ranks that have arrived, and the value that one rank has passed."""
 
-    there: list[Tell] = attrs.field(factory=list)
+    callbacks: list[Tell] = attrs.field(factory=list)
     slots: set[int] = attrs.field(factory=set)
     value: Any = None
     refusal: str | None = None
@@ -212,23 +212,23 @@ class Questions:
         self._link = link
         self._meetings: dict[str, _Meeting] = {}
 
-    def asked(self, worker: Worker, asked: from_worker.Ask) -> None:
+    def on_question(self, worker: Worker, asked: from_worker.Ask) -> None:
         def tell(answer: Any, error: str | None = None) -> None:
             worker.send(to_worker.Answer(asked.token, answer, error))
 
         match asked.question:
-            case questions.WhereIs() as question:
+            case questions.GetPeerAddress() as question:
                 self._locate(question, tell)
-            case questions.Aligned() as question:
-                self._aligned(question, tell)
-            case questions.HeardAll():
+            case questions.FindAligned() as question:
+                self._find_aligned(question, tell)
+            case questions.Flush():
                 tell(None)
-            case questions.Meet() as question:
-                self._meet(worker.slot, question, tell)
+            case questions.JoinRendezvous() as question:
+                self._join_rendezvous(worker.slot, question, tell)
             case question:
-                self._link.published.asked(worker, question, tell)
+                self._link.published.answer_question(worker, question, tell)
 
-    def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
+    def _locate(self, asked: questions.GetPeerAddress, tell: Tell) -> None:
         group = asked.group
         found = self._link.home.connection.worker_groups.get(group)
         if found is None or not found.alive or found.number != asked.number:
@@ -244,33 +244,33 @@ class Questions:
 
         found.workforce.workers[asked.slot].locate(located)
 
-    def _meet(self, slot: int, asked: questions.Meet, tell: Tell) -> None:
-        """Answer all ranks of a rendezvous with one rank's value once all have arrived. A refusal is sent at once.
+    def _join_rendezvous(self, slot: int, asked: questions.JoinRendezvous, tell: Tell) -> None:
+        """Answer all ranks of a rendezvous with one rank's value once all have arrived, or at once with a refusal.
 
         After a failed call no more ranks arrive. The hold then ends the wait in the worker.
         """
         with self._link.order.lock:
             meeting = self._meetings.setdefault(asked.rendezvous_key, _Meeting())
-            meeting.there.append(tell)
+            meeting.callbacks.append(tell)
             meeting.slots.add(slot)
             meeting.refusal = meeting.refusal or asked.refusal
             if asked.value is not None:
                 meeting.value = asked.value
             if meeting.refusal is not None or len(meeting.slots) == asked.members:
-                for callback in meeting.there:
+                for callback in meeting.callbacks:
                     callback(meeting.value, meeting.refusal)
-                meeting.there.clear()
+                meeting.callbacks.clear()
             if len(meeting.slots) == asked.members:
                 del self._meetings[asked.rendezvous_key]
 
-    def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
+    def _find_aligned(self, asked: questions.FindAligned, tell: Tell) -> None:
         """Answer which residents of a call have the same partition as the first one, once all are computed."""
         call = self._link.order.pending.get(asked.seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
         if asked.key not in uses:
             tell(None, "the call has failed on another rank")
             return
-        records = [uses[asked.key], *(uses[other] for other in asked.others)]
+        records = [uses[asked.key], *(uses[other] for other in asked.other_keys)]
 
         def answer() -> None:
             failed = next((item.call._error for item in records if item.call._error is not None), None)
@@ -279,7 +279,11 @@ class Questions:
                 return
             sizes = [item.sizes() for item in records]
             tell(
-                [other for other, other_sizes in zip(asked.others, sizes[1:], strict=True) if other_sizes == sizes[0]],
+                [
+                    other
+                    for other, other_sizes in zip(asked.other_keys, sizes[1:], strict=True)
+                    if other_sizes == sizes[0]
+                ],
                 None,
             )
 
@@ -293,6 +297,6 @@ class Questions:
                 answer()
 
         for item in pending_calls:
-            item._then(made)
+            item._add_callback(made)
         if not pending_calls:
             answer()

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate import wire
-from colocate._definitions.bundles import refuse_apart
-from colocate._definitions.names import is_installed, path_of
-from colocate._definitions.sources import rebound
+from colocate._definitions.bundles import check_shared_parameters
+from colocate._definitions.names import find_import_path, is_installed
+from colocate._definitions.sources import list_rebound
 from colocate._plugins.plugins import find_role
 from colocate._role.budget import NO_BUDGETS, Budgets
 from colocate._role.call import refuse_in_constructor
 from colocate._role.role import RoleInfo, RoleSpec, check_role, fixed_problem, torchrun_problem
-from colocate._system.installed import version_of
-from colocate._system.numbers import name_problem
+from colocate._system.installed import get_version
+from colocate._system.numbers import find_name_problem
 from colocate._values.collect import check_meshes
-from colocate._values.mesh import one_axis, parse_meshes
+from colocate._values.mesh import get_default_meshes, parse_meshes
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
-from colocate.worker.serving.build import RoleBuild, Shipped
+from colocate.worker.serving.build import RoleBuild, ShippedObject
 
 if TYPE_CHECKING:
     from colocate._definitions.bundles import ReceivedDefinitions
@@ -84,7 +84,7 @@ def _declare_one(
 ) -> tuple[RoleInfo, tuple[str | None, str | None]]:
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"{name!r} can't be a role's name: use letters, digits and _")
-    if (problem := name_problem(name)) is not None:
+    if (problem := find_name_problem(name)) is not None:
         raise ConfigError(problem)
     cls: type
     if isinstance(spec.target, str):
@@ -96,18 +96,18 @@ def _declare_one(
     methods = check_role(name, cls)
     if spec.slots is not None and max(spec.slots) >= slots:
         raise ConfigError(f"slot {max(spec.slots)} is named, but the group has {slots} (from 0)")
-    places = range(slots) if spec.slots is None else _short(spec.slots)
+    places = range(slots) if spec.slots is None else _compact_slots(spec.slots)
     if spec.env == "torchrun" and (why := torchrun_problem(len(places), slots)) is not None:
         raise ConfigError(why)
     declared = spec.mesh if spec.mesh is not None else mesh if places == range(slots) else None
-    meshes = one_axis(len(places)) if declared is None else parse_meshes(declared, len(places))
-    info = RoleInfo(name, cls, methods, places, meshes, origin, stands_in=spec.replay is not None)
+    meshes = get_default_meshes(len(places)) if declared is None else parse_meshes(declared, len(places))
+    info = RoleInfo(name, cls, methods, places, meshes, origin, is_substituted=spec.replay is not None)
     for method, declaration in methods.items():
         check_meshes(declaration.dispatch, declaration.collect, info.ranks, f"{info.name}.{method}")
     return info, distribution
 
 
-def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | None, least: int, most: int) -> None:
+def check_can_shrink(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | None, least: int, most: int) -> None:
     """Refuse roles that can't continue with fewer slots.
 
     Raises:
@@ -124,14 +124,14 @@ def refuse_fixed(specs: Mapping[str, RoleSpec[Any]], mesh: Mapping[str, Any] | N
         raise ConfigError(words, mistakes=tuple(mistakes))
 
 
-def resize(declared: Declared, slots: int) -> None:
+def resize_roles(declared: Declared, slots: int) -> None:
     """Set the new number of slots of all roles that aren't bound to certain slots."""
     for name, info in declared.infos.items():
         if declared.specs[name].slots is None:
-            info.resize(range(slots), one_axis(slots))
+            info.resize(range(slots), get_default_meshes(slots))
 
 
-def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
+def _compact_slots(slots: tuple[int, ...]) -> tuple[int, ...] | range:
     """Return evenly spaced slots as a range, because messages contain the slots, and a range is always small."""
     first, last = slots[0], slots[-1]
     step = slots[1] - first if len(slots) > 1 else 1
@@ -141,35 +141,35 @@ def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
 
 def ship(
     thing: Any, name: str, *, in_process: bool, distribution: str | None = None, version: str | None = None
-) -> Shipped:
+) -> ShippedObject:
     """Return the wire format of a class or function.
 
     Raises:
         Exception: Pickling failed; this only happens to objects that are neither classes nor functions.
     """
     if in_process:
-        return Shipped(name, cls=thing)
-    path = path_of(thing)
+        return ShippedObject(name, cls=thing)
+    path = find_import_path(thing)
     if path is None:
-        return Shipped(name, data=wire.pack(thing))
+        return ShippedObject(name, data=wire.pack(thing))
     if distribution is None and is_installed(sys.modules[path[0]]):
         distribution, version = _distribution(path[0].partition(".")[0])
-    return Shipped(":".join(path), distribution=distribution, version=version)
+    return ShippedObject(":".join(path), distribution=distribution, version=version)
 
 
 @functools.cache
 def _distribution(package: str) -> tuple[str | None, str | None]:
     """Return the name and version of the distribution that provides an import package; None for an unknown one."""
-    if (version := version_of(package)) is not None:
+    if (version := get_version(package)) is not None:
         return package, version
     try:
         names = importlib.metadata.packages_distributions().get(package) or [""]
     except FileNotFoundError:  # importlib.metadata raises this if a distribution has no metadata.
         return None, None
-    return (names[0], version_of(names[0])) if names[0] else (None, None)
+    return (names[0], get_version(names[0])) if names[0] else (None, None)
 
 
-def builds(
+def pack_builds(
     declared: Declared,
     codec: Codec,
     group: str,
@@ -194,10 +194,10 @@ def builds(
             try:
                 arguments = codec.pack((spec.args, dict(spec.kwargs)))
             except Exception:
-                codec.pack_arguments(named_arguments, label)  # This raises an error that names the argument.
+                codec.pack_arguments(named_arguments, label)  # This raises an error that names the bad argument.
                 raise
             if getattr(arguments, "has_trained", False):
-                refuse_apart(named_arguments, (*arguments.needs, *wire.pack(info.cls).needs), label)
+                check_shared_parameters(named_arguments, (*arguments.needs, *wire.pack(info.cls).needs), label)
         distribution, version = declared.distributions[name]
         name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
         shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
@@ -223,7 +223,7 @@ def builds(
 
 def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> None:
     """Warn of names in the roles' modules that the driver has rebound, because workers lack the new values."""
-    names = rebound(info.cls for info in declared.infos.values())
+    names = list_rebound(info.cls for info in declared.infos.values())
     if names:
         text = (
             f"the workers of group {group!r} import the modules of its roles, and don't hear of names that were set "
@@ -235,7 +235,7 @@ def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> No
 
 def start_error(group: str, errors: Mapping[int, ColocateError]) -> RoleStartError:
     """Return the error of a failed start. Errors that only follow from another rank's error are left out."""
-    causes = {rank: error for rank, error in sorted(errors.items()) if not error._follows}
+    causes = {rank: error for rank, error in sorted(errors.items()) if not error._is_consequence}
     shown_errors = causes or dict(sorted(errors.items()))
     rank, first = next(iter(shown_errors.items()))
     lines = [f"  rank {rank}: {error.message}" for rank, error in shown_errors.items()]

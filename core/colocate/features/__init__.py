@@ -1,9 +1,9 @@
 """The table of features. Each feature is a folder with one service beyond plain calls.
 
-A feature has a half in the driver, one per group (`OfGroup`), and a half in each worker (`OfWorker`), or only one of
-them. A half is imported and created on first need: by a call, a message, an option of a role, or a checkpoint with data
-of the feature. The kernel names no feature: without its folder and its row here, the rest runs, and requests for the
-feature are refused.
+A feature has a half in the driver, one per group (`GroupFeature`), and a half in each worker (`WorkerFeature`), or only
+one of them. A half is imported and created on first need: by a call, a message, an option of a role, or a checkpoint
+with data of the feature. The kernel names no feature: without its folder and its row here, the rest runs, and requests
+for the feature are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Feature(NamedTuple):
         messages: The feature's message types, in the module `messages` of the feature's folder.
         options: The options of roles (`RoleSpec`), groups, pools and runtimes that load the feature.
         follows: Modules whose import loads the worker half, whichever code imports them.
-        alone: The class behind the feature's methods (`MethodSpec.feature`) outside workers, as "module:class".
+        standalone: The class behind the feature's methods (`MethodSpec.feature`) outside workers, as "module:class".
         breakpoints: Whether the feature answers `breakpoint()` in role code of worker processes.
     """
 
@@ -37,7 +37,7 @@ class Feature(NamedTuple):
     messages: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
-    alone: str = ""
+    standalone: str = ""
     breakpoints: bool = False
 
 
@@ -53,35 +53,35 @@ FEATURES = {
         "driver:CheckpointsOfGroup",
         "worker:CheckpointsOfWorker",
         calls=("the checkpoint", "the restore"),
-        messages=("AskSaved", "Saved"),
+        messages=("AskState", "SavedState"),
     ),
     "pausing": Feature(
         "driver:PausingOfGroup",
         "worker:PausingOfWorker",
-        messages=("Pause", "PauseAfter", "GoOn", "Pausing", "Paused"),
+        messages=("Pause", "PauseAfter", "ResumeRole", "PauseBegun", "RoleAtRest"),
     ),
     "memory": Feature(
         "driver:MemoryOfGroup",
         "worker:MemoryOfWorker",
         calls=("the sleep", "the wake"),
-        messages=("AskLedger", "LedgerTold", "Beside", "Holds", "Moved"),
+        messages=("AskLedger", "LedgerReport", "NeighbourMemory", "RoleHoldings", "MemoryMoved"),
         options=("budgets", "sleep", "spill_dir", "attachment"),
     ),
-    "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("HasChildren",)),
+    "children": Feature("driver:ChildrenOfGroup", "worker:ChildrenOfWorker", messages=("ChildrenReport",)),
     "rows": Feature(
         "driver:RowsOfGroup",
         "worker:RowsOfWorker",
         messages=("Row", "NoMoreRows", "ReadRows", "RowEnded"),
-        alone="standalone:StandaloneRows",
+        standalone="standalone:StandaloneRows",
     ),
     "process_groups": Feature(
         "driver:GroupsOfGroup",
         "worker:GroupsOfWorker",
-        messages=("Left", "DropGroups", "Join", "Joining", "GroupsDropped"),
+        messages=("LeftGroups", "DropGroups", "JoinDefault", "DefaultStarted", "GroupsDropped"),
         options=("default_group",),
         follows=("torch",),
     ),
-    "devices": Feature("driver:DevicesOfGroup", "worker:DevicesOfWorker", messages=("AskDevices", "DevicesTold")),
+    "devices": Feature("driver:DevicesOfGroup", "worker:DevicesOfWorker", messages=("AskDevices", "DeviceReport")),
     "kinds": Feature(),
     "looking": Feature(),
     "pipelines": Feature(),
@@ -89,7 +89,7 @@ FEATURES = {
         "driver:RecordingsOfGroup",
         "worker:RecordingsOfWorker",
         calls=("the recording", "the comparison"),
-        messages=("Noticed", "Gave"),
+        messages=("RecordingNotice", "ComparedResult"),
         options=("replay", "compare"),
     ),
     "profiling": Feature(
@@ -101,16 +101,16 @@ FEATURES = {
     "debugging": Feature(
         "driver:DebuggingOfGroup",
         "worker:DebuggingOfWorker",
-        messages=("Stopped", "Printed", "WentOn", "Typed", "LetGo"),
+        messages=("SessionStarted", "TerminalOutput", "SessionResumed", "TerminalInput", "DetachTerminal"),
         options=("debugging",),
         breakpoints=True,
     ),
     "functions": Feature(worker="worker:FunctionsOfWorker", calls=("a function",)),
-    "standalone": Feature(alone="calls:StandaloneCall"),
+    "standalone": Feature(standalone="calls:StandaloneCall"),
 }
 CALLS = {said: name for name, feature in FEATURES.items() for said in feature.calls}
 """The feature behind each named call on whole workers."""
-importing: set[int] = set()
+importing_threads: set[int] = set()
 """The threads that import a feature now. Their imports must not ask the driver for modules: a worker imports features
 on its receiving thread and would wait for itself.
 """
@@ -118,58 +118,58 @@ _BY_MESSAGE = {kind: name for name, feature in FEATURES.items() for kind in feat
 _BY_OPTION = {option: name for name, feature in FEATURES.items() for option in feature.options}
 
 
-def of_group(name: str) -> Any:
+def group_class(name: str) -> Any:
     """Return the class of a feature's driver half.
 
     Raises:
         CapabilityError: This build has no such feature.
     """
-    return _half(name, needed(name).group)
+    return _import_class(name, get_feature(name).group)
 
 
-def of_worker(name: str) -> Any:
+def worker_class(name: str) -> Any:
     """Return the class of a feature's worker half.
 
     Raises:
         CapabilityError: This build has no such feature.
     """
-    return _half(name, needed(name).worker)
+    return _import_class(name, get_feature(name).worker)
 
 
-def of_object(name: str) -> Any:
+def standalone_class(name: str) -> Any:
     """Return the class behind a feature's methods for role objects outside workers.
 
     Raises:
         CapabilityError: This build has no such feature.
     """
-    needed("standalone")
-    return _half(name, needed(name).alone)
+    get_feature("standalone")
+    return _import_class(name, get_feature(name).standalone)
 
 
-def of_message(kind: str) -> str | None:
+def import_messages(kind: str) -> str | None:
     """Return the feature of a message type, or None, and import the feature's messages."""
     name = _BY_MESSAGE.get(kind)
     if name is not None:
-        module(f"{name}.messages")
+        import_module_of(f"{name}.messages")
     return name
 
 
-def of_breakpoints() -> str | None:
+def breakpoint_feature() -> str | None:
     """Return the feature that answers `breakpoint()` in role code, or None."""
     return next((name for name, feature in FEATURES.items() if feature.breakpoints), None)
 
 
-def of_options(options: Any) -> list[str]:
+def option_features(options: Any) -> list[str]:
     """Return the features behind the options of a role, a group, a pool or a runtime."""
     return [_BY_OPTION[option] for option in _BY_OPTION if getattr(options, option, None)]
 
 
-def followers() -> list[str]:
-    """Return the features that follow a module which is imported already."""
+def list_followers() -> list[str]:
+    """Return the features with a followed module (`Feature.follows`) that has been imported already."""
     return [name for name, feature in FEATURES.items() if not sys.modules.keys().isdisjoint(feature.follows)]
 
 
-def needed(name: str) -> Feature:
+def get_feature(name: str) -> Feature:
     """Return a feature's row in the table.
 
     Raises:
@@ -180,39 +180,39 @@ def needed(name: str) -> Feature:
     return FEATURES[name]
 
 
-def module(where: str) -> Any:
+def import_module_of(where: str) -> Any:
     """Import a module of a feature, given as "feature.module".
 
     Raises:
         CapabilityError: This build has no such feature.
     """
-    needed(where.partition(".")[0])
+    get_feature(where.partition(".")[0])
     thread = threading.get_ident()
-    importing.add(thread)
+    importing_threads.add(thread)
     try:
         return import_module(f"{__name__}.{where}")
     finally:
-        importing.discard(thread)
+        importing_threads.discard(thread)
 
 
-def offered(by: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def make_getattr(by: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a module that imports names from features on first use.
 
     Args:
         by: The name of that module.
-        homes: The module of each name, as a path for `module`.
+        homes: The module of each name, as a path for `import_module_of`.
     """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {by!r} has no attribute {name!r}")
-        value = getattr(module(homes[name]), name)
+        value = getattr(import_module_of(homes[name]), name)
         setattr(sys.modules[by], name, value)
         return value
 
     return get
 
 
-def _half(name: str, where: str) -> Any:
+def _import_class(name: str, where: str) -> Any:
     home, _, cls = where.partition(":")
-    return getattr(module(f"{name}.{home}"), cls)
+    return getattr(import_module_of(f"{name}.{home}"), cls)

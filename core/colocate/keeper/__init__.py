@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from colocate._protocol.message import Message, message, read
+    from colocate._protocol.message import Message, decode_head, message
     from colocate._protocol.requests import Request, Requests
-    from colocate._protocol.versions import difference
-    from colocate._system.ends import hear_of_ends
+    from colocate._protocol.versions import describe_mismatch
+    from colocate._system.ends import keep_exit_codes
     from colocate._system.libc import die_with
     from colocate._system.readable import readable
     from colocate._system.threads import Thread
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
         Registration,
         adopt_lead,
         adopt_pool,
-        listed,
-        look_inside,
+        inspect_pool,
+        list_pools,
     )
     from colocate.keeper.keeper import Keeper
     from colocate.keeper.process import AFTER_LANE_S, Launcher, ProcessEvents, WorkerProcess
     from colocate.keeper.slots import Keepers, KeptSlot, Patience
-    from colocate.worker.birth.processes import arguments_of, below_this, left_by
+    from colocate.worker.birth.processes import get_arguments, list_children, list_leftovers
     from colocate.worker.serving.service import first_message
 
 _HOMES = {
-    "colocate._protocol.message": ("Message", "message", "read"),
+    "colocate._protocol.message": ("Message", "message", "decode_head"),
     "colocate._protocol.requests": ("Request", "Requests"),
-    "colocate._protocol.versions": ("difference",),
-    "colocate._system.ends": ("hear_of_ends",),
+    "colocate._protocol.versions": ("describe_mismatch",),
+    "colocate._system.ends": ("keep_exit_codes",),
     "colocate._system.libc": ("die_with",),
     "colocate._system.readable": ("readable",),
     "colocate._system.threads": ("Thread",),
@@ -55,13 +55,13 @@ _HOMES = {
         "Registration",
         "adopt_lead",
         "adopt_pool",
-        "listed",
-        "look_inside",
+        "list_pools",
+        "inspect_pool",
     ),
     "colocate.keeper.keeper": ("Keeper",),
     "colocate.keeper.process": ("AFTER_LANE_S", "Launcher", "ProcessEvents", "WorkerProcess"),
     "colocate.keeper.slots": ("Keepers", "KeptSlot", "Patience"),
-    "colocate.worker.birth.processes": ("arguments_of", "below_this", "left_by"),
+    "colocate.worker.birth.processes": ("get_arguments", "list_children", "list_leftovers"),
     "colocate.worker.serving.service": ("first_message",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -87,18 +87,18 @@ __all__ = [
     "WorkerProcess",
     "adopt_lead",
     "adopt_pool",
-    "arguments_of",
-    "below_this",
+    "decode_head",
+    "describe_mismatch",
     "die_with",
-    "difference",
     "first_message",
     "forks",
-    "hear_of_ends",
-    "left_by",
-    "listed",
-    "look_inside",
+    "get_arguments",
+    "inspect_pool",
+    "keep_exit_codes",
+    "list_children",
+    "list_leftovers",
+    "list_pools",
     "message",
-    "read",
     "readable",
 ]
 

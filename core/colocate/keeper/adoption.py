@@ -17,18 +17,18 @@ from colocate._protocol.commands import (
     NEWCOMER,
     Attach,
     Detach,
-    Fenced,
-    GiveUp,
-    Granted,
-    Look,
-    LookInside,
-    Refused,
+    ExpirePool,
+    InspectPool,
+    InspectWorkers,
+    LeadGranted,
+    LeadLost,
+    LeadRefused,
+    PoolStatus,
     Renew,
     Retain,
-    Seen,
-    SeenInside,
+    WorkerStatus,
 )
-from colocate._protocol.message import Head, Message, read
+from colocate._protocol.message import Head, Message, decode_head
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
 from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S, NAME_SETTLES_WITHIN_S
@@ -61,8 +61,8 @@ class Registration:
     since: float = attrs.field(factory=time.time)
     keepers: tuple[str, ...] = ()
 
-    def unseen(self) -> dict[str, Any]:
-        """Return the facts for listings if the lead doesn't answer, as known at the time of the registration."""
+    def describe_unanswered(self) -> dict[str, Any]:
+        """Return the facts that listings show if the lead doesn't answer, as known at the time of the registration."""
         unknown = dict.fromkeys(("epoch", "driver", "owned", "ttl_s", "left_s"))
         return {"name": self.name, "answers": False, **unknown, "since": self.since, **self.about}
 
@@ -72,15 +72,16 @@ class Adoption:
     """A driver's request to adopt a detached pool.
 
     Attributes:
-        who: The driver, described for error texts.
-        own: Whether the driver takes the pool from its current driver.
+        driver_label: The driver, described for error texts.
+        takes_ownership: Whether the driver takes the pool from its current driver.
         epoch: The epoch that the lead has granted; 0 in the request to the lead itself.
-        fenced: Called on the event loop's thread if another driver takes the pool, with a description of that driver.
+        on_fenced: Called on the event loop's thread if another driver takes the pool, with a description of that
+            driver.
     """
 
-    who: str
-    own: bool
-    fenced: Callable[[str], None]
+    driver_label: str
+    takes_ownership: bool
+    on_fenced: Callable[[str], None]
     epoch: int = 0
 
 
@@ -99,9 +100,9 @@ class AdoptedSlot(KeptSlot):
         self.record = b""
         self.epoch = 0
         self._adoption = adoption
-        self._refusal: Refused | None = None
+        self._refusal: LeadRefused | None = None
         self._answers: Requests[None, None] = Requests()
-        self._asked = self._answers.open([None])
+        self._request = self._answers.open([None])
 
     def connect(self) -> None:
         """Adopt the keeper with the epoch that the lead has granted."""
@@ -109,12 +110,12 @@ class AdoptedSlot(KeptSlot):
             if not self._closed:
                 self._dial()
         except (OSError, ColocateError) as error:
-            # A later driver has the pool. The lead's message about this driver is still on the way.
+            # A later driver has the pool, and the lead's message that says so hasn't arrived yet.
             if self._refusal is not None and self._refusal.kind == "late":
                 self._closed = True
-                self._adoption.fenced(self._refusal.words)
+                self._adoption.on_fenced(self._refusal.words)
             self._lost = f"its keeper can't be had: {error}"
-            self.keepers.event_loop.later(0.0, partial(self._over, self._lost))
+            self.keepers.event_loop.call_later(0.0, partial(self._on_keeper_gone, self._lost))
         finally:
             self._connected.set()
 
@@ -141,45 +142,45 @@ class AdoptedSlot(KeptSlot):
             ClusterError: The keeper didn't answer in time.
         """
         keepers, adoption = self.keepers, self._adoption
-        lane = self._commands = keepers.dial(self.address, NEWCOMER, self._received, self._disconnected, self.key)
-        lane.send(Attach(adoption.epoch, adoption.who, adoption.own).head())
+        lane = self._commands = keepers.dial(self.address, NEWCOMER, self._on_message, self._on_disconnected, self.key)
+        lane.send(Attach(adoption.epoch, adoption.driver_label, adoption.takes_ownership).head())
         try:
-            self._asked.result(Deadline(ADOPTED_WITHIN_S))
+            self._request.result(Deadline(ADOPTED_WITHIN_S))
         except TimeoutError:
-            _let_it_go_on(lane)
+            _abandon_adoption(lane)
             raise ClusterError(f"the keeper at {self.address} doesn't answer") from None
         except BaseException:  # This clause also handles Ctrl-C.
-            _let_it_go_on(lane)
+            _abandon_adoption(lane)
             raise
         if self._closed:
-            _let_it_go_on(lane)
+            _abandon_adoption(lane)
 
-    def _told(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         match message:
-            case Granted():
+            case LeadGranted():
                 self.epoch, self.record = message.epoch, message.record
-                self._answers.answered(self._asked.token, None, None)
-            case Refused(kind=kind, words=words):
+                self._answers.add_answer(self._request.token, None, None)
+            case LeadRefused(kind=kind, words=words):
                 self._refusal = message
                 error = BorrowedError(words, borrowers=(words,)) if kind == "borrowed" else ClosedError(words)
-                self._answers.refused(self._asked.token, error)
-            case Fenced():
-                self._closed = self.fenced = True
-                self._adoption.fenced(message.who)
+                self._answers.add_refusal(self._request.token, error)
+            case LeadLost():
+                self._closed = self.is_fenced = True
+                self._adoption.on_fenced(message.driver)
             case _:
-                super()._told(message)
+                super()._handle_message(message)
 
-    def _disconnected(self, reason: str) -> None:
+    def _on_disconnected(self, reason: str) -> None:
         self._answers.fail_all(ClusterError(f"the keeper at {self.address} has ended"))
-        super()._disconnected(reason)
+        super()._on_disconnected(reason)
 
 
-def _let_it_go_on(lane: wire.SocketLane) -> None:
+def _abandon_adoption(lane: wire.SocketLane) -> None:
     """Abandon an adoption that the keeper may still grant.
 
-    Without the message `GiveUp`, the end of an owner's connection would end the pool.
+    Without the message `ExpirePool`, the end of an owner's connection would end the pool.
     """
-    lane.send(GiveUp().head())
+    lane.send(ExpirePool().head())
     lane.close()
 
 
@@ -231,7 +232,7 @@ class PoolKeepers:
                     f"there is a detached pool {lease.name!r} in this cluster already: {words}; names are unique "
                     f"(colocate close {lease.name} ends that one)"
                 )
-            time.sleep(_STEP_S)  # The other pool may have just ended, or is just being detached.
+            time.sleep(_STEP_S)  # The pool that has the name may have just ended, or may just be detaching.
         try:
             self.detach(lease)
         except BaseException:  # This clause also handles Ctrl-C.
@@ -252,10 +253,10 @@ class PoolKeepers:
             if lost is not None or not slot.confirm(partial(Detach, lease=slot_lease), within_s=ADOPTED_WITHIN_S):
                 raise ClusterError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
-    def renew(self, lease: Lease) -> None:
+    def renew_lease(self, lease: Lease) -> None:
         """Send the lease with a changed record to all keepers."""
-        for slot in self._all():
-            slot.command(Renew(lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})))
+        for slot in self._list_slots():
+            slot.send_command(Renew(lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})))
 
     def retain(self) -> bool:
         """Take the pool back for this driver until the next detach. Returns False if another driver has the pool.
@@ -263,23 +264,23 @@ class PoolKeepers:
         The lead's answer is enough, because no driver reaches the other keepers without the lead.
         """
         if self.lead.wait_connected() is None:
-            # A lead keeper that is gone or stuck can't grant the pool to another driver.
+            # The result isn't needed: a lead keeper that is gone or stuck can't grant the pool to another driver.
             self.lead.confirm(Retain, within_s=ADOPTED_WITHIN_S)
-        if self.lead.fenced:  # `fenced` stays true even if the connection has ended since.
+        if self.lead.is_fenced:  # `is_fenced` stays true even if the connection has ended since.
             return False
-        for slot in self._all():
-            slot.command(Retain(None))
-        return not self.lead.fenced
+        for slot in self._list_slots():
+            slot.send_command(Retain(None))
+        return not self.lead.is_fenced
 
-    def give_up(self) -> None:
+    def leave_pool(self) -> None:
         """Release all keepers, while the pool continues without this driver."""
         deadline = Deadline(LEFT_WITHIN_S)
-        for slot in self._all():
-            slot.leave()
-        for slot in self._all():
-            slot.left(deadline)
+        for slot in self._list_slots():
+            slot.begin_release()
+        for slot in self._list_slots():
+            slot.finish_release(deadline)
 
-    def _all(self) -> list[KeptSlot]:
+    def _list_slots(self) -> list[KeptSlot]:
         return [*(slot for slot in self.slots if slot is not self.lead), self.lead]
 
 
@@ -310,10 +311,10 @@ def adopt_pool(
             slot = lead
             if address != lead.address:
                 slot = AdoptedSlot(keepers, address, registration.key, adoption, end)
-                keepers.add(slot)
+                keepers.add_slot(slot)
             adopted_slots.append(slot)
     except BaseException:  # After an error the pool continues without this driver.
-        PoolKeepers(registration.key, lead, adopted_slots).give_up()
+        PoolKeepers(registration.key, lead, adopted_slots).leave_pool()
         raise
     return lead, PoolKeepers(registration.key, lead, adopted_slots)
 
@@ -328,7 +329,7 @@ def adopt_lead(
         ClusterError: The pool is gone.
     """
     lead = AdoptedSlot(keepers, registration.lead, registration.key, adoption, on_stuck)
-    keepers.track(lead)
+    keepers.track_slot(lead)
     try:
         lead.adopt()
     except BorrowedError as error:
@@ -350,30 +351,30 @@ def adopt_lead(
 # -- inspection of detached pools, whichever driver has them; nothing changes
 
 
-def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
+def list_pools(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
     """Request the facts of detached pools from the leads, in parallel. Pools that have ended are left out."""
     if not registrations:
         return []
     with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
-        return [listing for listing in pool.map(partial(_listed, keepers), registrations) if listing is not None]
+        return [listing for listing in pool.map(partial(_list_pool, keepers), registrations) if listing is not None]
 
 
-def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
+def inspect_pool(keepers: Keepers, registration: Registration) -> dict[str, Any]:
     """Request the status of a detached pool, including all workers, from all keepers in parallel.
 
     Returns:
-        The facts as in `listed`. "workers" has the status of each worker, "silent" the names of workers without an
+        The facts as in `list_pools`. "workers" has the status of each worker, "silent" the names of workers without an
         answer, and "lost" the number of keepers that don't answer.
 
     Raises:
         ClusterError: The pool is gone.
     """
     addresses = registration.keepers
-    facts = _listed(keepers, registration)
+    facts = _list_pool(keepers, registration)
     if facts is None:
         raise ClusterError(f"pool {registration.name!r} is gone")
     with ThreadPoolExecutor(min(len(addresses), _AT_ONCE) or 1, "colocate-looking") as pool:
-        answers = list(pool.map(partial(_inside, keepers, registration), addresses))
+        answers = list(pool.map(partial(_inspect_keeper, keepers, registration), addresses))
     replies = [reply for reply in answers if reply is not None]
     return {
         **facts,
@@ -383,27 +384,27 @@ def look_inside(keepers: Keepers, registration: Registration) -> dict[str, Any]:
     }
 
 
-def _listed(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
+def _list_pool(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
     try:
-        status = _asked(keepers, registration.lead, registration, Look())
+        status = _ask_keeper(keepers, registration.lead, registration, InspectPool())
     except TimeoutError:  # The machine may be overloaded or disconnected, or the process may be stopped.
-        return registration.unseen()
+        return registration.describe_unanswered()
     except (OSError, ClosedError, ClusterError):  # The keeper has ended.
         return None
-    assert isinstance(status, Seen)
+    assert isinstance(status, PoolStatus)
     return status.facts
 
 
-def _inside(keepers: Keepers, registration: Registration, address: str) -> SeenInside | None:
+def _inspect_keeper(keepers: Keepers, registration: Registration, address: str) -> WorkerStatus | None:
     try:
-        status = _asked(keepers, address, registration, LookInside())
+        status = _ask_keeper(keepers, address, registration, InspectWorkers())
     except (OSError, ClosedError, ClusterError):  # TimeoutError is a subclass of OSError.
         return None
-    assert isinstance(status, SeenInside)
+    assert isinstance(status, WorkerStatus)
     return status
 
 
-def _asked(keepers: Keepers, address: str, registration: Registration, question: Message) -> Message:
+def _ask_keeper(keepers: Keepers, address: str, registration: Registration, question: Message) -> Message:
     """Send a question to a keeper, and return the keeper's answer.
 
     Raises:
@@ -415,7 +416,7 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
     request = answers.open([None])
 
     def told(head: Head, body: Any) -> None:
-        answers.answered(request.token, None, read(head))
+        answers.add_answer(request.token, None, decode_head(head))
 
     def closed(reason: str) -> None:
         answers.fail_all(ClusterError(reason))
@@ -432,55 +433,55 @@ def _asked(keepers: Keepers, address: str, registration: Registration, question:
 class DetachableByKeepers(Detachable):
     """A base class for executors with detachable pools. The keepers of such a pool outlive the driver.
 
-    An executor adds a registry of names (`publish`, `registrations`), `adopt` to take over the cluster's reservation
-    (`adopt_pool`), `let_go` to release a pool, and `end` for a pool whose keepers don't answer.
+    An executor adds a registry of names (`publish`, `list_registrations`), `adopt` to take over the cluster's
+    reservation (`adopt_pool`), `detach` to release a pool, and `end_pool` for a pool whose keepers don't answer.
     """
 
     _keepers: Keepers
 
     @abc.abstractmethod
-    def registrations(self) -> Iterable[Registration]:
+    def list_registrations(self) -> Iterable[Registration]:
         """Return the registrations of all detached pools of the cluster."""
 
     @abc.abstractmethod
-    def pool_of(self, reservation: Reservation) -> PoolKeepers | None:
+    def get_pool(self, reservation: Reservation) -> PoolKeepers | None:
         """Return the keepers of a reservation. None if the pool isn't detachable, or was released."""
 
     @abc.abstractmethod
-    def slot_of(self, place: Place) -> KeptSlot:
+    def get_slot(self, place: Place) -> KeptSlot:
         """Return the driver's connection to the keeper of a slot."""
 
-    def registration(self, name: str) -> Registration:
+    def find_registration(self, name: str) -> Registration:
         """Return the registration of the pool with this name.
 
         Raises:
             ConfigError: No pool has this name.
         """
-        registrations = {entry.name: entry for entry in self.registrations()}
+        registrations = {entry.name: entry for entry in self.list_registrations()}
         match = registrations.get(name)
         if match is None:
             names = ", ".join(map(repr, sorted(registrations))) or "none"
             raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {names}")
         return match
 
-    def published(self) -> Sequence[Mapping[str, Any]]:
+    def list_pools(self) -> Sequence[Mapping[str, Any]]:
         """Return the facts of all detached pools, as reported by their lead keepers."""
-        return listed(self._keepers, list(self.registrations()))
+        return list_pools(self._keepers, list(self.list_registrations()))
 
-    def look(self, name: str) -> Mapping[str, Any]:
+    def inspect_pool(self, name: str) -> Mapping[str, Any]:
         """Return the status of a detached pool, including all workers, as reported by all keepers."""
-        return look_inside(self._keepers, self.registration(name))
+        return inspect_pool(self._keepers, self.find_registration(name))
 
-    def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
+    def adopt_worker(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
         """Adopt a running worker through the slot's keeper."""
-        return self.slot_of(place).take(boot, events, token)
+        return self.get_slot(place).adopt_worker(boot, events, token)
 
-    def renew(self, reservation: Reservation, lease: Lease) -> None:
+    def update_lease(self, reservation: Reservation, lease: Lease) -> None:
         """Send the lease with the changed record to the keepers."""
-        if (pool := self.pool_of(reservation)) is not None:
-            pool.renew(lease)
+        if (pool := self.get_pool(reservation)) is not None:
+            pool.renew_lease(lease)
 
     def retain(self, reservation: Reservation) -> bool:
         """Take a pool back for this driver. Returns False if another driver has the pool."""
-        pool = self.pool_of(reservation)
+        pool = self.get_pool(reservation)
         return pool is not None and pool.retain()

@@ -1,10 +1,10 @@
-"""The start of workers as forks of a template process, which is shared by all users in this process.
+"""The start of workers as forks of a template process, which all executors and keepers in this process share.
 
 `worker/birth/template.py` is the template's program.
 
 A fork starts in milliseconds and shares the template's memory. But some environment variables are read only when the
-interpreter or a library starts. If a worker needs other values of these than the template has (`differs`), the worker
-gets an interpreter of its own.
+interpreter or a library starts. If a worker needs other values of these than the template has
+(`find_early_variable`), the worker gets an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from colocate._system.ends import hear_of_ends, wait_for
+from colocate._system.ends import keep_exit_codes, wait_for_exit
 from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.limits import FORKS_WITHIN_S, TEMPLATE_IDLE_S
 from colocate._system.readable import readable
 from colocate.gpus import SHOWING
-from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted, different
+from colocate.worker.birth.template import ARGUMENTS_BYTES, MODE, REQUEST_BYTES, ROOM, ForkRequest, find_difference
 
 THREAD = "colocate-template"
 
@@ -35,7 +35,7 @@ _ROOM_BYTES = 1 << 14
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _TOO_EARLY = re.compile(
-    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # Variables that are read only when GPUs are first used make no difference.
+    f"(?!(?:{'|'.join(SHOWING)})$)(?:"  # Variables that are read only when GPUs are first used don't prevent a fork.
     # The loader, the C library and OpenSSL read these variables.
     "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"
     "|PYTHON|COVERAGE_|COV_CORE_"  # Python, and modules that are imported at the start, read these variables.
@@ -44,7 +44,7 @@ _TOO_EARLY = re.compile(
     "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"
     # Torch and libraries below torch read these variables.
     "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|PYTORCH_|ATEN_|C10_|KINETO_"
-    # TORCHINDUCTOR_CACHE_DIR makes no difference, because each compilation reads the variable anew.
+    # TORCHINDUCTOR_CACHE_DIR doesn't prevent a fork, because each compilation reads the variable anew.
     "|TORCH(?!INDUCTOR_CACHE_DIR$)"
     ")"
 )
@@ -60,28 +60,28 @@ class Fork:
     """A child process of this process: a worker or the template.
 
     Attributes:
-        over: Whether the process is known to have ended.
+        is_over: Whether the process is known to have ended.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.over = False
+        self.is_over = False
         self._exitcode: int | None = None
 
-    def wait(self) -> int | None:
+    def wait_for_exit(self) -> int | None:
         """Wait until the process has ended. Return the exit code, or the negative signal number; None if unknown."""
-        if not self.over:
-            self._exitcode = wait_for(self.pid)
-            self.over = True
+        if not self.is_over:
+            self._exitcode = wait_for_exit(self.pid)
+            self.is_over = True
         return self._exitcode
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
-        if not self.over:
+        if not self.is_over:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def started(process: subprocess.Popen[bytes]) -> Fork:
+def wrap_process(process: subprocess.Popen[bytes]) -> Fork:
     """Return a handle for a process that `subprocess` has started.
 
     `subprocess` guesses an exit code that other code has collected. The handle doesn't guess.
@@ -90,37 +90,37 @@ def started(process: subprocess.Popen[bytes]) -> Fork:
     return Fork(process.pid)
 
 
-def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
-    """Return the name of the first variable that a fork would apply too late; None if there is none.
+def find_early_variable(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
+    """Return the name of the first environment variable that a fork would apply too late; None if there is none.
 
     Args:
         env: The worker's environment.
         base: The environment of the template's start.
     """
-    return different(env, base, _TOO_EARLY)
+    return find_difference(env, base, _TOO_EARLY)
 
 
-def hold(base: Mapping[str, str]) -> None:
-    """Start a template in the background if there is none, and keep the template until a matching `let_go`.
+def hold_template(base: Mapping[str, str]) -> None:
+    """Start a template in the background if there is none, and keep the template until a matching `release_template`.
 
     Args:
         base: The default environment of workers.
     """
-    _forks.hold(dict(base))
+    _forks.hold_template(dict(base))
 
 
-def foresee(base: Mapping[str, str]) -> None:
-    """Start a template for a later `hold`. The template ends after an idle timeout if no `hold` follows."""
-    hold(base)
-    let_go()
+def prepare_template(base: Mapping[str, str]) -> None:
+    """Start a template for a later `hold_template`. Without that call, the template ends after an idle timeout."""
+    hold_template(base)
+    release_template()
 
 
-def let_go() -> None:
-    """Release the template after a `hold`."""
-    _forks.let_go()
+def release_template() -> None:
+    """Release the template after a call of `hold_template`."""
+    _forks.release_template()
 
 
-def fork(
+def fork_worker(
     arguments: Sequence[str],
     env: Mapping[str, str],
     base: Mapping[str, str],
@@ -145,13 +145,13 @@ def fork(
         raise NoFork("the driver has modules of its own in place of Python's, which the template may have imported")
     if any("=" in name or "\0" in name + value for name, value in env.items()):
         raise NoFork("no process can have its environment")
-    if (name := differs(env, base)) is not None:
+    if (name := find_early_variable(env, base)) is not None:
         raise NoFork(f"env has {name}, which is read when an interpreter or a library starts")
-    # The kernel shows the umask in this file. `os.umask` can't read the umask without a change.
+    # The kernel shows the umask in this file. `os.umask` can't read the umask without changing it.
     with open("/proc/self/status") as file:
         umask = int(file.read().partition("Umask:")[2].split()[0], 8)
     data = pickle.dumps(
-        Wanted(
+        ForkRequest(
             tuple(arguments),
             dict(env),
             tuple(imports),
@@ -160,17 +160,12 @@ def fork(
             frozenset(os.sched_getaffinity(0)),
         )
     )
-    if len(data) > TOLD_BYTES // 2:  # Half of the limit is left for the kernel's own data.
+    if len(data) > REQUEST_BYTES // 2:  # Half of the limit is left for the kernel's own data.
         raise NoFork("its environment is too long")
-    return _forks.template(dict(base)).fork(data, sock, output)
+    return _forks.get_template(dict(base)).request_fork(data, sock, output)
 
 
-def own_process() -> int | None:
-    """Return the process id of this process's template; None if there is no template."""
-    return None if _forks.current is None else _forks.current.pid
-
-
-def own_descriptor(number: int) -> bool:
+def is_template_descriptor(number: int) -> bool:
     """Return whether a descriptor is the socket that connects this process with the template."""
     return (template := _forks.current) is not None and template.sock.fileno() == number
 
@@ -183,7 +178,7 @@ class _Template:
         env = {**base, "OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS would otherwise start threads during the import.
         room = _ROOM_BYTES + 2 * sum(len(name) + len(value) + 2 for name, value in env.items())
         command = [sys.executable, "-P", "-m", "colocate.worker", MODE, str(os.getpid()), str(theirs.fileno())]
-        hear_of_ends()
+        keep_exit_codes()
         try:
             with theirs:
                 process = subprocess.Popen(
@@ -198,9 +193,9 @@ class _Template:
             self.sock.close()
             raise
         self.pid = process.pid
-        self._gone = started(process)
+        self._process = wrap_process(process)
 
-    def fork(self, data: bytes, sock: socket.socket, output: int) -> Fork:
+    def request_fork(self, data: bytes, sock: socket.socket, output: int) -> Fork:
         """Request a fork from the template, on any thread."""
         answer, theirs = os.pipe()
         try:
@@ -213,87 +208,87 @@ class _Template:
             finally:
                 os.close(theirs)
             if not readable(answer, FORKS_WITHIN_S):
-                self.end()
+                self.end_process()
                 raise NoFork(f"the template hasn't answered for {FORKS_WITHIN_S:g} s, and was ended")
             pid, _, why = os.read(answer, 4096).decode(errors="replace").partition(" ")
         except OSError as error:
-            self.end()
+            self.end_process()
             raise NoFork(f"the template can't be asked: {error}") from None
         finally:
             os.close(answer)
         if not pid:
-            self.end()
+            self.end_process()
             raise NoFork("the template has ended meanwhile")
         worker = Fork(int(pid))
         if why:
             if worker.pid:
-                worker.wait()
+                worker.wait_for_exit()
             raise NoFork(f"the template can't: {why}")
         return worker
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the template has ended.
 
         A template sends nothing, so a readable socket means that the process has ended.
         """
         return self.sock.fileno() < 0 or readable(self.sock.fileno(), 0)
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """Kill the template and wait for the exit. The forks of the template continue."""
         self.sock.close()
         with contextlib.suppress(OSError):
-            self._gone.kill()
-        self._gone.wait()
+            self._process.kill()
+        self._process.wait_for_exit()
 
 
 class _Forks:
     def __init__(self) -> None:
         self.current: _Template | None = None
         self._holders = 0
-        self._ends: Timer | None = None
+        self._end_timer: Timer | None = None
         self._lock = threading.Lock()
         self._thread = JobThread(THREAD, lambda error: report_exception())
 
-    def hold(self, base: dict[str, str]) -> None:
-        self._thread.start()  # The start comes first, so that an error leaves nothing to undo.
+    def hold_template(self, base: dict[str, str]) -> None:
+        self._thread.start()  # The thread starts before `_holders` changes, so that an error leaves nothing to undo.
         with self._lock:
             self._holders += 1
-            if self._ends is not None:
-                self._ends.cancel()
+            if self._end_timer is not None:
+                self._end_timer.cancel()
 
         def warm() -> None:
-            with contextlib.suppress(NoFork):  # The later call that needs a worker reports the error.
-                self._here(base)
+            with contextlib.suppress(NoFork):  # The next call that needs a worker reports the error.
+                self._ensure_template(base)
 
-        self._thread.soon(warm)
+        self._thread.call_soon(warm)
 
-    def let_go(self) -> None:
+    def release_template(self) -> None:
         with self._lock:
             self._holders -= 1
             if not self._holders:
-                self._ends = self._thread.after(TEMPLATE_IDLE_S, self._end)
+                self._end_timer = self._thread.call_later(TEMPLATE_IDLE_S, self._end_unneeded)
 
-    def template(self, base: dict[str, str]) -> _Template:
+    def get_template(self, base: dict[str, str]) -> _Template:
         templates: list[_Template] = []
-        self._thread.run(lambda: templates.append(self._here(base)))
+        self._thread.run(lambda: templates.append(self._ensure_template(base)))
         return templates[0]
 
     # -- on the thread whose end is the template's
 
-    def _end(self) -> None:
+    def _end_unneeded(self) -> None:
         with self._lock:
             needed = self._holders
         if not needed and self.current is not None:
-            self.current.end()
+            self.current.end_process()
             self.current = None
 
-    def _here(self, base: dict[str, str]) -> _Template:
+    def _ensure_template(self, base: dict[str, str]) -> _Template:
         present = self.current
-        if present is not None and not present.ended and differs(base, present.base) is None:
+        if present is not None and not present.has_ended and find_early_variable(base, present.base) is None:
             return present
         if present is not None:
-            present.end()
+            present.end_process()
         self.current = None
         try:
             self.current = _Template(base)
@@ -301,7 +296,7 @@ class _Forks:
             raise NoFork(f"no template can be started: {error}") from None
         return self.current
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Close the socket in a forked child, where the open copy would keep the template alive."""
         if self.current is not None:
             self.current.sock.close()
@@ -309,4 +304,4 @@ class _Forks:
 
 
 _forks = _Forks()
-os.register_at_fork(after_in_child=_forks.forget)
+os.register_at_fork(after_in_child=_forks.reset_after_fork)

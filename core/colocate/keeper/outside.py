@@ -14,17 +14,17 @@ import psutil
 
 from colocate._system.limits import LOOKED_AT_WITHIN_S
 from colocate.worker.birth import processes
-from colocate.worker.serving.failure import role_code_of
+from colocate.worker.serving.failure import trim_to_role_code
 
 
-def seen(started: int) -> str | None:
+def inspect_worker(started: int) -> str | None:
     """Return the state of the worker below a supervisor, with the stack of the lane. None if the state is unknown.
 
     The worker may be stopped by a signal, or in C code that holds the GIL. py-spy reads the stack from the worker's
     memory without halting the worker, in about 30 ms. This needs py-spy, and the kernel's permission to read other
     processes.
     """
-    worker = processes.worker_below(started)
+    worker = processes.find_worker(started)
     try:
         status = psutil.STATUS_ZOMBIE if worker is None else psutil.Process(worker).status()
     except psutil.Error:
@@ -32,24 +32,24 @@ def seen(started: int) -> str | None:
     if worker is None or status == psutil.STATUS_ZOMBIE:  # The worker has ended.
         return None
     stopped = status == psutil.STATUS_STOPPED
-    lane = _lane_of(worker)
+    lane = _read_lane(worker)
     state = "stopped by a signal" if stopped else "in C code that holds the GIL" if lane.get("owns_gil") else "silent"
     frames = [
         traceback.FrameSummary(frame["filename"], frame["line"], frame["name"]) for frame in lane.get("frames", ())
     ]
-    stack = "".join(traceback.format_list(role_code_of(frames[::-1])))
+    stack = "".join(traceback.format_list(trim_to_role_code(frames[::-1])))
     return f"{state}\n{stack}" if stack or stopped else None
 
 
-def py_spy() -> str | None:
+def find_py_spy() -> str | None:
     """Return the path of the program py-spy, beside this interpreter or on the path; None if there is none."""
     local_path = Path(sysconfig.get_path("scripts"), "py-spy")
     return str(local_path) if local_path.exists() else shutil.which("py-spy")
 
 
-def _lane_of(worker: int) -> dict[str, Any]:
+def _read_lane(worker: int) -> dict[str, Any]:
     """Return py-spy's data on a worker's main thread, the lane. Empty if py-spy is missing or has no permission."""
-    program = py_spy()
+    program = find_py_spy()
     if program is None:
         return {}
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(worker)]

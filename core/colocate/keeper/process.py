@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from colocate import wire
-from colocate._system.ends import hear_of_ends
+from colocate._system.ends import keep_exit_codes
 from colocate._system.jobs import JobThread, report_exception
 from colocate._system.limits import LOOKED_AT_WITHIN_S
 from colocate._system.room import OomKills
 from colocate._system.threads import Thread
-from colocate.keeper.forks import Fork, NoFork, fork, started
+from colocate.keeper.forks import Fork, NoFork, fork_worker, wrap_process
 from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import CLOSES_OTHERS, ENDS, MARK
-from colocate.worker.serving.output import shown, written_over
+from colocate.worker.serving.output import get_last_state, trim_overwritten
 
 _LINE_BYTES = 8192  # A longer line is shown in pieces, without waiting for the end.
 _BAR_EVERY_S = 1.0  # A progress bar, which overwrites one line, is shown again at this interval.
@@ -38,7 +38,7 @@ _UNKNOWN = "its exit code isn't known: other code of the process that has starte
 
 _logger = logging.getLogger("colocate")
 
-_looks = threading.Semaphore(4)
+_inspections = threading.Semaphore(4)
 """Limits inspections to four at a time, because each inspection starts a process."""
 
 
@@ -47,7 +47,7 @@ class Launcher(JobThread):
 
     The thread lives as long as the workers may, because the kernel ends the workers with the thread.
 
-    Jobs run one after the other. `run` waits for a job, `soon` doesn't, and `close` ends the thread.
+    Jobs run one after the other. `run` waits for a job, `call_soon` doesn't, and `close` ends the thread.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Launcher(JobThread):
 class ProcessEvents(Protocol):
     """Callbacks for the owner of a worker process. All run on the event loop's thread."""
 
-    def said(self, line: str) -> None:
+    def on_line(self, line: str) -> None:
         """Handle a line of output. A carriage return at the end means that a new line will overwrite this one."""
 
-    def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
+    def on_exit(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         """Handle the exit of the process. Called once, as the last callback.
 
         Gets the exit code or the signal's name, and the reason if the process was killed.
@@ -89,7 +89,7 @@ class WorkerProcess:
         self._partial = b""
         self._bar_shown_at = 0.0
         self._is_astray = False
-        self._oom_kills = OomKills.now()
+        self._oom_kills = OomKills.read_now()
 
     @property
     def pid(self) -> int:
@@ -97,9 +97,9 @@ class WorkerProcess:
         return self._process.pid if self._process is not None else 0
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the process is known to have ended."""
-        return self._process is not None and self._process.over
+        return self._process is not None and self._process.is_over
 
     def start(
         self,
@@ -127,13 +127,13 @@ class WorkerProcess:
         Raises:
             OSError: The process couldn't be started. No process or descriptor is left.
         """
-        hear_of_ends()
+        keep_exit_codes()
         self._log, output = os.pipe()
         try:
             arguments = [str(os.getpid()), "waits" if waits else "serves", label.replace("\0", "")]
             env = {**env, MARK: f"{os.getpid()} {label}".replace("\0", "")}
             try:
-                self._process = fork(arguments, env, os.environ if base is None else base, sock, output, imports)
+                self._process = fork_worker(arguments, env, os.environ if base is None else base, sock, output, imports)
             except NoFork as why:
                 _logger.info("worker %s is started by itself, not forked: %s", label, why)
                 process = subprocess.Popen(
@@ -145,7 +145,7 @@ class WorkerProcess:
                     pass_fds=[sock.fileno()],
                     process_group=0,
                 )
-                self._process = started(process)
+                self._process = wrap_process(process)
         except BaseException:
             os.close(self._log)
             raise
@@ -155,10 +155,10 @@ class WorkerProcess:
         try:
             self._pidfd = os.pidfd_open(self.pid)
             self._event_loop.watch(self._log, self._read_log)
-            self._event_loop.watch(self._pidfd, self._ended)
+            self._event_loop.watch(self._pidfd, self._on_exit)
         except BaseException:  # No descriptor is free, or the event loop is closed.
             self._process.kill()
-            self._process.wait()
+            self._process.wait_for_exit()
             self._process = None
             self._event_loop.unwatch(self._log)
             self._close_descriptors()
@@ -175,23 +175,23 @@ class WorkerProcess:
     def reap(self) -> None:
         """Kill the process and wait for the exit, because the event loop has ended. Reports the exit as usual."""
         self.kill()
-        if self._process is not None and not self.over:
-            self._ended()
+        if self._process is not None and not self.is_over:
+            self._on_exit()
 
-    def look(self, then: Callable[[str | None], None]) -> None:
-        """Inspect the process from outside on a new thread, and call `then` with the result (see `Host.look`)."""
+    def inspect(self, then: Callable[[str | None], None]) -> None:
+        """Inspect the process from outside on a new thread, and call `then` with the result (see `Host.inspect`)."""
 
         def run() -> None:
             # This is imported late, because most keepers never inspect a worker.
-            from colocate.keeper.outside import seen
+            from colocate.keeper.outside import inspect_worker
 
-            if not _looks.acquire(timeout=LOOKED_AT_WITHIN_S):
+            if not _inspections.acquire(timeout=LOOKED_AT_WITHIN_S):
                 then(None)
                 return
             try:
-                then(seen(self.pid))
+                then(inspect_worker(self.pid))
             finally:
-                _looks.release()
+                _inspections.release()
 
         try:
             Thread(target=run, name="colocate-look").start()
@@ -200,9 +200,9 @@ class WorkerProcess:
 
     # -- on the event loop's thread
 
-    def end_astray(self) -> None:
+    def end_stray(self) -> None:
         """Kill a process that still runs after closing the lane. The exit report then names this reason."""
-        self._is_astray |= self._process is not None and not self.over and not processes.has_ended(self.pid)
+        self._is_astray |= self._process is not None and not self.is_over and not processes.has_worker_ended(self.pid)
         self.kill()
 
     def _read_log(self) -> None:
@@ -219,19 +219,19 @@ class WorkerProcess:
             rest = rest[_LINE_BYTES:]
         self._partial = rest
         for line in lines:
-            self._say(line)
+            self._report_line(line)
         if b"\r" in rest:
-            self._partial = written_over(rest)
+            self._partial = trim_overwritten(rest)
             if time.monotonic() - self._bar_shown_at >= _BAR_EVERY_S:
                 self._bar_shown_at = time.monotonic()
-                self._say(rest, "\r")
+                self._report_line(rest, "\r")
 
-    def _say(self, line: bytes, ends: str = "") -> None:
-        self._events.said(shown(line.decode(errors="replace")) + ends)
+    def _report_line(self, line: bytes, ends: str = "") -> None:
+        self._events.on_line(get_last_state(line.decode(errors="replace")) + ends)
 
-    def _ended(self) -> None:
+    def _on_exit(self) -> None:
         assert self._process is not None
-        code = self._process.wait()
+        code = self._process.wait_for_exit()
         self._event_loop.unwatch(self._pidfd)
         with contextlib.suppress(BlockingIOError):  # A child of the worker may still hold the pipe open.
             # A child that has left the process group may write for ever, so the reads are limited.
@@ -241,15 +241,15 @@ class WorkerProcess:
                 self._partial += data
         self._event_loop.unwatch(self._log)
         for line in self._partial.removesuffix(b"\n").split(b"\n") if self._partial else ():
-            self._say(line)
+            self._report_line(line)
         self._close_descriptors()
         if code == -ENDS:  # The worker was killed before the supervisors existed.
             code = -signal.SIGKILL
         name = signal.Signals(-code).name if code is not None and code < 0 else None
-        why = (_NO_LANE if self._is_astray else self._oom_kills.since()) if code == -signal.SIGKILL else None
+        why = (_NO_LANE if self._is_astray else self._oom_kills.describe_since()) if code == -signal.SIGKILL else None
         if why is None and code is None:
             why = _UNKNOWN
-        self._events.ended(None if name is not None else code, name, why)
+        self._events.on_exit(None if name is not None else code, name, why)
 
     def _close_descriptors(self) -> None:
         with self._lock:

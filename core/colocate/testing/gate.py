@@ -31,13 +31,13 @@ class Gate:
             self._waiting.append(self._listener.accept()[0])
 
     def wait_for_none(self) -> None:
-        """Wait until all callers have left again, although the gate is closed."""
+        """Wait until all waiting callers have disconnected, although the gate is still closed."""
         for waiting in self._waiting:
             waiting.settimeout(PATIENCE_S)
             assert not waiting.recv(1)
 
     def open(self) -> None:
-        """Open the gate for all waiting callers and for all later ones."""
+        """Open the gate for all waiting and all later callers."""
         self._listener.close()  # Unaccepted connections are reset, and later connections are refused.
         for waiting in self._waiting:
             waiting.close()
@@ -55,8 +55,8 @@ class Gate:
 def pass_gate(address: Address) -> None:
     """Connect to a gate, and wait until the gate is open."""
     with contextlib.suppress(OSError), socket.create_connection(address) as connection:
-        if not _to_itself(connection):
-            _ask_now_and_then(connection)
+        if not _connect_to_itself(connection):
+            _poll_until_open(connection)
             connection.recv(1)
 
 
@@ -65,8 +65,8 @@ async def pass_gate_async(address: Address) -> None:
     with contextlib.suppress(OSError):
         reader, writer = await asyncio.open_connection(*address)
         try:
-            if not _to_itself(writer.get_extra_info("socket")):
-                _ask_now_and_then(writer.get_extra_info("socket"))
+            if not _connect_to_itself(writer.get_extra_info("socket")):
+                _poll_until_open(writer.get_extra_info("socket"))
                 await reader.read(1)
         finally:
             writer.close()
@@ -76,18 +76,18 @@ def is_open(address: Address) -> bool:
     """Return whether a gate has been opened."""
     try:
         with socket.create_connection(address) as connection:
-            return _to_itself(connection)
+            return _connect_to_itself(connection)
     except OSError:  # An open gate refuses or resets connections.
         return True
 
 
-def _to_itself(connection: socket.socket) -> bool:
+def _connect_to_itself(connection: socket.socket) -> bool:
     # A TCP socket may connect to itself if nobody listens on the requested port.
     to_itself: bool = connection.getsockname() == connection.getpeername()
     return to_itself
 
 
-def _ask_now_and_then(connection: socket.socket) -> None:
+def _poll_until_open(connection: socket.socket) -> None:
     # Keepalive ends the wait of a caller whose connection the kernel drops without a reset while the gate opens.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

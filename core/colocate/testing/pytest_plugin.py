@@ -13,7 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from colocate import Runtime
-    from colocate.testing.leaks import Watch
+    from colocate.testing.leaks import LeakWatch
     from colocate.testing.runtimes import Runtimes
 
 pytest.register_assert_rewrite("colocate.testing.executors", "colocate.testing.roles")
@@ -41,30 +41,30 @@ class _Outcomes:
 
 @pytest.fixture(scope="session")
 def _colocate_own_temp(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
-    from colocate.testing.leaks import own_temporary_folder
+    from colocate.testing.leaks import use_temporary_folder
 
     outcomes = _Outcomes()
     request.config.pluginmanager.register(outcomes)
-    with own_temporary_folder(tmp_path_factory.mktemp("temporary-files")) as folder:
+    with use_temporary_folder(tmp_path_factory.mktemp("temporary-files")) as folder:
         yield folder
     request.config.pluginmanager.unregister(outcomes)
 
 
 @pytest.fixture
-def _colocate_watch(request: pytest.FixtureRequest, _colocate_own_temp: str) -> Iterator[Watch]:
-    from colocate.testing.leaks import Watch
+def _colocate_watch(request: pytest.FixtureRequest, _colocate_own_temp: str) -> Iterator[LeakWatch]:
+    from colocate.testing.leaks import LeakWatch
 
-    watch = Watch()
+    watch = LeakWatch()
     yield watch
     if request.node.stash.get(_failed, False):
-        watch.dismiss()
+        watch.close_quietly()
     else:
-        _check(watch)
+        _check_watch(watch)
 
 
-def _check(watch: Watch) -> None:
+def _check_watch(watch: LeakWatch) -> None:
     try:
-        watch.check()
+        watch.check_leaks()
     except AssertionError as error:
         words = str(error)
     else:
@@ -73,18 +73,18 @@ def _check(watch: Watch) -> None:
 
 
 @pytest.fixture
-def no_leaks(_colocate_watch: Watch) -> None:
+def no_leaks(_colocate_watch: LeakWatch) -> None:
     """Fail a test that leaves a runtime, process, thread, file descriptor, shared memory or temporary file behind."""
 
 
 @pytest.fixture(scope="class")
 def no_leaks_of_class(_colocate_own_temp: str) -> Iterator[None]:
     """Fail a test class if the fixtures that its tests share leave resources behind."""
-    from colocate.testing.leaks import Watch
+    from colocate.testing.leaks import LeakWatch
 
-    watch = Watch()
+    watch = LeakWatch()
     yield
-    _check(watch)
+    _check_watch(watch)
 
 
 @pytest.fixture(scope="session")
@@ -97,56 +97,58 @@ def colocate_runtimes(_colocate_own_temp: str) -> Iterator[Runtimes]:
     runtimes.close()
 
 
-def _own_runtime(watch: Watch, executor: str, **options: Any) -> Iterator[Runtime]:
-    from colocate.testing.runtimes import connected
+def _connect_own(watch: LeakWatch, executor: str, **options: Any) -> Iterator[Runtime]:
+    from colocate.testing.runtimes import connect_or_skip
 
-    runtime = connected(executor, **options)
+    runtime = connect_or_skip(executor, **options)
     yield runtime
-    watch.settle(runtime._node)
+    watch.close_own(runtime._node)
     runtime.close(force=True)
 
 
-def _shared_runtime(watch: Watch, runtimes: Runtimes, executor: str, **options: Any) -> Runtime:
+def _find_shared_runtime(watch: LeakWatch, runtimes: Runtimes, executor: str, **options: Any) -> Runtime:
     watch.shares_engines = True
     return runtimes.get(executor, **options)
 
 
 @pytest.fixture
-def colocate_local(_colocate_watch: Watch) -> Iterator[Runtime]:
-    """A runtime for one test, with threads as slots. Fails a test that leaves resources behind."""
-    yield from _own_runtime(_colocate_watch, "local")
+def colocate_local(_colocate_watch: LeakWatch) -> Iterator[Runtime]:
+    """A runtime for one test, with threads as workers. Fails a test that leaves resources behind."""
+    yield from _connect_own(_colocate_watch, "local")
 
 
 @pytest.fixture
-def colocate_processes(_colocate_watch: Watch) -> Iterator[Runtime]:
-    """A runtime for one test, with processes as slots. Fails a test that leaves resources behind."""
-    yield from _own_runtime(_colocate_watch, "local", processes=True)
+def colocate_processes(_colocate_watch: LeakWatch) -> Iterator[Runtime]:
+    """A runtime for one test, with processes as workers. Fails a test that leaves resources behind."""
+    yield from _connect_own(_colocate_watch, "local", processes=True)
 
 
 @pytest.fixture
-def colocate_ray(_colocate_watch: Watch, colocate_runtimes: Runtimes) -> Runtime:
+def colocate_ray(_colocate_watch: LeakWatch, colocate_runtimes: Runtimes) -> Runtime:
     """A runtime on a private Ray cluster that the session shares. Fails a test that leaves resources behind."""
-    return _shared_runtime(_colocate_watch, colocate_runtimes, "ray")
+    return _find_shared_runtime(_colocate_watch, colocate_runtimes, "ray")
 
 
 @pytest.fixture
-def colocate_dask(_colocate_watch: Watch, colocate_runtimes: Runtimes) -> Runtime:
+def colocate_dask(_colocate_watch: LeakWatch, colocate_runtimes: Runtimes) -> Runtime:
     """A runtime on a private Dask cluster that the session shares. Fails a test that leaves resources behind."""
-    return _shared_runtime(_colocate_watch, colocate_runtimes, "dask")
+    return _find_shared_runtime(_colocate_watch, colocate_runtimes, "dask")
 
 
 @pytest.fixture
-def colocate_executor(request: pytest.FixtureRequest, _colocate_watch: Watch, colocate_runtimes: Runtimes) -> Runtime:
+def colocate_executor(
+    request: pytest.FixtureRequest, _colocate_watch: LeakWatch, colocate_runtimes: Runtimes
+) -> Runtime:
     """A runtime that the session shares, on the executor that a marker or an indirect parameter names.
 
     Use `@pytest.mark.colocate_executor("mine", address="…")`, or parameters such as `"local"` or `("mine", {"x": 1})`.
     Fails a test that leaves resources behind.
     """
-    name, options = _wanted(request)
-    return _shared_runtime(_colocate_watch, colocate_runtimes, name, **options)
+    name, options = _find_executor(request)
+    return _find_shared_runtime(_colocate_watch, colocate_runtimes, name, **options)
 
 
-def _wanted(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+def _find_executor(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     parameter = getattr(request, "param", None)
     if isinstance(parameter, str):
         return parameter, {}

@@ -17,25 +17,25 @@ from colocate.testing.probes.plain import Echo
 class Runtimes:
     """The runtimes of a test session, by executor and options. A runtime that a test has closed is replaced."""
 
-    _found: dict[str, Runtime] = attrs.field(factory=dict)
+    _runtimes: dict[str, Runtime] = attrs.field(factory=dict)
 
     def get(self, executor: str, **options: Any) -> Runtime:
         """Return the session's runtime of an executor with these options, and connect first if there is none."""
         key = f"{executor} {sorted(options.items())!r}"
-        runtime = self._found.get(key)
+        runtime = self._runtimes.get(key)
         if runtime is None or not runtime.alive:
-            with leaks.shared():
-                runtime = self._found[key] = connected(executor, **options)
-                make_first_worker(runtime)
+            with leaks.share_between_tests():
+                runtime = self._runtimes[key] = connect_or_skip(executor, **options)
+                warm_up_runtime(runtime)
         return runtime
 
     def close(self) -> None:
         """Close all runtimes of the session."""
-        for runtime in self._found.values():
+        for runtime in self._runtimes.values():
             runtime.close(force=True)
 
 
-def connected(executor: str, **options: Any) -> Runtime:
+def connect_or_skip(executor: str, **options: Any) -> Runtime:
     """Connect to an executor, or skip the test if the executor isn't installed."""
     import pytest
 
@@ -47,7 +47,7 @@ def connected(executor: str, **options: Any) -> Runtime:
         pytest.skip(f"executor {executor!r} can't be imported here; it needs: {error.hint}")
 
 
-def make_first_worker(runtime: Runtime) -> Runtime:
+def warm_up_runtime(runtime: Runtime) -> Runtime:
     """Start a first worker, so that resources which a runtime creates only once don't look like leaks of a test."""
     with runtime.reserve(1, cpus=0) as pool:
         pool.spawn({"echo": colocate.role(Echo)})

@@ -36,7 +36,7 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     assert becomes_true(condition), f"it never came to this: {what}"
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process. After SIGSTOP, wait until the process has stopped."""
     os.kill(pid, number)
     if number == signal.SIGSTOP:
@@ -44,7 +44,7 @@ def send(pid: int, number: signal.Signals) -> None:
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED, f"process {pid} has stopped")
 
 
-def starter_of(worker: int) -> int:
+def find_starter(worker: int) -> int:
     """Return the pid of the running process that has started a worker and the worker's supervisors."""
     starter = int(psutil.Process(worker).environ()[MARK].partition(" ")[0])
     assert starter in {parent.pid for parent in psutil.Process(worker).parents()}
@@ -57,7 +57,7 @@ class Processes:
     def __init__(self, pids: Iterable[int]) -> None:
         self._descriptors = {pid: os.pidfd_open(pid) for pid in pids}
 
-    def wait(self) -> None:
+    def wait_all(self) -> None:
         """Wait until all processes have ended, and fail the test if this takes too long."""
         for pid, descriptor in self._descriptors.items():
             poll = select.poll()
@@ -68,9 +68,9 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.release_all()
 
-    def close(self) -> None:
+    def release_all(self) -> None:
         """Close the file descriptors of the processes."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)

@@ -1,15 +1,23 @@
 """Send values as bytes in messages on authenticated sockets, with one thread for any number of connections."""
 
 from colocate._definitions.codec import explain, pack, unpack
-from colocate._definitions.packed import InArea, Packed
+from colocate._definitions.packed import Packed, PackedInArea
 from colocate.wire._forks import track, track_socket
-from colocate.wire.arriving import Arriving
-from colocate.wire.event_loop import LOOPBACK, EventLoop, Listener, listen, listen_widely, listening_within
-from colocate.wire.framing import HOLE, Area, Frame, Head, InFile, Message, encode, numbered
+from colocate.wire.arriving import IncomingBody
+from colocate.wire.event_loop import LOOPBACK, EventLoop, Listener, listen, listen_everywhere, listen_in_range
+from colocate.wire.framing import HOLE, FileBody, Frame, Head, Message, ReusableFile, encode, encode_numbered
 from colocate.wire.hello import KEY_BYTES, connect, new_key
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
-from colocate.wire.tls import CUT_AFTER_S, Tls, anew, cut_after, cut_here_after, hand_on, take_over
+from colocate.wire.tls import (
+    CUT_AFTER_S,
+    Tls,
+    describe_handover,
+    restart_tls,
+    set_cut_timeout,
+    set_default_cut,
+    take_over,
+)
 from colocate.wire.turns import Turns
 
 __all__ = [
@@ -17,35 +25,35 @@ __all__ = [
     "HOLE",
     "KEY_BYTES",
     "LOOPBACK",
-    "Area",
-    "Arriving",
     "EventLoop",
+    "FileBody",
     "Frame",
     "Head",
-    "InArea",
-    "InFile",
+    "IncomingBody",
     "Listener",
     "Message",
     "OnClosed",
     "OnMessage",
     "Packed",
+    "PackedInArea",
     "PeerChannel",
+    "ReusableFile",
     "SocketLane",
     "Tls",
     "Turns",
-    "anew",
     "connect",
-    "cut_after",
-    "cut_here_after",
+    "describe_handover",
     "encode",
+    "encode_numbered",
     "explain",
-    "hand_on",
     "listen",
-    "listen_widely",
-    "listening_within",
+    "listen_everywhere",
+    "listen_in_range",
     "new_key",
-    "numbered",
     "pack",
+    "restart_tls",
+    "set_cut_timeout",
+    "set_default_cut",
     "take_over",
     "track",
     "track_socket",

@@ -13,15 +13,15 @@ from typing import Protocol, TypeVar
 S = TypeVar("S", bound=socket.socket)
 
 
-class Forgetful(Protocol):
+class ForkAware(Protocol):
     """An object that releases inherited descriptors in a forked child."""
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close inherited descriptors in the child, and refuse further use."""
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_live: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+_live: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def track_socket(sock: S) -> S:
@@ -35,14 +35,14 @@ def is_tracked(fd: int) -> bool:
     return any(sock.fileno() == fd for sock in list(_sockets))
 
 
-def track(thing: Forgetful) -> None:
-    """Register an object whose `forget` is called in forked children."""
+def track(thing: ForkAware) -> None:
+    """Register an object whose `close_after_fork` is called in forked children."""
     _live.add(thing)
 
 
-def _in_child() -> None:
+def _close_inherited() -> None:
     errors: list[Exception] = []
-    for closing in (*(thing.forget for thing in list(_live)), *(sock.close for sock in list(_sockets))):
+    for closing in (*(thing.close_after_fork for thing in list(_live)), *(sock.close for sock in list(_sockets))):
         try:
             closing()
         except Exception as error:  # Continue, because an open socket would keep the parent's connection alive.
@@ -54,4 +54,4 @@ def _in_child() -> None:
         raise ExceptionGroup(f"not all connections of the parent could be closed in a forked child ({text})", errors)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -21,13 +21,13 @@ class Secured(ssl.SSLSocket):
         is_open: Whether the handshake is done, and the peer has proved the secret.
         has_more: Whether decrypted bytes are buffered, which the kernel doesn't report as readable.
         wants_write: Whether the last operation waits for room in the socket, instead of for data.
-        to_say: The unsent rest of this side's proof of the secret.
-        to_hear: The rest of the proof expected from the peer.
+        unsent_proof: The unsent rest of this side's proof of the secret.
+        expected_proof: The rest of the proof expected from the peer.
     """
 
     CHUNK_BYTES = 1 << 17
     is_open = has_more = wants_write = False
-    to_say = to_hear = b""
+    unsent_proof = expected_proof = b""
     _lock: threading.Lock
 
     def __new__(cls, *args: Any, **named: Any) -> Secured:
@@ -87,11 +87,11 @@ class Secured(ssl.SSLSocket):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, advance the handshake first, and translate TLS errors to errors of plain sockets."""
+        """Hold the lock, advance the handshake before the block, and translate TLS errors to plain sockets' errors."""
         with self._lock:
             try:
                 if not self.is_open:
-                    self._open()
+                    self._handshake()
                 yield
             except ssl.SSLWantReadError:
                 self.wants_write = False
@@ -105,14 +105,14 @@ class Secured(ssl.SSLSocket):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"TLS: {error}") from error
             self.wants_write = False
 
-    def _open(self) -> None:
+    def _handshake(self) -> None:
         self.do_handshake()
-        if self.to_say:
-            super().send(self.to_say)  # The proof is short enough to be sent in one piece.
-            self.to_say = b""
-        while self.to_hear:
-            part = super().recv(len(self.to_hear))
-            if not part or not hmac.compare_digest(part, self.to_hear[: len(part)]):
+        if self.unsent_proof:
+            super().send(self.unsent_proof)  # The proof is short enough to be sent in one piece.
+            self.unsent_proof = b""
+        while self.expected_proof:
+            part = super().recv(len(self.expected_proof))
+            if not part or not hmac.compare_digest(part, self.expected_proof[: len(part)]):
                 raise ConnectionAbortedError(errno.ECONNABORTED, "the other side doesn't know the secret")
-            self.to_hear = self.to_hear[len(part) :]
+            self.expected_proof = self.expected_proof[len(part) :]
         self.is_open = True

@@ -1,4 +1,4 @@
-"""Forward a body while the body is still arriving (`Arriving`)."""
+"""Forward a body while the body is still arriving (`IncomingBody`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from colocate.wire.memory_files import keep_length, new_file
+from colocate.wire.memory_files import create_file, seal_length
 
 
-class Arriving:
+class IncomingBody:
     """A body in a file that is filled as data arrive. Meanwhile other threads may forward the file's first bytes.
 
     Attributes:
@@ -29,41 +29,41 @@ class Arriving:
         """
         self.sizes, self.length = sizes, length
         self._news = threading.Condition()
-        self._come = 0
-        self._failed = False
-        self.file = new_file()
+        self._received = 0
+        self._is_failed = False
+        self.file = create_file()
         os.ftruncate(self.file, length)
-        keep_length(self.file)
+        seal_length(self.file)
         self.memory = memoryview(mmap.mmap(self.file, length))
 
-    def grew(self, come: int) -> None:
+    def set_received(self, come: int) -> None:
         """Record the number of bytes that have arrived."""
         with self._news:
-            self._come = come
+            self._received = come
             if come == self.length:
                 del self.memory
             self._news.notify_all()
 
-    def fail(self) -> None:
+    def mark_failed(self) -> None:
         """Mark the body as broken, because no more bytes will arrive."""
         with self._news:
-            self._failed = True
+            self._is_failed = True
             self._news.notify_all()
 
-    def wait(self, than: int) -> int:
-        """Wait until more than `than` bytes have arrived; return the number of arrived bytes.
+    def wait_for_more(self, than: int) -> int:
+        """Wait until the number of arrived bytes exceeds `than`, and return the number.
 
         Raises:
             ConnectionAbortedError: The body is broken.
         """
         with self._news:
-            while self._come <= than:
-                if self._failed:
+            while self._received <= than:
+                if self._is_failed:
                     raise ConnectionAbortedError("what is passed on has not come to its end")
                 self._news.wait()
-            return self._come
+            return self._received
 
-    def again(self) -> int:
+    def duplicate_file(self) -> int:
         """Return a duplicate of the file's descriptor; -1 if no descriptor is free."""
         try:
             return os.dup(self.file)
@@ -75,5 +75,5 @@ class Arriving:
             os.close(file)
 
 
-Arrives: TypeAlias = Callable[[tuple[object, ...], Sequence[int], int], "Arriving | None"]
+OpenBuffer: TypeAlias = Callable[[tuple[object, ...], Sequence[int], int], "IncomingBody | None"]
 """Returns the destination of a body, from the message's head and the body's sizes and length; None for memory."""

@@ -18,15 +18,15 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from colocate._system.jobs import error_text, report_exception
+from colocate._system.jobs import format_error, report_exception
 from colocate._system.limits import HANDSHAKE_S
 from colocate._system.threads import Thread
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
 from colocate.wire.framing import SCRATCH_BYTES
-from colocate.wire.hello import Hello, is_own_user, tune
+from colocate.wire.hello import Handshake, is_own_user, tune_socket
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
-from colocate.wire.tls import Tls, encrypted, secured
+from colocate.wire.tls import Tls, get_secured, wrap_tls
 
 if TYPE_CHECKING:
     import ssl
@@ -71,11 +71,11 @@ class EventLoop:
         self._own_thread = own_thread
         self._on_death = on_death
         self._epoll = select.epoll()
-        self._woken, self._waker = socket.socketpair()
-        for sock in (self._woken, self._waker):
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for sock in (self._wake_receiver, self._wake_sender):
             track_socket(sock).setblocking(False)
-        self._epoll.register(self._woken, select.EPOLLIN)
-        self._handlers: dict[int, Callable[[int], None]] = {self._woken.fileno(): self._on_wake}
+        self._epoll.register(self._wake_receiver, select.EPOLLIN)
+        self._handlers: dict[int, Callable[[int], None]] = {self._wake_receiver.fileno(): self._on_wake}
         self._lanes: dict[int, SocketLane] = {}
         self._listeners: list[Listener] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -95,7 +95,7 @@ class EventLoop:
             RuntimeError: No thread can be started.
         """
         with self._lock:
-            self._start()
+            self._start_thread()
 
     def attach(self, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> SocketLane:
         """Create a lane for a connected, authenticated socket, which the event loop owns from now on.
@@ -113,13 +113,13 @@ class EventLoop:
         """
         track_socket(sock)
         sock.setblocking(False)
-        tune(sock)
+        tune_socket(sock)
         lane = SocketLane(self, sock, on_message, on_closed)
         with self._lock:
             self._register(sock.fileno(), lane._on_events)
             self._lanes[sock.fileno()] = lane
         if lane._secured is not None:  # TLS may have buffered data that the kernel doesn't report.
-            self.later(0.0, partial(lane.receive, self.scratch))
+            self.call_later(0.0, partial(lane.receive, self.scratch))
         return lane
 
     def listen(self, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
@@ -137,8 +137,8 @@ class EventLoop:
             self._listeners.append(listener)
             self._register(listener.fileno(), listener._on_events)
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call a function whenever a descriptor is readable, such as a log pipe. The caller still owns the descriptor.
+    def watch(self, fd: int, callback: Callable[[], object]) -> None:
+        """Call a function whenever a descriptor (say, of a log pipe) is readable. The caller still owns the descriptor.
 
         Args:
             fd: The descriptor.
@@ -152,7 +152,7 @@ class EventLoop:
                 self.unwatch(fd)
                 report_exception()
 
-        self.serve(fd, on_events)
+        self.add_handler(fd, on_events)
 
     def unwatch(self, fd: int) -> None:
         """Stop watching a descriptor, which the caller may then close. A running callback isn't awaited."""
@@ -160,12 +160,12 @@ class EventLoop:
             if self._handlers.pop(fd, None) is not None and not self._ended.is_set():
                 self._epoll.unregister(fd)
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, action: Callable[[], None]) -> None:
         """Run an action on the event loop's thread after some seconds, unless the loop closes. Safe on any thread."""
         with self._lock:
             if self.is_closing:
                 return
-            self._start()
+            self._start_thread()
             heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
             if threading.current_thread() is not self._thread:
                 self._wake()  # The thread may be in a longer wait.
@@ -176,7 +176,7 @@ class EventLoop:
             if self._thread is not None:
                 raise RuntimeError(f"event loop {self.name!r} is served by {self._thread.name!r} already")
             self._thread = threading.current_thread()
-        self._serve()
+        self._run_loop()
 
     def close(self, timeout: float | None = None) -> bool:
         """Close all lanes and listeners; each lane's `on_closed` is called. Idempotent.
@@ -195,14 +195,14 @@ class EventLoop:
             if not self._ended.is_set():
                 self._wake()
         if thread is None:
-            self._end()
+            self._close_all()
         elif thread is not threading.current_thread():
             self._ended.wait(timeout)
             if self._own_thread and self._ended.is_set():
                 thread.join()
         return self._ended.is_set()
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close all inherited descriptors in a forked child; the parent's connections stay open."""
         ended, self._ended = self._ended.is_set(), threading.Event()
         # Set first, because later steps may fail, and a `close` in the child must not wait for the parent's thread.
@@ -212,14 +212,14 @@ class EventLoop:
         if not ended:
             # Descriptors stay registered, because parent and child share one epoll.
             self._epoll.close()
-            self._woken.close()
-            self._waker.close()
+            self._wake_receiver.close()
+            self._wake_sender.close()
             for lane in list(self._lanes.values()):
-                lane._forget_fork()
+                lane._close_after_fork()
 
     # -- for lanes and listeners
 
-    def serve(self, fd: int, handler: Callable[[int], None]) -> None:
+    def add_handler(self, fd: int, handler: Callable[[int], None]) -> None:
         """Call a handler with the events of a descriptor from now on.
 
         Raises:
@@ -228,11 +228,11 @@ class EventLoop:
         with self._lock:
             self._register(fd, handler)
 
-    def look_for(self, sock: socket.socket, events: int) -> None:
+    def set_events(self, sock: socket.socket, events: int) -> None:
         """Set the events to poll on a socket."""
         self._epoll.modify(sock, events)
 
-    def drop(self, sock: socket.socket) -> None:
+    def remove_socket(self, sock: socket.socket) -> None:
         """Stop serving a socket, before the socket is closed."""
         with self._lock:
             self._lanes.pop(sock.fileno(), None)
@@ -245,27 +245,27 @@ class EventLoop:
                         raise
 
     def _register(self, fd: int, handler: Callable[[int], None]) -> None:
-        """Register a descriptor and a handler. The lock is held."""
+        """Register a descriptor and a handler. The caller holds the lock."""
         if self.is_closing:
             raise ClosedError(f"event loop {self.name!r} is closed: it serves nothing any more")
-        self._start()
+        self._start_thread()
         self._epoll.register(fd, select.EPOLLIN)
         self._handlers[fd] = handler
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         """Start the thread, unless the thread has started before.
 
         The lock is held. Raises RuntimeError if no thread can be started; the next use tries again.
         """
         if self._own_thread and self._thread is None:
-            thread = Thread(target=self._serve, name=f"colocate-{self.name}")
+            thread = Thread(target=self._run_loop, name=f"colocate-{self.name}")
             thread.start()
             self._thread = thread
 
-    def _serve(self) -> None:
+    def _run_loop(self) -> None:
         try:
             while not self.is_closing:
-                for fd, events in self._epoll.poll(self._patience(), _EVENTS):
+                for fd, events in self._epoll.poll(self._run_due_timers(), _EVENTS):
                     # An earlier callback of this round may have dropped the descriptor.
                     if (handler := self._handlers.get(fd)) is not None:
                         handler(events)
@@ -274,13 +274,13 @@ class EventLoop:
             if not self._own_thread:  # The caller of `run` gets the exception.
                 raise
             report_exception()
-            reason = f"thread {threading.current_thread().name!r} was ended by {error_text(error)}"
-            self._end(reason)
-            _try(partial(self._on_death, reason))
+            reason = f"thread {threading.current_thread().name!r} was ended by {format_error(error)}"
+            self._close_all(reason)
+            _run_reporting(partial(self._on_death, reason))
         finally:
-            self._end()
+            self._close_all()
 
-    def _patience(self) -> float:
+    def _run_due_timers(self) -> float:
         """Run all due timers; return the seconds until the next one, or -1 for none."""
         now = time.monotonic()  # Read once, so that timers which become due meanwhile run later.
         while self._timers:
@@ -289,36 +289,36 @@ class EventLoop:
                 if delay > 0:
                     return max(0.0, min(self._timers[0][0] - time.monotonic(), _LOOKS_EVERY_S))
                 action = heapq.heappop(self._timers)[2]
-            _try(action)
+            _run_reporting(action)
         return -1
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # If the wake-up buffer is full, the thread will wake anyway.
-            self._waker.send(b"\0")
+            self._wake_sender.send(b"\0")
 
     def _on_wake(self, _events: int) -> None:
         with suppress(BlockingIOError):
-            self._woken.recv_into(self.scratch)
+            self._wake_receiver.recv_into(self.scratch)
 
-    def _end(self, reason: str = "the event loop was closed") -> None:
+    def _close_all(self, reason: str = "the event loop was closed") -> None:
         with self._lock:
             self.is_closing = True
             if self._ending:
                 return
             self._ending = True
         for listener in self._listeners:
-            _try(listener._end)
+            _run_reporting(listener._close_all)
         for lane in list(self._lanes.values()):
-            _try(partial(lane._finish, reason))
+            _run_reporting(partial(lane._finish, reason))
         with self._lock:
             self._ended.set()
             self._handlers.clear()
             self._epoll.close()
-            self._woken.close()
-            self._waker.close()
+            self._wake_receiver.close()
+            self._wake_sender.close()
 
 
-def _try(job: Callable[[], object]) -> None:
+def _run_reporting(job: Callable[[], object]) -> None:
     try:
         job()
     except Exception:
@@ -340,8 +340,8 @@ class Listener:
         self._sock = sock
         self._context = context
         self.address = address
-        self._strangers: dict[int, Hello] = {}  # Unauthenticated connections by descriptor, oldest first.
-        self._most = min(_MOST_STRANGERS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._strangers: dict[int, Handshake] = {}  # Unauthenticated connections by descriptor, oldest first.
+        self._stranger_limit = min(_MOST_STRANGERS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._sweeping = False
 
     def fileno(self) -> int:
@@ -352,16 +352,16 @@ class Listener:
         """Stop listening, so that nobody can connect to the address any more."""
         self._sock.close()
 
-    def _end(self) -> None:
+    def _close_all(self) -> None:
         for hello in list(self._strangers.values()):
-            self._drop(hello)
+            self._drop_stranger(hello)
         if self._sock.fileno() >= 0:
-            self._event_loop.drop(self._sock)
+            self._event_loop.remove_socket(self._sock)
         self.close()
 
     def _on_events(self, events: int) -> None:
         if events & select.EPOLLHUP:  # Other code has shut the socket down, so refuse further connections.
-            self._end()
+            self._close_all()
             return
         for _ in range(_ACCEPTS):
             try:
@@ -373,22 +373,22 @@ class Listener:
                     continue  # The peer has already closed the connection.
                 if self._strangers:
                     self._displace()
-                else:  # New connections wait in the backlog meanwhile.
-                    self._event_loop.look_for(self._sock, 0)
-                    self._event_loop.later(_PAUSE_S, self._resume)
+                else:  # Pause; new connections wait in the backlog until `_resume`.
+                    self._event_loop.set_events(self._sock, 0)
+                    self._event_loop.call_later(_PAUSE_S, self._resume)
                 return
             if not is_own_user(sock):
                 sock.close()
                 continue
-            if len(self._strangers) >= self._most:
+            if len(self._strangers) >= self._stranger_limit:
                 self._displace()
             try:
                 sock.setblocking(False)
-                tune(sock)
+                tune_socket(sock)
                 if self._context is not None:
-                    sock = encrypted(sock, self._context, server=True)
-                hello = Hello(sock, self._key)
-                self._event_loop.serve(sock.fileno(), partial(self._advance, hello))
+                    sock = wrap_tls(sock, self._context, server=True)
+                hello = Handshake(sock, self._key)
+                self._event_loop.add_handler(sock.fileno(), partial(self._advance, hello))
             except (OSError, ValueError, ClosedError):  # The peer has closed, or the event loop is closing.
                 sock.close()
                 continue
@@ -399,20 +399,20 @@ class Listener:
 
     def _resume(self) -> None:
         if self._sock.fileno() >= 0:
-            self._event_loop.look_for(self._sock, select.EPOLLIN)
+            self._event_loop.set_events(self._sock, select.EPOLLIN)
 
-    def _advance(self, hello: Hello, _events: int = 0) -> None:
+    def _advance(self, hello: Handshake, _events: int = 0) -> None:
         try:
             hello.advance()
         except BlockingIOError:
-            if (through := secured(hello.sock)) is not None:
-                self._event_loop.look_for(hello.sock, select.EPOLLOUT if through.wants_write else select.EPOLLIN)
+            if (through := get_secured(hello.sock)) is not None:
+                self._event_loop.set_events(hello.sock, select.EPOLLOUT if through.wants_write else select.EPOLLIN)
             return
         except OSError:
-            self._drop(hello)
+            self._drop_stranger(hello)
             return
         del self._strangers[hello.sock.fileno()]
-        self._event_loop.drop(hello.sock)
+        self._event_loop.remove_socket(hello.sock)
         try:
             self._on_accept(hello.sock)
         except Exception:
@@ -420,16 +420,16 @@ class Listener:
             if not self._event_loop.is_closing:  # An error is expected while the event loop is closing.
                 report_exception()
 
-    def _drop(self, hello: Hello) -> None:
+    def _drop_stranger(self, hello: Handshake) -> None:
         if self._strangers.get(hello.sock.fileno()) is hello:  # The connection isn't authenticated yet.
             del self._strangers[hello.sock.fileno()]
-            self._event_loop.drop(hello.sock)
+            self._event_loop.remove_socket(hello.sock)
             hello.sock.close()
 
     def _displace(self) -> None:
         """Drop a random unauthenticated connection, because the peer of the oldest connection may just be far away."""
         place = random.randrange(len(self._strangers))
-        self._drop(next(islice(self._strangers.values(), place, None)))
+        self._drop_stranger(next(islice(self._strangers.values(), place, None)))
 
     def _sweep(self) -> None:
         """Drop connections that haven't authenticated for too long; repeat while unauthenticated connections remain."""
@@ -437,13 +437,13 @@ class Listener:
         for hello in list(self._strangers.values()):
             if hello.since > oldest_allowed:
                 break
-            self._drop(hello)
+            self._drop_stranger(hello)
         self._sweeping = bool(self._strangers)
         if self._sweeping:
-            self._event_loop.later(HANDSHAKE_S / 4, self._sweep)
+            self._event_loop.call_later(HANDSHAKE_S / 4, self._sweep)
 
 
-def listen_widely(
+def listen_everywhere(
     host: str | None,
     tls: Tls | None = None,
     *,
@@ -489,10 +489,10 @@ def listen(
     context = None if tls is None else tls.context(server=True)
     if kind == "unix":
         name = f"colocate-{secrets.token_hex(16)}"
-        sock = _listening(socket.AF_UNIX, f"\0{name}")
+        sock = _open_socket(socket.AF_UNIX, f"\0{name}")
         address = f"unix:{name}"
     elif kind == "tcp":
-        sock = listening_within(bind or host, ports, what)
+        sock = listen_in_range(bind or host, ports, what)
         address = f"{'tcp' if context is None else 'tls'}:{host}:{sock.getsockname()[1]}"
     else:
         raise ValueError(f"no kind of address is called {kind!r}: use 'unix' or 'tcp'")
@@ -500,7 +500,7 @@ def listen(
     return Listener(sock, address, context)
 
 
-def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> socket.socket:
+def listen_in_range(host: str, ports: tuple[int, int] | None, what: str) -> socket.socket:
     """Return a listening TCP socket on an allowed port.
 
     Args:
@@ -513,11 +513,11 @@ def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> soc
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if ports is None:
-        return _listening(family, (host, 0))
+        return _open_socket(family, (host, 0))
     first, last = ports
     for port in range(first, last + 1):
         try:
-            return _listening(family, (host, port))
+            return _open_socket(family, (host, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -528,7 +528,7 @@ def listening_within(host: str, ports: tuple[int, int] | None, what: str) -> soc
     )
 
 
-def _listening(family: int, name: Any) -> socket.socket:
+def _open_socket(family: int, name: Any) -> socket.socket:
     sock = track_socket(socket.socket(family))
     try:
         if family != socket.AF_UNIX and name[1] != 0:  # For port 0 the kernel chooses a free port.

@@ -3,7 +3,8 @@
 A frame has a fixed prefix, the pickled head, the sizes of the body's segments (the pickle, then each buffer), and the
 payload, which has the segments, each at a multiple of 64 bytes. A large payload is in one sealed memory file. A Unix
 socket passes the file itself, so that a frame for many receivers costs one copy, and every receiver maps private
-memory. Any other socket gets the file's bytes. A file that is written repeatedly (`Area`) is mapped once, and shared.
+memory. Any other socket gets the file's bytes. A file that is written repeatedly (`ReusableFile`) is mapped once, and
+shared.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from weakref import WeakValueDictionary
 
 import attrs
 
-from colocate._definitions.packed import Buffer, InArea, Lost, Packed
-from colocate.wire.arriving import Arrives, Arriving
-from colocate.wire.memory_files import NONE_FREE, keep_length, map_private, mapped, memory_file, new_file
+from colocate._definitions.packed import Buffer, LostPacked, Packed, PackedInArea
+from colocate.wire.arriving import IncomingBody, OpenBuffer
+from colocate.wire.memory_files import NONE_FREE, create_file, create_memory_file, map_file, map_private, seal_length
 from colocate.wire.tls import send_file
 
 Head: TypeAlias = tuple[Any, ...]
@@ -38,7 +39,7 @@ Message: TypeAlias = tuple[Head, Packed | None]
 _VERSION = 1
 # The kinds of frames: without a body, payload inline, payload in a passed file, payload in a reused file.
 _BARE, _INLINE, _FILE, _AREA = range(4)
-_PREFIX = struct.Struct("<BBxxIIQ")  # Version, kind, bytes of the head, number of segments, bytes of the payload.
+_PREFIX = struct.Struct("<BBxxIIQ")  # Version, kind, size of the head, number of segments, size of the payload.
 _ALIGN = 64
 _ZEROS = bytes(_ALIGN)
 
@@ -76,9 +77,9 @@ class Frame:
             [partial(_NUMBER.pack_into, inline, place) for place in places] if places else ()
         )
 
-    def sending(self, passes_files: bool) -> SmallSending | Sending:
+    def create_sender(self, passes_files: bool) -> SmallSender | Sender:
         """Return a writer for one socket. The writer keeps the frame's memory until closed."""
-        return SmallSending(self._inline)
+        return SmallSender(self._inline)
 
     def hold(self) -> None:
         """Add a reference to the frame's memory; `close` drops a reference."""
@@ -102,7 +103,7 @@ class _FileFrame(Frame):
     """A frame with the payload in a file. Sockets that can't pass files get the payload's bytes."""
 
     __slots__ = ("_file", "_holders", "_lock", "_passed", "arriving", "payload_bytes")
-    arriving: Arriving  # The source of a payload that is still arriving.
+    arriving: IncomingBody  # The source of a payload that is still arriving.
 
     def __init__(
         self, passed: bytearray, inline: bytearray, file: int, payload_bytes: int, places: Sequence[int]
@@ -120,8 +121,8 @@ class _FileFrame(Frame):
         for start in (self._passed, self._inline):
             _NUMBER.pack_into(start, place, number)
 
-    def sending(self, passes_files: bool) -> Sending:
-        return Sending(self, passes_files)
+    def create_sender(self, passes_files: bool) -> Sender:
+        return Sender(self, passes_files)
 
     def hold(self) -> None:
         with self._lock:
@@ -155,16 +156,16 @@ class _OpenFrame(_FileFrame):
 
 
 @attrs.frozen(eq=False)
-class InFile:
-    """A body that is already in a reusable file; see `Area`."""
+class FileBody:
+    """A body that is already in a reusable file; see `ReusableFile`."""
 
     file: int
     sizes: tuple[int, ...]
     length: int
 
-    def frame(self, header: bytes) -> Frame:
+    def to_frame(self, header: bytes) -> Frame:
         """Return a frame that sends the body by passing the file."""
-        by_file, by_bytes = _heads(header, self.sizes, self.length, _AREA)
+        by_file, by_bytes = _build_heads(header, self.sizes, self.length, _AREA)
         return _OpenFrame(by_file, by_bytes, os.dup(self.file), self.length, ())
 
 
@@ -173,18 +174,18 @@ class _ArrivingFrame(_OpenFrame):
 
     __slots__ = ()
 
-    def __init__(self, header: bytes, arriving: Arriving) -> None:
-        by_file, by_bytes = _heads(header, arriving.sizes, arriving.length)
+    def __init__(self, header: bytes, arriving: IncomingBody) -> None:
+        by_file, by_bytes = _build_heads(header, arriving.sizes, arriving.length)
         super().__init__(by_file, by_bytes, os.dup(arriving.file), arriving.length, ())
         self.arriving = arriving
 
-    def sending(self, passes_files: bool) -> Sending:
+    def create_sender(self, passes_files: bool) -> Sender:
         if passes_files:
-            self.arriving.wait(self.payload_bytes - 1)
-        return _SendingOn(self, passes_files)
+            self.arriving.wait_for_more(self.payload_bytes - 1)
+        return _RelaySender(self, passes_files)
 
 
-class Area:
+class ReusableFile:
     """A reusable shared-memory file, in which the next body overwrites the previous body after all readers are done.
 
     New memory and new mappings cost more than a copy into existing memory.
@@ -194,7 +195,7 @@ class Area:
         self._file = -1
         self._memory: mmap.mmap | None = None
 
-    def write(self, body: Packed) -> InFile | Packed:
+    def write_body(self, body: Packed) -> FileBody | Packed:
         """Write a body into the file; return a small body unchanged, because direct sending is faster.
 
         Raises:
@@ -206,9 +207,9 @@ class Area:
             return body
         if self._memory is None or length > len(self._memory):
             self.close()
-            self._file = new_file()
+            self._file = create_file()
             os.ftruncate(self._file, length)
-            keep_length(self._file)
+            seal_length(self._file)
             self._memory = mmap.mmap(self._file, length)
         at, start = 0, ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         for piece in pieces:
@@ -218,7 +219,7 @@ class Area:
                 elif memory.nbytes:  # Copy without the GIL, because readers send requests meanwhile.
                     ctypes.memmove(start + at, ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
                 at += memory.nbytes
-        return InFile(self._file, sizes, length)
+        return FileBody(self._file, sizes, length)
 
     def close(self, above: int = -1) -> None:
         """Close the file if the file is larger than `above` bytes. Existing mappings stay valid."""
@@ -231,7 +232,7 @@ class Area:
         self._file, self._memory = -1, None
 
 
-def encode(head: Head, body: Packed | InFile | Arriving | None = None) -> Frame:
+def encode(head: Head, body: Packed | FileBody | IncomingBody | None = None) -> Frame:
     """Encode a message. The body is copied, so that the original memory may change afterwards.
 
     Args:
@@ -242,12 +243,12 @@ def encode(head: Head, body: Packed | InFile | Arriving | None = None) -> Frame:
         The frame; close it after all lanes have it.
     """
     header = pickle.dumps(head, protocol=5)
-    if isinstance(body, Arriving):
+    if isinstance(body, IncomingBody):
         return _ArrivingFrame(header, body)
-    return body.frame(header) if isinstance(body, InFile) else _frame(header, (), body)
+    return body.to_frame(header) if isinstance(body, FileBody) else _build_frame(header, (), body)
 
 
-def numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
+def encode_numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
     """Encode a message with placeholders for numbers in the head, which the frame's `puts` fill.
 
     Args:
@@ -255,22 +256,22 @@ def numbered(head: Head, count: int, body: Packed | None = None) -> Frame:
         count: The number of placeholders.
         body: As for `encode`.
     """
-    return _frame(*(_with_hole(head) if count == 1 else _with_holes(head, count)), body)
+    return _build_frame(*(_pickle_with_hole(head) if count == 1 else _pickle_with_holes(head, count)), body)
 
 
-def _frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
+def _build_frame(header: bytes, places: Sequence[int], body: Packed | None) -> Frame:
     if body is None:
         return Frame(bytearray(_PREFIX.pack(_VERSION, _BARE, len(header), 0, 0) + header), places)
     sizes = [len(body.data), *[buffer.nbytes for buffer in body.buffers]]
     pieces, length = _lay_out((body.data, *body.buffers), sizes)
-    by_file, by_bytes = _heads(header, sizes, length)
+    by_file, by_bytes = _build_heads(header, sizes, length)
     if length < FILE_BYTES:
         return Frame(bytearray().join((by_bytes, *pieces)), places)
-    return _OpenFrame(by_file, by_bytes, memory_file(pieces), length, places)
+    return _OpenFrame(by_file, by_bytes, create_memory_file(pieces), length, places)
 
 
-def _heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) -> tuple[bytearray, bytearray]:
-    """Return the bytes before the payload, first for a payload in a file of this kind, then for an inline payload."""
+def _build_heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) -> tuple[bytearray, bytearray]:
+    """Return the bytes before the payload twice: for a payload in a file (`kind`), and for an inline payload."""
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
     passed = _PREFIX.pack(_VERSION, kind, len(header), len(sizes), length)
     inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
@@ -278,12 +279,12 @@ def _heads(header: bytes, sizes: Sequence[int], length: int, kind: int = _FILE) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _with_hole(head: Head) -> tuple[bytes, Sequence[int]]:
-    """Return the result of `_with_holes` from a cache, because calls without arguments have equal heads."""
-    return _with_holes(head, 1)
+def _pickle_with_hole(head: Head) -> tuple[bytes, Sequence[int]]:
+    """Return a cached result of `_pickle_with_holes`, because repeated calls of a method often have the same head."""
+    return _pickle_with_holes(head, 1)
 
 
-def _with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
+def _pickle_with_holes(head: Head, count: int) -> tuple[bytes, Sequence[int]]:
     """Return a pickled head, and the offsets of the head's placeholders in the frame."""
     header, places, at = pickle.dumps(head, protocol=5), list[int](), 0
     for number in range(HOLE, HOLE + count):
@@ -305,7 +306,7 @@ def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffe
     return pieces, length
 
 
-def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
+def _split_body(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
     segments = []
     start = 0
     for size in sizes:
@@ -315,16 +316,16 @@ def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
     return Packed(segments[0], tuple(segments[1:]))
 
 
-class SmallSending:
-    """Writes a frame without a file to one socket."""
+class SmallSender:
+    """The writer of a frame without a file, for one socket."""
 
     __slots__ = ("_left",)
 
     def __init__(self, data: bytearray, sent: int = 0) -> None:
         self._left = memoryview(data)[sent:]
 
-    def write(self, sock: socket.socket) -> bool:
-        """Write the rest of the frame; return True. Raises the errors of `Sending.write`."""
+    def write_to(self, sock: socket.socket) -> bool:
+        """Write the rest of the frame; return True. Raises the errors of `Sender.write_to`."""
         while self._left:
             self._left = self._left[sock.send(self._left) :]
         return True
@@ -335,8 +336,8 @@ class SmallSending:
     abandon = close
 
 
-class Sending:
-    """Writes a frame with a file to one socket, and holds the frame's memory until `close`."""
+class Sender:
+    """The writer of a frame with a file, for one socket. Holds the frame's memory until `close`."""
 
     __slots__ = ("_from", "_left", "_pass", "frame")
 
@@ -347,7 +348,7 @@ class Sending:
         self._left: bytearray | memoryview = frame._passed if self._pass else frame._inline
         self._from = frame.payload_bytes if self._pass else 0
 
-    def write(self, sock: socket.socket) -> bool:
+    def write_to(self, sock: socket.socket) -> bool:
         """Write a bounded number of bytes to the socket.
 
         Returns:
@@ -366,7 +367,7 @@ class Sending:
             else:
                 self._left = memoryview(self._left)[written:]
         frame = self.frame
-        until = min(self._there(), self._from + _STRIDE_BYTES)
+        until = min(self._get_available_bytes(), self._from + _STRIDE_BYTES)
         while self._from < until:
             self._from += send_file(sock, frame._file, self._from, until - self._from)
         return self._from == frame.payload_bytes
@@ -379,7 +380,7 @@ class Sending:
         """Close the inherited file in a forked child."""
         self.frame.abandon()
 
-    def _there(self) -> int:
+    def _get_available_bytes(self) -> int:
         return self.frame.payload_bytes
 
     def _pass_file(self, sock: socket.socket) -> None:
@@ -396,37 +397,37 @@ class Sending:
         self._pass = False
 
 
-class _SendingOn(Sending):
-    """Writes a frame with a payload that is still arriving, and waits for missing bytes."""
+class _RelaySender(Sender):
+    """The writer of a frame whose payload is still arriving, for one socket. Waits for missing bytes."""
 
     __slots__ = ()
 
-    def _there(self) -> int:
+    def _get_available_bytes(self) -> int:
         assert isinstance(self.frame, _ArrivingFrame)
-        return self._from if self._from == self.frame.payload_bytes else self.frame.arriving.wait(self._from)
+        return self._from if self._from == self.frame.payload_bytes else self.frame.arriving.wait_for_more(self._from)
 
 
 class Reader:
     """Decodes messages from one socket.
 
-    The memory of messages is the receiver's own, except in an `Area`, which the sender may overwrite after the
+    The memory of messages is the receiver's own, except in an `ReusableFile`, which the sender may overwrite after the
     receiver's use. An area is mapped once, as long as a message from there is alive.
     """
 
     def __init__(self, passes_files: bool) -> None:
-        self._areas: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # Areas by inode of the file.
+        self._areas: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # The mapped reusable files, by inode.
         self._passes_files = passes_files
         self._files: deque[int] = deque()  # Received descriptors; -1 for a descriptor that was lost.
-        self._rest = bytearray()  # The bytes of an incomplete frame.
+        self._pending = bytearray()  # The bytes of an incomplete frame.
         self._head: Head = ()
         self._sizes: tuple[int, ...] = ()
         self._payload: memoryview | None = None  # A long payload, which the socket fills directly.
         self._filled = 0
-        self.arrives: Arrives | None = None  # Chooses the destination of long payloads.
-        self._arriving: Arriving | None = None
+        self.open_buffer: OpenBuffer | None = None  # Chooses the destination of long payloads.
+        self._arriving: IncomingBody | None = None
         self._unread = 0  # Bytes to skip of a payload that didn't fit into memory.
 
-    def read(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
+    def receive_messages(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
         """Receive once, and decode the complete messages.
 
         Args:
@@ -450,30 +451,30 @@ class Reader:
         else:
             count = self._receive(sock, scratch)
         if not count:
-            amid = payload is not None or self._unread or self._rest
+            amid = payload is not None or self._unread or self._pending
             raise EOFError("closed in the middle of a message" if amid else "closed")
         if payload is not None:
             self._filled += count
             if (arriving := self._arriving) is not None:
-                arriving.grew(self._filled)
+                arriving.set_received(self._filled)
             if self._filled < len(payload):
                 return []
             self._payload = self._arriving = None
             if arriving is not None:
-                return [(self._head, self._from_file(_FILE, len(payload), self._sizes, arriving.again()))]
-            return [(self._head, _split(payload, self._sizes))]
+                return [(self._head, self._map_body(_FILE, len(payload), self._sizes, arriving.duplicate_file()))]
+            return [(self._head, _split_body(payload, self._sizes))]
         if self._unread:
             self._unread -= count
             return []
-        if not self._rest:
+        if not self._pending:
             messages, used = self._parse(scratch[:count])
             if used < count:
-                self._rest += scratch[used:count]
+                self._pending += scratch[used:count]
             return messages
-        self._rest += scratch[:count]
-        with memoryview(self._rest) as view:
+        self._pending += scratch[:count]
+        with memoryview(self._pending) as view:
             messages, used = self._parse(view)
-        del self._rest[:used]
+        del self._pending[:used]
         return messages
 
     def close(self) -> None:
@@ -481,10 +482,10 @@ class Reader:
         while self._files:
             if (file := self._files.popleft()) >= 0:
                 os.close(file)
-        self._rest = bytearray()
+        self._pending = bytearray()
         self._payload = None
         if self._arriving is not None:
-            self._arriving.fail()
+            self._arriving.mark_failed()
 
     def _receive(self, sock: socket.socket, scratch: memoryview) -> int:
         if not self._passes_files:
@@ -515,14 +516,14 @@ class Reader:
                 continue
             sizes = struct.unpack_from(f"<{count}Q", view, table)
             if kind != _INLINE:
-                messages.append((head, self._from_file(kind, length, sizes, self._next_file())))
+                messages.append((head, self._map_body(kind, length, sizes, self._next_file())))
                 continue
             at = min(start + length, end)
             payload = memoryview(bytearray(view[start:at])) if start + length == at else None
             if payload is None:
-                messages += self._begin(head, sizes, length, view[start:at])
+                messages += self._begin_payload(head, sizes, length, view[start:at])
             else:
-                messages.append((head, _split(payload, sizes)))
+                messages.append((head, _split_body(payload, sizes)))
         return messages, at
 
     def _next_file(self) -> int:
@@ -530,37 +531,42 @@ class Reader:
             raise ValueError("a message came without its memory")
         return self._files.popleft()
 
-    def _from_file(self, kind: int, length: int, sizes: tuple[int, ...], file: int) -> Packed:
+    def _map_body(self, kind: int, length: int, sizes: tuple[int, ...], file: int) -> Packed:
         """Return the body in a file; if the file or memory is missing, return a body that raises when unpacked."""
         if file < 0:
-            return Lost.of(OSError(errno.EMFILE, NONE_FREE))
+            return LostPacked.from_error(OSError(errno.EMFILE, NONE_FREE))
         try:
             if kind == _FILE:
-                return _split(map_private(file, length), sizes)
-            return InArea(*_split(memoryview(self._area(file, length)), sizes))
+                return _split_body(map_private(file, length), sizes)
+            return PackedInArea(*_split_body(memoryview(self._map_area(file, length)), sizes))
         except OSError as error:
-            return Lost.of(OSError(error.errno, f"no memory is free for a message of {length} bytes"))
+            return LostPacked.from_error(OSError(error.errno, f"no memory is free for a message of {length} bytes"))
         finally:
             os.close(file)
 
-    def _area(self, file: int, length: int) -> mmap.mmap:
+    def _map_area(self, file: int, length: int) -> mmap.mmap:
         status = os.fstat(file)
         memory = self._areas.get(status.st_ino)
         if memory is None or len(memory) < length:
-            memory = self._areas[status.st_ino] = mapped(file, max(status.st_size, length), mmap.MAP_SHARED)
+            memory = self._areas[status.st_ino] = map_file(file, max(status.st_size, length), mmap.MAP_SHARED)
         return memory
 
-    def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
-        """Prepare to receive a payload directly. If memory is missing, return the message at once, with a lost body."""
+    def _begin_payload(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> list[Message]:
+        """Allocate the buffer for a long payload. If memory is missing, return the message with a `LostPacked` body."""
         try:
-            self._arriving = None if self.arrives is None else self.arrives(head, sizes, length)
+            self._arriving = None if self.open_buffer is None else self.open_buffer(head, sizes, length)
             self._payload = memoryview(bytearray(length)) if self._arriving is None else self._arriving.memory
         except (MemoryError, OSError):
             self._unread = length - len(first)
-            return [(head, Lost.of(OSError(errno.ENOMEM, f"no memory is free for a message of {length} bytes")))]
+            return [
+                (
+                    head,
+                    LostPacked.from_error(OSError(errno.ENOMEM, f"no memory is free for a message of {length} bytes")),
+                )
+            ]
         self._head, self._sizes = head, sizes
         self._payload[: len(first)] = first
         self._filled = len(first)
         if self._arriving is not None:
-            self._arriving.grew(self._filled)
+            self._arriving.set_received(self._filled)
         return []

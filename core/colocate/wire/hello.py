@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from colocate.wire._forks import track_socket
-from colocate.wire.tls import Tls, secure, tune_tcp
+from colocate.wire.tls import Tls, secure_dialled, tune_tcp
 
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
+def _make_proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
     """Return a side's proof of knowing the key.
 
     Raises:
@@ -64,7 +64,7 @@ def is_own_user(sock: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def tune(sock: socket.socket) -> None:
+def tune_socket(sock: socket.socket) -> None:
     """Set a socket's buffers and flags so that small messages are sent at once, and bursts of messages fit."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -72,7 +72,7 @@ def tune(sock: socket.socket) -> None:
         tune_tcp(sock)
 
 
-class Hello:
+class Handshake:
     """The listener's side of authentication, non-blocking.
 
     Attributes:
@@ -85,7 +85,7 @@ class Hello:
         self.since = time.monotonic()
         self._key = key
         self._nonce = b""
-        self._heard = b""
+        self._received = b""
 
     def advance(self) -> None:
         """Process the received bytes. On return the peer is authenticated.
@@ -99,17 +99,17 @@ class Hello:
             # The greeting is short enough for one send. During the TLS handshake the send raises BlockingIOError.
             self.sock.send(GREETING + nonce)
             self._nonce = nonce
-        while (missing := _NONCE_BYTES + _PROOF_BYTES - len(self._heard)) > 0:
+        while (missing := _NONCE_BYTES + _PROOF_BYTES - len(self._received)) > 0:
             # Read no byte more, because the bytes after the proof are messages.
             data = self.sock.recv(missing)
             if not data:
                 raise ConnectionAbortedError("closed before it was authenticated")
-            self._heard += data
-        nonces = self._nonce + self._heard[:_NONCE_BYTES]
-        if not hmac.compare_digest(self._heard[_NONCE_BYTES:], _proof(self._key, b"dialler", nonces)):
+            self._received += data
+        nonces = self._nonce + self._received[:_NONCE_BYTES]
+        if not hmac.compare_digest(self._received[_NONCE_BYTES:], _make_proof(self._key, b"dialler", nonces)):
             self.sock.send(REFUSED)
             raise ConnectionRefusedError("the other side doesn't know the key")
-        self.sock.send(WELCOME + _proof(self._key, b"listener", nonces))
+        self.sock.send(WELCOME + _make_proof(self._key, b"listener", nonces))
 
 
 def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:
@@ -138,14 +138,14 @@ def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = N
             raise
         return sock
 
-    return until_let_in(attempt, timeout)
+    return connect_with_retry(attempt, timeout)
 
 
 class TurnedAway(ConnectionError):
     """Raised if a listener closes a connection before authentication, because of too many connections or at its end."""
 
 
-def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -> _T:
+def connect_with_retry(attempt: Callable[[Callable[[], float]], _T], timeout: float) -> _T:
     """Call `attempt`, and again after each `TurnedAway`; the argument of `attempt` returns the seconds left.
 
     Raises:
@@ -206,18 +206,18 @@ def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
         if isinstance(error, BlockingIOError | TimeoutError):
             raise TimeoutError(f"{address} didn't accept a connection within {timeout:g} s") from error
         raise ConnectionRefusedError(f"nobody listens at {address}: {error.strerror or error}") from error
-    tune(sock)
+    tune_socket(sock)
     if kind != "tls" or tls is None:
         return sock
-    with _explained(address):
-        return secure(sock, tls, address, time.monotonic() + timeout)
+    with _explain_end(address):
+        return secure_dialled(sock, tls, address, time.monotonic() + timeout)
 
 
 def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None:
     """Authenticate a dialled connection, as the second half of `connect`, with the same errors.
 
     Raises:
-        TurnedAway: The listener had no room; another attempt may succeed (`until_let_in`).
+        TurnedAway: The listener had no room; another attempt may succeed (`connect_with_retry`).
     """
     if not is_own_user(sock):
         raise ConnectionRefusedError(f"{address} is served by another user's process: not connecting")
@@ -233,21 +233,21 @@ def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None
             data += part
         return data
 
-    with _explained(address):
+    with _explain_end(address):
         if hear(len(GREETING)) != GREETING:
             raise ConnectionRefusedError(f"what listens at {address} doesn't speak this version of colocate's wire")
         nonce = secrets.token_bytes(_NONCE_BYTES)
         nonces = hear(_NONCE_BYTES) + nonce
-        sock.sendall(nonce + _proof(key, b"dialler", nonces))
+        sock.sendall(nonce + _make_proof(key, b"dialler", nonces))
         if hear(len(WELCOME)) != WELCOME:
             raise ConnectionRefusedError(f"what listens at {address} has refused this side: the keys differ")
-        if not hmac.compare_digest(hear(_PROOF_BYTES), _proof(key, b"listener", nonces)):
+        if not hmac.compare_digest(hear(_PROOF_BYTES), _make_proof(key, b"listener", nonces)):
             raise ConnectionRefusedError(f"what listens at {address} doesn't know the key: not talking to it")
     sock.settimeout(None)
 
 
 @contextlib.contextmanager
-def _explained(address: str) -> Iterator[None]:
+def _explain_end(address: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:

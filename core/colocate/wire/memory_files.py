@@ -33,7 +33,7 @@ _libc_mmap.argtypes = (
 )
 
 
-def memory_file(pieces: Iterable[Buffer]) -> int:
+def create_memory_file(pieces: Iterable[Buffer]) -> int:
     """Write pieces of memory into a new anonymous file, and seal the file against any change.
 
     Args:
@@ -45,7 +45,7 @@ def memory_file(pieces: Iterable[Buffer]) -> int:
     Raises:
         OSError: No descriptor is free, or no memory.
     """
-    file = new_file()
+    file = create_file()
     try:
         _write_all(file, pieces)
         _seal(file)
@@ -55,7 +55,7 @@ def memory_file(pieces: Iterable[Buffer]) -> int:
     return file
 
 
-def new_file() -> int:
+def create_file() -> int:
     """Return an empty anonymous file.
 
     Raises:
@@ -67,7 +67,7 @@ def new_file() -> int:
         raise OSError(error.errno, NONE_FREE) if error.errno == errno.EMFILE else error from None
 
 
-def keep_length(file: int) -> None:
+def seal_length(file: int) -> None:
     """Seal a file against shrinking, because a mapping must not lose pages."""
     fcntl.fcntl(file, F_ADD_SEALS, _SEAL_SHRINK)
 
@@ -76,7 +76,7 @@ def _write_all(file: int, pieces: Iterable[Buffer]) -> None:
     # Writing is faster than mapping and copying, which costs a page fault and a cleared page per page.
     views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0
     while batch := list(islice(views, _VECTORS)):
-        at = _write(file, batch, at)
+        at = _write_batch(file, batch, at)
 
 
 def _seal(file: int) -> None:
@@ -95,7 +95,7 @@ def _seal(file: int) -> None:
                 raise
 
 
-def _write(file: int, batch: list[memoryview], at: int) -> int:
+def _write_batch(file: int, batch: list[memoryview], at: int) -> int:
     first = 0
     while first < len(batch):
         written = os.pwritev(file, batch[first:], at)
@@ -112,7 +112,7 @@ def map_private(file: int, length: int) -> memoryview:
     """Map a sealed file as private writable memory, which is unmapped with the last reference.
 
     Args:
-        file: A file from `memory_file`; may be closed afterwards.
+        file: A file from `create_memory_file`; may be closed afterwards.
         length: Number of bytes to map.
 
     Returns:
@@ -122,10 +122,10 @@ def map_private(file: int, length: int) -> memoryview:
         ValueError: The file isn't sealed against shrinking or is too short (access to the memory could kill the
             process).
     """
-    return memoryview(mapped(file, length, mmap.MAP_PRIVATE))
+    return memoryview(map_file(file, length, mmap.MAP_PRIVATE))
 
 
-def mapped(file: int, length: int, how: int) -> mmap.mmap:
+def map_file(file: int, length: int, how: int) -> mmap.mmap:
     """Map a file that can't become shorter; `how` is `mmap.MAP_PRIVATE` or `mmap.MAP_SHARED`."""
     if os.fstat(file).st_size < length or not fcntl.fcntl(file, _F_GET_SEALS) & _SEAL_SHRINK:
         raise ValueError("a message's memory isn't sealed or is too short")

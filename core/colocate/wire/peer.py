@@ -13,18 +13,18 @@ from types import TracebackType
 from typing import TypeAlias
 
 from colocate._definitions.packed import Packed
-from colocate._system.jobs import error_text, report_exception
+from colocate._system.jobs import format_error, report_exception
 from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate._system.threads import Thread
 from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
-from colocate.wire.arriving import Arrives, Arriving
-from colocate.wire.event_loop import EventLoop, listen_widely
-from colocate.wire.framing import Frame, Head, InFile, Message, Reader, encode
-from colocate.wire.hello import dial, prove, until_let_in
+from colocate.wire.arriving import IncomingBody, OpenBuffer
+from colocate.wire.event_loop import EventLoop, listen_everywhere
+from colocate.wire.framing import FileBody, Frame, Head, Message, Reader, encode
+from colocate.wire.hello import connect_with_retry, dial, prove
 from colocate.wire.tls import Tls
 
-Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | InFile | Arriving | None]]
+Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | FileBody | IncomingBody | None]]
 
 _SCRATCH_BYTES = 16 << 10
 
@@ -82,9 +82,9 @@ class PeerChannel:
             RuntimeError: No thread can be started.
         """
         with self._lock:
-            self._check(self.aborts)
+            self._check_usable(self.aborts)
             if self._event_loop is None:
-                listeners = listen_widely(self._host, self._tls, ports=self._ports, what="what other workers fetch")
+                listeners = listen_everywhere(self._host, self._tls, ports=self._ports, what="what other workers fetch")
                 event_loop = EventLoop("peer", on_death=self._on_death)
                 try:
                     for listener in listeners:
@@ -96,7 +96,9 @@ class PeerChannel:
                 self._address = ",".join(listener.address for listener in listeners)
             return self._address
 
-    def request(self, address: str, head: Head, aborts: int | None = None, arrives: Arrives | None = None) -> Message:
+    def request(
+        self, address: str, head: Head, aborts: int | None = None, arrives: OpenBuffer | None = None
+    ) -> Message:
         """Send a request to a peer, and wait for the answer, without a timeout.
 
         Args:
@@ -113,7 +115,7 @@ class PeerChannel:
             ConnectionError: The peer is gone, doesn't know the key, or failed to answer; or `abort` was called.
         """
         frame = encode(head)
-        connection = self._take(address, self.aborts if aborts is None else aborts)
+        connection = self._get_connection(address, self.aborts if aborts is None else aborts)
         keep = False
         try:
             with suppress(OSError):  # A peer that has closed may have sent a reason before.
@@ -125,7 +127,7 @@ class PeerChannel:
             reason = connection.aborted or f"the connection ended before it answered ({error})"
             raise ConnectionError(f"asking the peer at {address}: {reason}") from error
         finally:
-            self._done(connection, keep)
+            self._release_connection(connection, keep)
         if not fine:
             raise ConnectionError(f"the peer at {address} could not answer: {answer[0]}")
         return tuple(answer), body
@@ -163,7 +165,7 @@ class PeerChannel:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0))
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Refuse further use in a forked child, where all tracked sockets are closed."""
         self._lock = threading.Lock()
         self._closed = True
@@ -180,7 +182,7 @@ class PeerChannel:
     ) -> None:
         self.close()
 
-    def _check(self, aborts: int) -> None:
+    def _check_usable(self, aborts: int) -> None:
         if self._pid != os.getpid():
             raise ForkedError("a forked child can't use its parent's peer channel: ask from the process that made it")
         if self._closed:
@@ -188,9 +190,9 @@ class PeerChannel:
         if self.aborts != aborts:
             raise ConnectionError("the request was aborted before it was made")
 
-    def _take(self, address: str, aborts: int) -> _Connection:
+    def _get_connection(self, address: str, aborts: int) -> _Connection:
         with self._lock:
-            self._check(aborts)
+            self._check_usable(aborts)
             idle = self._idle.get(address, [])
             while idle:
                 connection = idle.pop()
@@ -199,7 +201,7 @@ class PeerChannel:
                     return connection
                 connection.close()
         try:
-            return until_let_in(partial(self._connect, address, aborts), PEER_CONNECTS_WITHIN_S)
+            return connect_with_retry(partial(self._connect, address, aborts), PEER_CONNECTS_WITHIN_S)
         except ConnectionError:
             raise
         except OSError as error:
@@ -211,7 +213,7 @@ class PeerChannel:
         with self._lock:
             self._busy.add(connection)
         try:
-            self._check(aborts)
+            self._check_usable(aborts)
             prove(connection.sock, address, self._key, left())
             proved = True
         except OSError as error:
@@ -220,10 +222,10 @@ class PeerChannel:
             raise
         finally:
             if not proved:
-                self._done(connection, keep=False)
+                self._release_connection(connection, keep=False)
         return connection
 
-    def _done(self, connection: _Connection, keep: bool) -> None:
+    def _release_connection(self, connection: _Connection, keep: bool) -> None:
         with self._lock:
             self._busy.discard(connection)
             if self._closed or connection.aborted or not keep:
@@ -250,7 +252,7 @@ class PeerChannel:
             try:
                 thread.start()
             except RuntimeError as error:
-                connection.send(encode((False, error_text(error))))  # This is short enough for one send.
+                connection.send(encode((False, format_error(error))))  # This is short enough for one send.
                 connection.close()
                 return
             self._serving[thread] = connection
@@ -259,7 +261,7 @@ class PeerChannel:
         try:
             while True:
                 head, _body = connection.receive()
-                with self._answer(head) as frame:
+                with self._build_answer(head) as frame:
                     connection.send(frame)
         except (EOFError, OSError, ValueError):
             pass  # The peer has closed the connection, or this side is closing.
@@ -268,14 +270,14 @@ class PeerChannel:
                 self._serving.pop(threading.current_thread(), None)
                 connection.close()
 
-    def _answer(self, head: Head) -> Frame:
+    def _build_answer(self, head: Head) -> Frame:
         try:
             answer, body = self._handler(head)
             return encode((True, *answer), body)
         except BaseException as error:  # Packing users' values may raise any exception.
-            if not isinstance(error, ColocateError):  # Errors of colocate concern the peer only.
+            if not isinstance(error, ColocateError):  # Errors of colocate are only sent to the peer.
                 report_exception()
-            return encode((False, error_text(error)))
+            return encode((False, format_error(error)))
 
 
 class _Connection:
@@ -290,18 +292,18 @@ class _Connection:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def send(self, frame: Frame) -> None:
-        sending = frame.sending(self._passes_files)
+        sending = frame.create_sender(self._passes_files)
         try:
-            while not sending.write(self.sock):
+            while not sending.write_to(self.sock):
                 pass
         finally:
             sending.close()
 
-    def receive(self, arrives: Arrives | None = None) -> Message:
+    def receive(self, arrives: OpenBuffer | None = None) -> Message:
         """Wait for the next message; `arrives` chooses the destination of a long body."""
-        self._reader.arrives = arrives
+        self._reader.open_buffer = arrives
         while True:
-            for message in self._reader.read(self.sock, self._scratch):
+            for message in self._reader.receive_messages(self.sock, self._scratch):
                 return message  # A connection carries one message at a time.
 
     def is_quiet(self) -> bool:

@@ -25,7 +25,7 @@ CUT_AFTER_S = 15.0
 """Default seconds without any sign of a machine after which a connection counts as cut."""
 _PROBED_EVERY_S = 1
 _LONGEST_MS = 2**31 - 1
-_here: list[float] = [CUT_AFTER_S]  # This process's seconds until a connection counts as cut.
+_default_cut_s: list[float] = [CUT_AFTER_S]  # This process's seconds until a connection counts as cut.
 
 
 @attrs.frozen
@@ -44,11 +44,11 @@ class Tls:
 
     def context(self, server: bool) -> ssl.SSLContext:
         """Return the SSL context. Host names aren't checked, because the authority signs for the cluster only."""
-        return _context(self, server)
+        return _create_context(self, server)
 
 
 @functools.lru_cache(maxsize=4)  # Cached, because reading the certificates takes 2 ms.
-def _context(tls: Tls, server: bool) -> ssl.SSLContext:
+def _create_context(tls: Tls, server: bool) -> ssl.SSLContext:
     import ssl
 
     from colocate.wire._secured import Secured
@@ -70,7 +70,7 @@ def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     return context
 
 
-def secured(sock: socket.socket) -> Secured | None:
+def get_secured(sock: socket.socket) -> Secured | None:
     """Return a socket as `Secured`, or None for a socket without TLS."""
     if type(sock) is socket.socket:
         return None
@@ -79,7 +79,7 @@ def secured(sock: socket.socket) -> Secured | None:
     return sock if isinstance(sock, Secured) else None
 
 
-def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret: bytes = b"") -> Secured:
+def wrap_tls(sock: socket.socket, context: ssl.SSLContext, server: bool, secret: bytes = b"") -> Secured:
     """Wrap a connection in TLS, and detach the socket. The handshake runs with the first receive or send.
 
     Args:
@@ -93,11 +93,14 @@ def encrypted(sock: socket.socket, context: ssl.SSLContext, server: bool, secret
     connection = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
     assert isinstance(connection, Secured)
     if secret:
-        connection.to_say, connection.to_hear = _proof(secret, not server), _proof(secret, server)
+        connection.unsent_proof, connection.expected_proof = (
+            _make_proof(secret, not server),
+            _make_proof(secret, server),
+        )
     return connection
 
 
-def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secured:
+def secure_dialled(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secured:
     """Encrypt a dialled connection before a deadline in monotonic time. The result owns the socket.
 
     Raises:
@@ -106,7 +109,7 @@ def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secure
         ConnectionResetError: The peer has closed the connection.
     """
     try:
-        sock = connection = encrypted(sock, tls.context(server=False), server=False)
+        sock = connection = wrap_tls(sock, tls.context(server=False), server=False)
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
         connection.set_up()
         return connection
@@ -118,22 +121,22 @@ def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secure
         raise ConnectionRefusedError(f"{where} isn't trusted, or doesn't trust this side: {error}") from error
 
 
-def anew(sock: socket.socket, secret: bytes) -> socket.socket:
+def restart_tls(sock: socket.socket, secret: bytes) -> socket.socket:
     """Restart TLS on a dialled connection that the other side passes to another process with the same secret.
 
     Returns:
         The new socket, with the handshake pending. A connection without TLS is returned unchanged.
     """
-    if (before := secured(sock)) is None:
+    if (before := get_secured(sock)) is None:
         return sock
-    return encrypted(socket.socket(fileno=before.detach()), before.context, server=False, secret=secret)
+    return wrap_tls(socket.socket(fileno=before.detach()), before.context, server=False, secret=secret)
 
 
-def hand_on(sock: socket.socket, tls: Tls | None, secret: bytes) -> bytes:
+def describe_handover(sock: socket.socket, tls: Tls | None, secret: bytes) -> bytes:
     """Return the data for a process that takes over a connection: the certificates, and the secret if TLS restarts."""
     if tls is None:
         return _NO_TLS
-    return json.dumps([*attrs.astuple(tls), secret.hex() if secured(sock) is not None else None]).encode()
+    return json.dumps([*attrs.astuple(tls), secret.hex() if get_secured(sock) is not None else None]).encode()
 
 
 def take_over(sock: socket.socket, told: bytes) -> tuple[socket.socket, Tls | None]:
@@ -144,12 +147,12 @@ def take_over(sock: socket.socket, told: bytes) -> tuple[socket.socket, Tls | No
     tls = Tls(*parts)
     if secret is None:
         return sock, tls
-    return encrypted(sock, tls.context(server=True), server=True, secret=bytes.fromhex(secret)), tls
+    return wrap_tls(sock, tls.context(server=True), server=True, secret=bytes.fromhex(secret)), tls
 
 
 def send_file(sock: socket.socket, file: int, offset: int, count: int) -> int:
     """Send a part of a file as `os.sendfile` does, through TLS if the connection is encrypted."""
-    if (through := secured(sock)) is not None:
+    if (through := get_secured(sock)) is not None:
         return through.send(os.pread(file, min(count, through.CHUNK_BYTES), offset))
     return os.sendfile(sock.fileno(), file, offset, count)
 
@@ -159,16 +162,16 @@ def tune_tcp(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):  # A timeout that was set before stays.
-        cut_after(sock, _here[0])
+        set_cut_timeout(sock, _default_cut_s[0])
 
 
-def cut_here_after(seconds: float | None) -> None:
+def set_default_cut(seconds: float | None) -> None:
     """Set the seconds of silence after which new connections of this process count as cut; None changes nothing."""
     if seconds is not None:
-        _here[0] = seconds
+        _default_cut_s[0] = seconds
 
 
-def cut_after(sock: socket.socket, seconds: float) -> None:
+def set_cut_timeout(sock: socket.socket, seconds: float) -> None:
     """Set the seconds without any sign of the other machine after which a connection counts as cut.
 
     The kernels probe each other, so that a stopped or busy process doesn't count as a dead machine. Connections within
@@ -182,5 +185,5 @@ def cut_after(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(seconds * 1000, _LONGEST_MS)))
 
 
-def _proof(secret: bytes, server: bool) -> bytes:
+def _make_proof(secret: bytes, server: bool) -> bytes:
     return hmac.digest(secret, b"taken over" if server else b"handed on", "sha256")

@@ -27,11 +27,11 @@ class Turns:
         self._fd = lane.fileno()
         self._news.register(self._fd, select.POLLIN)
         self._news.register(self._wake, select.POLLIN)
-        self._waiting = False
+        self._is_waiting = False
         track(self)
 
-    def soon(self) -> None:
-        """Begin a turn early, because this thread is about to `wait`, and an answer may arrive before.
+    def take_turn(self) -> None:
+        """Begin a turn before `receive_until` is called, because an answer may arrive earlier.
 
         Otherwise the event loop would often receive the answer, and two threads would compete.
         """
@@ -40,16 +40,16 @@ class Turns:
         except OSError:
             pass  # A role has closed the descriptor, which the next send notices.
 
-    def over(self) -> None:
-        """End a turn that `soon` has begun and no `wait` has used."""
+    def end_turn(self) -> None:
+        """End a turn that `take_turn` has begun and no `receive_until` has used."""
         with suppress(OSError):
             self._lane.take_back()
 
-    def wait(self, until: Callable[[], bool]) -> bool:
+    def receive_until(self, until: Callable[[], bool]) -> bool:
         """Receive messages until a condition holds or the lane has ended. Always call this on the same thread.
 
         Args:
-            until: The condition. A message makes it true, or another thread, which then calls `wake`.
+            until: The condition. A message makes it true, or another thread, which then calls `notify_news`.
 
         Returns:
             Whether the condition holds.
@@ -57,8 +57,8 @@ class Turns:
         if not self._lane.lend():
             return until()
         try:
-            while not (is_done := until()) and not self._lane.finished:
-                for fd in self._readable(until):
+            while not (is_done := until()) and not self._lane.is_finished:
+                for fd in self._poll_readable(until):
                     if fd == self._wake:
                         os.eventfd_read(self._wake)
                     else:
@@ -67,24 +67,24 @@ class Turns:
         finally:
             self._lane.take_back()
 
-    def _readable(self, until: Callable[[], bool]) -> list[int]:
-        self._waiting = True  # Set before the check, so that a thread that changes the condition later calls `wake`.
+    def _poll_readable(self, until: Callable[[], bool]) -> list[int]:
+        self._is_waiting = True  # Set before the check, so that `notify_news` also works between check and wait.
         try:
             return [] if until() else [fd for fd, _ in self._news.poll()]
         finally:
-            self._waiting = False
+            self._is_waiting = False
 
-    def turn_to(self, lane: SocketLane) -> None:
+    def use_lane(self, lane: SocketLane) -> None:
         """Receive from another lane from now on, as the previous lane has ended. Call this on the waiting thread."""
         if self._fd >= 0:
             self._news.unregister(self._fd)
         self._lane, self._fd = lane, lane.fileno()
-        if self._fd >= 0:  # Otherwise the new lane has ended, too, as `wait` will notice.
+        if self._fd >= 0:  # Otherwise the new lane has ended, too, as `receive_until` will notice.
             self._news.register(self._fd, select.POLLIN)
 
-    def wake(self) -> None:
+    def notify_news(self) -> None:
         """Wake the waiting thread to check the condition again. Safe on any thread."""
-        if self._waiting:
+        if self._is_waiting:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Turns:
         wake, self._wake = self._wake, -1
         os.close(wake)
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the inherited descriptor in a forked child."""
         if self._wake >= 0:
             os.close(self._wake)

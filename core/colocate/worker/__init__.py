@@ -1,1 +1,1 @@
-"""Code that runs inside a slot, in the same way for every executor."""
+"""The code of a worker, which is the same for every executor."""

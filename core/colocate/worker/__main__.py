@@ -7,21 +7,21 @@ from colocate.worker.birth.supervisor import supervise
 if sys.argv[1] == "forks":
     from colocate.worker.birth.template import Template
 
-    Template().run()  # This returns in each fork, with the worker's arguments in `sys.argv`.
+    Template().serve_forks()  # This returns in each fork, with the worker's arguments in `sys.argv`.
 
 
-def leave_signals() -> None:
-    """Set the worker's signal handling, before a signal arrives."""
-    from colocate.worker.birth.signals import leave_to_the_driver
+def start_ignoring_signals() -> None:
+    """Ignore signals meant for the driver. Called in the worker before signals are unblocked."""
+    from colocate.worker.birth.signals import ignore_driver_signals
 
-    leave_to_the_driver()
+    ignore_driver_signals()
 
 
-# This comes first, because earlier imports would take memory in the supervisors, too.
-supervise(int(sys.argv[2]), leave_signals)
+# Supervisors are forked before the imports below, which would take memory in the supervisors, too.
+supervise(int(sys.argv[2]), start_ignoring_signals)
 
-from colocate.worker.birth.ending import end  # noqa: E402
+from colocate.worker.birth.ending import end_process  # noqa: E402
 from colocate.worker.birth.main import main  # noqa: E402
 
 main()
-end()
+end_process()

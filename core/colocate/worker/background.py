@@ -44,7 +44,7 @@ class Background:
         Args: role: The role's name. boot, scope: Those of the worker. on_held, on_broken: See `Lane`.
         """
         self.device = Device(boot.device, in_process=True)
-        self.setting = Setting(boot.device, in_process=True, leaves=self.device.leaves, own_stream=True)
+        self.setting = Setting(boot.device, in_process=True, leaves=self.device.on_stream_left, own_stream=True)
         self.lane = Lane(
             f"colocate-lane-{boot.worker}/{role}",
             scope,
@@ -53,9 +53,9 @@ class Background:
             on_end=lambda: self.runner.close(),
         )
 
-    def keeps(self) -> bool:
+    def is_pausing(self) -> bool:
         """Return whether the running call should stop at the next pause point."""
-        return self.lane.keeps()
+        return self.lane.is_pausing()
 
     def pause_point(self, call: CallState) -> None:
         """Stop a sync call while the lane is paused, unless nobody waits for the call any more.
@@ -63,44 +63,44 @@ class Background:
         Raises:
             ColocateError: The calling code is async, or on another thread.
         """
-        if not self.lane.keeps():
+        if not self.lane.is_pausing():
             return
-        if (work := self._work(call)).concurrency or threading.current_thread() is not self.lane.thread:
+        if (work := self._to_work(call)).concurrency or threading.current_thread() is not self.lane.thread:
             raise ColocateError(
                 f"ctx.pause_point() stops the thread on which {work.label} runs: an async method awaits "
                 "ctx.async_pause_point(), and other threads have none"
             )
-        self.rest(work, lambda: True, lambda: work.cancelled)
+        self.wait_at_pause(work, lambda: True, lambda: work.cancelled)
 
-    def rest(self, work: Work, may_go_on: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+    def wait_at_pause(self, work: Work, may_go_on: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         """Block a sync call until `may_go_on()` holds and the lane isn't paused, or until `is_over()` holds."""
-        if (may_go_on() and not self.lane.keeps()) or is_over():
+        if (may_go_on() and not self.lane.is_pausing()) or is_over():
             return
-        self.device.end(work.label)  # The call's device work must be done before another lane uses the device.
-        self.lane.rest_here(work, lambda: (may_go_on() and not self.lane.keeps()) or is_over())
+        self.device.finish_call(work.label)  # The call's device work must be done before another lane uses the device.
+        self.lane.wait_at_pause(work, lambda: (may_go_on() and not self.lane.is_pausing()) or is_over())
 
     async def async_pause_point(self, call: CallState) -> None:
         """Wait at a pause point of an async call while the lane is paused.
 
         Concurrent calls continue to their pause points.
         """
-        work = self._work(call)
-        while self.lane.keeps() and not work.cancelled:
-            self.device.end(work.label)
-            await self.lane.rest(work)
+        work = self._to_work(call)
+        while self.lane.is_pausing() and not work.cancelled:
+            self.device.finish_call(work.label)
+            await self.lane.async_wait_at_pause(work)
 
     @contextlib.asynccontextmanager
     async def resting(self, call: CallState) -> AsyncIterator[None]:
-        """Count a block of an async call as a pause point. The call must only wait inside the block."""
-        work = self._work(call)
-        self.device.end(work.label)
-        with self.lane.resting(work):
+        """Count a block of an async call as a pause point. Inside the block, the call may wait, but not compute."""
+        work = self._to_work(call)
+        self.device.finish_call(work.label)
+        with self.lane.paused_block(work):
             yield
         await self.async_pause_point(call)
 
     @staticmethod
-    def _work(call: CallState) -> Work:
-        work = call.of if isinstance(call, RowState) else call
+    def _to_work(call: CallState) -> Work:
+        work = call.call if isinstance(call, RowState) else call
         assert isinstance(work, Work)
         return work
 
@@ -121,26 +121,26 @@ class LaneBarrier:
         self._seq, self._lanes, self._missing, self._is_over = seq, lanes, len(lanes), False
         self._news, self._scope = news, scope
         for lane in lanes:
-            lane.put(BarrierWork(seq, partial(self._stand, lane), label))
+            lane.enqueue(BarrierWork(seq, partial(self._hold_lane, lane), label))
 
-    def _stand(self, lane: Lane, work: Work) -> bool:
+    def _hold_lane(self, lane: Lane, work: Work) -> bool:
         with self._news:
             self._missing -= 1
             self._news.notify_all()
-        lane.stand(lambda: self._is_over or self._scope.closed is not None)
+        lane.stand_still(lambda: self._is_over or self._scope.closed is not None)
         return True
 
-    def wait(self) -> bool:
+    def wait_for_lanes(self) -> bool:
         """Wait on the main lane until all other lanes stand still.
 
         Return False if the call must not wait any longer.
         """
         with self._news:
-            self._news.wait_for(lambda: not self._missing or self._scope.why(self._seq) is not None)
+            self._news.wait_for(lambda: not self._missing or self._scope.get_wait_refusal(self._seq) is not None)
             return not self._missing
 
-    def end(self) -> None:
+    def release_lanes(self) -> None:
         """Release the lanes, because the call has ended or won't run."""
         self._is_over = True
         for lane in self._lanes:
-            lane.look_around()
+            lane.wake_lane()

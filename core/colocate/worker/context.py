@@ -19,7 +19,7 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._role.context import Context, RowState, running_call
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate._system.recent import RecentSpans
 from colocate._values.codec import Codec
 from colocate.errors import ConfigError, SerializationError
@@ -27,7 +27,7 @@ from colocate.executor import Boot
 from colocate.gpus import KIND, in_use
 from colocate.worker.background import Background
 from colocate.worker.device import Device
-from colocate.worker.hooks import OfWorker
+from colocate.worker.hooks import WorkerFeature
 from colocate.worker.lane import Lane
 from colocate.worker.residents.store import Store
 from colocate.worker.serving.definitions import Definitions
@@ -38,7 +38,7 @@ from colocate.worker.settings import Setting
 if TYPE_CHECKING:
     from colocate.worker.residents.peers import Peers
 
-_OF_CODE = (questions.Missing, questions.Source, questions.Compare)
+_OF_CODE = (questions.MissingParts, questions.Source, questions.Compare)
 _CAUSE_EVERY_S = 0.01  # Interval, in seconds, at which features are asked for the cause of a failure.
 
 
@@ -58,11 +58,11 @@ class WorkerContext(abc.ABC):
         device: The slot's device.
         setting: Reads and sets torch's settings.
         lane: The main lane, which runs all role code except that of background roles.
-        empty: Bytes of the process before the first role; None if the process is the driver's.
+        baseline_bytes: Bytes of the process before the first role; None if the process is the driver's.
         slots: Number of slots of the group.
         collective_timeout: Timeout of a process group's operations, in seconds.
-        looking: Lock held while another thread than the lane inspects roles' objects, which keeps dropped objects
-            alive.
+        inspection_lock: Lock held while another thread than the lane inspects roles' objects, which keeps dropped
+            objects alive.
         codec: Serializes values.
         instances: Role instances by name, for `ctx.sibling`.
         definitions: Classes and functions known to the worker and its driver.
@@ -70,83 +70,86 @@ class WorkerContext(abc.ABC):
         peers: Access to other workers' residents.
         recent: Busy times of roles; None if only the driver asks, which has its own record.
         parts: The worker's halves of features, by feature.
-        begins: The `begins` methods of all halves that override this hook. The other tuples hold other hooks.
+        begin_checks: The `check_begin` methods of all halves that override this hook. The other tuples hold other
+            hooks.
     """
 
     lane: Lane
     peers: Peers
-    empty: int | None = None
+    baseline_bytes: int | None = None
     slots = 1
     collective_timeout = 1800.0
-    parts: Mapping[str, OfWorker] = MappingProxyType({})
+    parts: Mapping[str, WorkerFeature] = MappingProxyType({})
     recent: RecentSpans[str] | None = None
-    enters: tuple[Callable[..., None], ...] = ()
-    leaves: tuple[Callable[..., None], ...] = ()
-    begins: tuple[Callable[..., None], ...] = ()
-    reaches: tuple[Callable[..., None], ...] = ()
-    ends: tuple[Callable[..., None], ...] = ()
-    rans: tuple[Callable[..., None], ...] = ()
-    awaits: tuple[Callable[..., bool], ...] = ()
-    blames: tuple[Callable[..., BaseException], ...] = ()
-    finishes: tuple[Callable[..., Any], ...] = ()
+    before_call_hooks: tuple[Callable[..., None], ...] = ()
+    after_call_hooks: tuple[Callable[..., None], ...] = ()
+    begin_checks: tuple[Callable[..., None], ...] = ()
+    sibling_checks: tuple[Callable[..., None], ...] = ()
+    end_checks: tuple[Callable[..., None], ...] = ()
+    result_checks: tuple[Callable[..., None], ...] = ()
+    cause_waits: tuple[Callable[..., bool], ...] = ()
+    explain_hooks: tuple[Callable[..., BaseException], ...] = ()
+    report_hooks: tuple[Callable[..., Any], ...] = ()
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
         self.boot = boot
         self._send = send
         self.in_process = in_process
         self.codec = codec
-        self.scope = Scope(self._lane_of)
+        self.scope = Scope(self._get_lane_name)
         self.store = Store(boot.strict, self.scope, boot.device)
         self.roles: dict[Any, RoleInstance] = {}
         self.device = Device(boot.device, in_process)
-        self.setting = Setting(boot.device, in_process, self.device.leaves)
+        self.setting = Setting(boot.device, in_process, self.device.on_stream_left)
         self._questions: Requests[None, Any] = Requests()
-        self.looking = threading.Lock()
-        self.scope.ends(lambda concerns, reason: self._questions.fail_those(concerns, lambda: Consequence(reason)))
-        self._making = threading.RLock()  # Held while a feature's half is created.
+        self.inspection_lock = threading.Lock()
+        self.scope.add_ender(
+            lambda concerns, reason: self._questions.fail_matching(concerns, lambda: Consequence(reason))
+        )
+        self._feature_lock = threading.RLock()  # Held while a feature's half is created.
         self.background: dict[str, Background] = {}
         self.instances: dict[str, object] = {}
-        self.definitions = Definitions(self.ask, self.say, in_process)
-        self.scope.ends(self._end_peers)
+        self.definitions = Definitions(self.ask_driver, self.send_message, in_process)
+        self.scope.add_ender(self._abort_peers)
 
-    def why_not(self) -> str | None:
+    def get_wait_refusal(self) -> str | None:
         """Return the reason why the current call mustn't wait for another worker; None if the call may."""
-        return self.scope.why(self.asking())
+        return self.scope.get_wait_refusal(self.get_current_seq())
 
-    def asking(self) -> int | None:
-        """Return the number of the current call. A thread that a role has started belongs to the last running call."""
+    def get_current_seq(self) -> int | None:
+        """Return the current call's number; on a thread that a role has started, the last running call's."""
         state = running_call.get()
         return state.seq if state is not None else max(list(self.lane.running), default=None)
 
-    def say(self, message: Message, body: Any = None) -> None:
+    def send_message(self, message: Message, body: Any = None) -> None:
         """Send a message to the driver; messages stay in order. May be called from any thread."""
         self._send(message if self.in_process else message.head(), body)
 
-    def ask(self, question: Message, apart: bool = False) -> Any:
+    def ask_driver(self, question: Message, apart: bool = False) -> Any:
         """Ask the driver a question, and wait for the answer. A refusal or an ended wait raises a `ColocateError`.
 
         Args:
             question: The question.
             apart: Whether the question belongs to no call, so that only the worker's end breaks the wait.
         """
-        seq = -1 if apart else self.asking()
+        seq = -1 if apart else self.get_current_seq()
         if seq == 0 and isinstance(question, _OF_CODE):
-            # Roles are constructed even if another rank's construction has failed, so the question belongs to no call.
+            # A failed constructor on another rank doesn't stop constructors here, so the question belongs to no call.
             seq = -1
         request = self._questions.open([None], seq or 0)
-        reason = self.scope.why(seq)
+        reason = self.scope.get_wait_refusal(seq)
         if reason is not None:
-            self._questions.drop(request)
+            self._questions.drop_request(request)
             raise Consequence(reason)
-        self.lane.waits()  # A `__del__` method may ask at any time, even after `ends_soon`.
-        self.say(from_worker.Ask(request.token, question))
+        self.lane.on_waiting()  # A `__del__` method may ask at any time, even after `on_call_ending`.
+        self.send_message(from_worker.Ask(request.token, question))
         return request.result()[0]
 
-    def tell(self, question: Message) -> None:
+    def notify_driver(self, question: Message) -> None:
         """Send the driver a question, and ignore the answer. May be called from any thread."""
-        self.say(from_worker.Ask(self._questions.open([None], -1).token, question))
+        self.send_message(from_worker.Ask(self._questions.open([None], -1).token, question))
 
-    def part(self, name: str) -> OfWorker:
+    def get_feature(self, name: str) -> WorkerFeature:
         """Return this worker's half of a feature, which is created at the first use.
 
         Raises:
@@ -155,38 +158,50 @@ class WorkerContext(abc.ABC):
         feature = self.parts.get(name)
         if feature is not None:
             return feature
-        with self._making:
+        with self._feature_lock:
             feature = self.parts.get(name)
             if feature is None:
-                feature = features.of_worker(name)(self)
+                feature = features.worker_class(name)(self)
                 self.parts = {**self.parts, name: feature}
                 self.list_hooks()
             return feature
 
     def list_hooks(self) -> None:
         """Rebuild the tuples of per-call hooks from the features' halves that override each hook."""
-        self.enters, self.leaves = self._own("enters"), self._own("leaves")
-        self.begins, self.reaches = self._own("begins"), self._own("reached")
-        self.ends, self.blames, self.rans = self._own("ended"), self._own("blamed"), self._own("ran")
-        self.awaits, self.finishes = self._own("awaits_cause"), self._own("finished")
+        self.before_call_hooks, self.after_call_hooks = (
+            self._list_overrides("before_call"),
+            self._list_overrides("after_call"),
+        )
+        self.begin_checks, self.sibling_checks = (
+            self._list_overrides("check_begin"),
+            self._list_overrides("check_sibling"),
+        )
+        self.end_checks, self.explain_hooks, self.result_checks = (
+            self._list_overrides("check_end"),
+            self._list_overrides("explain_failure"),
+            self._list_overrides("check_result"),
+        )
+        self.cause_waits, self.report_hooks = self._list_overrides("awaits_cause"), self._list_overrides("call_report")
 
-    def _own(self, name: str) -> tuple[Callable[..., Any], ...]:
+    def _list_overrides(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Return a hook's methods from all halves that override the hook."""
         methods = [getattr(part, name) for part in self.parts.values()]
-        return tuple(method for method in methods if getattr(method, "__func__", method) is not getattr(OfWorker, name))
+        return tuple(
+            method for method in methods if getattr(method, "__func__", method) is not getattr(WorkerFeature, name)
+        )
 
-    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
+    def explain_failure(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Return the cause of a failure in role code, as far as features know the cause."""
-        for name in features.followers():
-            self.part(name)
-        for hook in self.blames:
+        for name in features.list_followers():
+            self.get_feature(name)
+        for hook in self.explain_hooks:
             error = hook(error, role, row)
         return error
 
     def wait_for_cause(self, error: BaseException, role: str | None) -> None:
         """Block the lane until features know the cause of a failure, or can't find the cause."""
         start = time.monotonic()
-        while any(awaits(error, role, None, time.monotonic() - start, True) for awaits in self.awaits):
+        while any(awaits(error, role, None, time.monotonic() - start, True) for awaits in self.cause_waits):
             time.sleep(_CAUSE_EVERY_S)
 
     async def await_cause(self, error: BaseException, role: str | None, row: RowState | None = None) -> None:
@@ -194,16 +209,16 @@ class WorkerContext(abc.ABC):
 
         A cancellation ends the wait.
         """
-        if not self.awaits:
+        if not self.cause_waits:
             return
         import asyncio  # The caller has imported asyncio already.
 
         start = time.monotonic()
         with suppress(asyncio.CancelledError):
-            while any(awaits(error, role, row, time.monotonic() - start, False) for awaits in self.awaits):
+            while any(awaits(error, role, row, time.monotonic() - start, False) for awaits in self.cause_waits):
                 await asyncio.sleep(_CAUSE_EVERY_S)
 
-    def told(self, says: Callable[[OfWorker], Any]) -> dict[str, Any]:
+    def collect_reports(self, says: Callable[[WorkerFeature], Any]) -> dict[str, Any]:
         """Collect reports from all features for their halves in the driver, by feature name."""
         return {name: plain for name, part in self.parts.items() if (plain := says(part)) is not None}
 
@@ -211,49 +226,49 @@ class WorkerContext(abc.ABC):
         """Return whether a failure on the main lane may follow from another rank's failure."""
         return any(part.is_consequence() for part in self.parts.values())
 
-    def left(self, seq: int) -> None:
-        """Call the features' `leaves` hooks at the end of a call, successful or not."""
-        for hook in self.leaves:
+    def after_call(self, seq: int) -> None:
+        """Call the features' `after_call` hooks at the end of a call, successful or not."""
+        for hook in self.after_call_hooks:
             hook(seq)
 
-    def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None = None) -> None:
-        """Check a result of role code with the features' `ran` hooks, which may raise."""
-        for check in self.rans:
+    def check_result(self, role: str | None, label: str, kept: Mapping[str, Any] | None = None) -> None:
+        """Check a result of role code with the features' `check_result` hooks, which may raise."""
+        for check in self.result_checks:
             check(role, label, kept)
 
-    def changed(self, role: str | None) -> None:
+    def on_holdings_changed(self, role: str | None) -> None:
         """Notify features that a role's memory may have changed, or any role's memory if `role` is None."""
         for part in self.parts.values():
-            part.changed(role)
+            part.on_holdings_changed(role)
 
-    def constructing(self, role: str) -> ExitStack:
+    def around_construction(self, role: str) -> ExitStack:
         """Enter the features' context managers for a role's construction. The caller closes the returned stack."""
-        return entered(part.constructing(role) for part in self.parts.values())
+        return enter_blocks(part.around_construction(role) for part in self.parts.values())
 
-    def making(self, role: str, plains: Mapping[str, Any]) -> ExitStack:
-        """Enter the features' context managers for a role's constructor alone. The caller closes the returned stack."""
+    def around_constructor(self, role: str, plains: Mapping[str, Any]) -> ExitStack:
+        """Enter the features' context managers that last only for a role's constructor. The caller closes the stack."""
         names = [*{**self.parts, **plains}]
-        return entered(self.part(name).making(role, plains.get(name)) for name in names)
+        return enter_blocks(self.get_feature(name).around_constructor(role, plains.get(name)) for name in names)
 
-    def awake(self, role: RoleInstance, why: str) -> ExitStack:
+    def keep_awake(self, role: RoleInstance, why: str) -> ExitStack:
         """Enter the features' context managers that keep a role's memory on the device. The caller closes the stack."""
-        return entered(part.awake(role, why) for part in self.parts.values())
+        return enter_blocks(part.keep_awake(role, why) for part in self.parts.values())
 
-    def have_awake(self, role: str, tags: Sequence[str]) -> None:
+    def wake_memory(self, role: str, tags: Sequence[str]) -> None:
         """Wake parts of a role's memory until the running call is over.
 
         Raises:
             ColocateError: The memory isn't available.
         """
         for part in self.parts.values():
-            part.have_awake(role, tags)
+            part.wake_memory(role, tags)
 
-    def who_has_what(self) -> str:
+    def describe_memory(self) -> str:
         """Return each role's memory as a note for an error, from the feature "memory"."""
-        text: str = self.part("memory").words()  # type: ignore[attr-defined]
+        text: str = self.get_feature("memory").describe()  # type: ignore[attr-defined]
         return text
 
-    def reach(self, asking: Context, name: str, tags: Sequence[str] = tuple(TAGS)) -> None:
+    def wake_sibling(self, asking: Context, name: str, tags: Sequence[str] = tuple(TAGS)) -> None:
         """Wake a sibling role before role code gets the role's object.
 
         Raises:
@@ -262,15 +277,15 @@ class WorkerContext(abc.ABC):
         """
         if unknown := [tag for tag in tags if tag not in TAGS]:
             raise ConfigError(f"awake names {unknown[0]!r}; a role's memory is of {', '.join(TAGS)}")
-        if self.reaches and (role := self.roles.get(name)) is not None:
-            for check in self.reaches:
+        if self.sibling_checks and (role := self.roles.get(name)) is not None:
+            for check in self.sibling_checks:
                 check(asking, role, tags)
-        self.have_awake(name, tags)
+        self.wake_memory(name, tags)
 
     @property
     def moves_tensors(self) -> bool:
         """Whether tensors may arrive on a device other than the slot's device."""
-        return self.boot.device != "cpu" or bool(self.in_process and imported("torch") and in_use(KIND.device))
+        return self.boot.device != "cpu" or bool(self.in_process and find_imported("torch") and in_use(KIND.device))
 
     @property
     def lanes(self) -> list[Lane]:
@@ -282,51 +297,56 @@ class WorkerContext(abc.ABC):
         background = self.background.get(role) if self.background else None
         return self.lane if background is None else background.lane
 
-    def _lane_of(self, seq: int) -> str:
+    def _get_lane_name(self, seq: int) -> str:
         """Return the background role whose lane runs a call; "" for the main lane."""
         for name, background in self.background.items():
-            if (work := background.lane.running.get(seq)) is not None and not work.stands:
+            if (work := background.lane.running.get(seq)) is not None and not work.is_barrier:
                 return name
         return ""
 
-    def _end_peers(self, concerns: Callable[[int], bool], reason: str) -> None:
+    def _abort_peers(self, concerns: Callable[[int], bool], reason: str) -> None:
         if self.scope.closed is not None or any(concerns(seq) for lane in self.lanes for seq in list(lane.running)):
             self.peers.abort(reason)
 
-    def say_result(self, message: Message, body: Any, label: str) -> None:
+    def send_result(self, message: Message, body: Any, label: str) -> None:
         """Send the driver a message with a method's result.
 
         Raises:
             SerializationError: This process has no descriptor, or no memory, for the send.
         """
         try:
-            self.say(message, body)
+            self.send_message(message, body)
         except OSError as error:  # This is an error of the operating system, not of the method.
             raise SerializationError(
                 f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
             ) from error
 
-    def packed(self, result: Any, label: str, wait: bool = False) -> Any:
-        """Serialize a role's result. A `SerializationError` names the method; `wait` is that of `Definitions.tell`."""
+    def pack_result(self, result: Any, label: str, wait: bool = False) -> Any:
+        """Serialize a role's result.
+
+        A `SerializationError` names the method; `wait` is that of `Definitions.send_lacking`.
+        """
         pack = partial(self.codec.pack_named, result, "result", f"the result of {label}")
         if not self.device.is_gpu or threading.current_thread() in [lane.thread for lane in self.lanes]:
             body = pack()
         else:
-            with self.device.aside():
+            with self.device.use_side_stream():
                 body = pack()
-        self.definitions.tell(body, wait)
+        self.definitions.send_lacking(body, wait)
         return body
 
     @abc.abstractmethod
-    def broken(self, reason: str, log_tail: str = "") -> None:
+    def report_broken(self, reason: str, log_tail: str = "") -> None:
         """Report this worker as broken and close the lanes, so that the group fails at once instead of waiting."""
 
-    def report(self, ctx: Context, done: int, total: int | None) -> None:
+    def report_progress(self, ctx: Context, done: int, total: int | None) -> None:
         """Report a role's progress to the driver."""
-        self.say(from_worker.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
+        self.send_message(
+            from_worker.Progress(ctx.role, _to_plain_number(done), None if total is None else _to_plain_number(total))
+        )
 
 
-def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
+def enter_blocks(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
     """Enter context managers on an `ExitStack`, and return the stack, which the caller must close."""
     with ExitStack() as stack:
         for block in blocks:
@@ -334,17 +354,17 @@ def entered(blocks: Iterable[AbstractContextManager[object]]) -> ExitStack:
         return stack.pop_all()
 
 
-def _plain(number: Any) -> int | float:
+def _to_plain_number(number: Any) -> int | float:
     """Convert a role's number to a plain int or float for the driver."""
     return float(number) if isinstance(number, float) else operator.index(number)
 
 
-def named(worker_context: WorkerContext) -> dict[str, RoleInstance]:
-    """Return a worker's named roles, without the role that runs functions. May be called from any thread."""
+def get_roles_by_name(worker_context: WorkerContext) -> dict[str, RoleInstance]:
+    """Return a worker's roles by name, without the nameless one that runs functions. May be called from any thread."""
     return {role.name: role for role in list(worker_context.roles.values()) if role.name is not None}
 
 
-def beside(worker_context: WorkerContext, name: str | None = None) -> list[object]:
-    """Return the objects to leave out of a memory search: other roles' instances, and this role's `apart` objects."""
-    found = [role.instance for each, role in named(worker_context).items() if each != name]
-    return found if name is None else [*found, *worker_context.roles[name].apart()]
+def list_excluded_objects(worker_context: WorkerContext, name: str | None = None) -> list[object]:
+    """Return objects that don't count as a role's memory: other roles' instances, and what its hook `apart` lists."""
+    found = [role.instance for each, role in get_roles_by_name(worker_context).items() if each != name]
+    return found if name is None else [*found, *worker_context.roles[name].list_excluded()]

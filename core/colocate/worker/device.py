@@ -17,7 +17,7 @@ from typing import Any
 
 from colocate._devices.copies import SideStream
 from colocate._devices.cuda_driver import beside_captures
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate.gpus import in_use
 from colocate.worker.holdings import Storages
 
@@ -40,37 +40,37 @@ class Device:
         self._stops: list[int] = []
         self._reserved: object = None
         self._side = SideStream(name)
-        self._is_known = True  # Whether only the running call has allocated memory since `begin`.
-        self._left: list[Any] = []  # Streams on which roles may have begun work.
+        self._is_peak_valid = True  # Whether only the running call has allocated memory since `begin_call`.
+        self._former_streams: list[Any] = []  # Streams that were current before, with work of roles.
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
-    def leaves(self, stream: Any) -> None:
+    def on_stream_left(self, stream: Any) -> None:
         """Record a stream that is no longer the current one, so that the call's end waits for the stream's work."""
-        if stream not in self._left:
-            self._left.append(stream)
+        if stream not in self._former_streams:
+            self._former_streams.append(stream)
 
-    def begin(self) -> int | None:
+    def begin_call(self) -> int | None:
         """Reset the peak statistics for a call, and return the bytes that torch has allocated; None if unknown."""
         if self.peaks is None or (module := in_use(self._name)) is None:
             return None
-        self._is_known = True
+        self._is_peak_valid = True
         try:
             module.reset_peak_memory_stats(self._name)
-            return int(_allocated(module, self._name)["current"])
+            return int(_read_allocated(module, self._name)["current"])
         except RuntimeError:  # Another allocator, which lacks these statistics, replaces torch's allocator.
             self.peaks = None
             return None
 
-    def forget(self) -> None:
+    def invalidate_peak(self) -> None:
         """Mark the running call's memory peak as unknown, because other code allocates memory meanwhile."""
-        self._is_known = False
+        self._is_peak_valid = False
 
-    def end(self, label: str, before: int | None = None) -> None:
+    def finish_call(self, label: str, before: int | None = None) -> None:
         """Wait for a method's work on the device.
 
         Args:
             label: The role and method.
-            before: The result of `begin`; None if other code may have run concurrently.
+            before: The result of `begin_call`; None if other code may have run concurrently.
 
         Raises:
             RuntimeError: The work on the device has failed.
@@ -78,19 +78,19 @@ class Device:
         if not self.is_gpu or (module := in_use(self._name)) is None:
             return
         try:
-            self._settle(module)
+            self._synchronize(module)
         except RuntimeError as error:
             error.add_note(
                 f"{self._name} told this when what {label} had begun there was waited for. To see which operation it "
                 'was, run it once with env={"CUDA_LAUNCH_BLOCKING": "1"} in the pool'
             )
             raise
-        if before is not None and self._is_known and self.peaks is not None:
-            peak = int(_allocated(module, self._name)["peak"]) - before
+        if before is not None and self._is_peak_valid and self.peaks is not None:
+            peak = int(_read_allocated(module, self._name)["peak"]) - before
             self.peaks[label] = max(self.peaks.get(label, 0), peak)
 
-    def why_lost(self) -> str | None:
-        """Wait for a failed call's work.
+    def explain_loss(self) -> str | None:
+        """Wait for a failed call's work on the device, and check whether the device is lost.
 
         Return a reason if the process can't use the device any more, otherwise None.
         """
@@ -100,21 +100,21 @@ class Device:
         failure: RuntimeError | None = None
         for _ in range(2):  # A failed operation is reported once, but a lost context reports an error every time.
             try:
-                self._settle(module)
+                self._synchronize(module)
             except RuntimeError as error:
                 failure = error
             else:
                 return None
         return f"this process can't use {self._name} any more: {failure}"
 
-    def _settle(self, module: Any) -> None:
+    def _synchronize(self, module: Any) -> None:
         """Wait for the current stream, and for streams that were current earlier in the call."""
-        while self._left:
-            self._left.pop().synchronize()
+        while self._former_streams:
+            self._former_streams.pop().synchronize()
         module.current_stream(self._name).synchronize()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def use_side_stream(self) -> Iterator[None]:
         """Run a block on a side stream, so that copies of complete values don't wait for the lane's computation.
 
         The block must not run on the lane. A role's graph capture on the lane isn't disturbed.
@@ -123,10 +123,10 @@ class Device:
         if module is None:
             yield
             return
-        with beside_captures(self._name), self._side.beside(module):
+        with beside_captures(self._name), self._side.use_unordered(module):
             yield
 
-    def lends(self, tensor: Any) -> bool:
+    def is_volatile(self, tensor: Any) -> bool:
         """Return whether a tensor is in memory that a CUDA graph may overwrite without torch noticing.
 
         A graph has a private memory pool with its outputs, and a replay overwrites the outputs. If torch's allocator
@@ -135,7 +135,7 @@ class Device:
         if tensor.device.type == "cpu":
             return False
         pieces = Storages()  # A sparse or jagged tensor has no storage, only the components have storages.
-        pieces.add_tensor(tensor, imported("torch"))
+        pieces.add_tensor(tensor, find_imported("torch"))
         return any(self.is_private(address) for addresses in pieces.values() for address in addresses)
 
     def is_private(self, address: int) -> bool:
@@ -143,11 +143,11 @@ class Device:
         module = in_use(self._name)
         if module is None or not hasattr(module, "memory_snapshot"):
             return False
-        self._look(module)
+        self._refresh_pools(module)
         place = bisect.bisect_right(self._starts, address) - 1
         return place >= 0 and address < self._stops[place]
 
-    def _look(self, module: Any) -> None:
+    def _refresh_pools(self, module: Any) -> None:
         try:
             # These byte counters also change when segments expand, unlike the number of segments.
             reserved = module.memory_stats_as_nested_dict(self._name)["reserved_bytes"]["all"]
@@ -168,6 +168,6 @@ class Device:
         self._starts, self._stops = [start for start, _ in private], [stop for _, stop in private]
 
 
-def _allocated(module: Any, device: str) -> Any:
+def _read_allocated(module: Any, device: str) -> Any:
     # This is quicker than `memory_allocated`, which first sorts all statistics into one table.
     return module.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]

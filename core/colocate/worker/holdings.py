@@ -22,9 +22,9 @@ import attrs
 from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context
 from colocate._system.by_type import by_type
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate._values.kinds import is_collection
-from colocate._values.leaving import has_memory, memories, slots, sparse_parts
+from colocate._values.leaving import has_memory, list_memories, list_slots, sparse_parts
 from colocate._values.plain import PLAIN
 from colocate.gpus import in_use
 
@@ -47,28 +47,28 @@ class Storages(dict[str, dict[int, int]]):
 
     has_arrays = False
 
-    def include(self, more: Storages) -> None:
+    def add_storages(self, more: Storages) -> None:
         """Add the pieces of other storages."""
         self.has_arrays |= more.has_arrays
         for place, sizes in more.items():
-            self._put(place, dict(sizes))
+            self._add_sizes(place, dict(sizes))
 
     def add_all(self, values: Iterable[Any]) -> None:
         """Add the memory of tensors and arrays. Plain tensors, the vast majority, are handled together."""
-        torch, values = imported("torch"), [*values]
+        torch, values = find_imported("torch"), [*values]
         kinds = frozenset(() if torch is None else (torch.Tensor, torch.nn.Parameter))
         plain = values
         if not kinds.issuperset(map(type, values)):
             plain = [leaf for leaf in values if type(leaf) in kinds]
             for value in values:
                 if type(value) not in kinds and type(value) not in PLAIN:
-                    self.add(value)
+                    self.add_value(value)
         # Nearly always, all tensors are on the host, each with separate memory, so this case is tried first.
-        # Checking first would take as long again, because a hundred thousand tensors aren't in the processor's caches.
+        # A check beforehand would double the time, because a hundred thousand tensors aren't in the processor's caches.
         with contextlib.suppress(RuntimeError):  # For example, a sparse tensor has no storage.
             sizes = {(memory := leaf.untyped_storage()).data_ptr(): memory.nbytes() for leaf in plain if leaf.is_cpu}
             if sizes and len(sizes) == len(plain):
-                self.add_pieces(plain, sizes, name_of(plain[0].device))
+                self.add_pieces(plain, sizes, get_device_name(plain[0].device))
                 return
         devices = {leaf.device for leaf in plain}
         for device in devices:
@@ -78,20 +78,20 @@ class Storages(dict[str, dict[int, int]]):
             except RuntimeError:  # For example, a sparse tensor has no storage.
                 sizes = {}
             if len(sizes) == len(tensors) and device.type != "meta":
-                self.add_pieces(tensors, sizes, name_of(device))
+                self.add_pieces(tensors, sizes, get_device_name(device))
             else:  # Some tensors share memory, or are parts of one array.
                 for tensor in tensors:
                     self.add_tensor(tensor, torch)
 
-    def add(self, value: Any) -> None:
+    def add_value(self, value: Any) -> None:
         """Add the memory of tensors and arrays in a value."""
-        torch, numpy = imported("torch"), imported("numpy")
-        for item in memories(value):
+        torch, numpy = find_imported("torch"), find_imported("numpy")
+        for item in list_memories(value):
             if numpy is not None and isinstance(item, numpy.ndarray):
-                item = _whole(item, numpy)
+                item = _get_base_array(item, numpy)
                 if torch is None or not isinstance(item.base, torch.Tensor):
                     if item.nbytes:
-                        self.add_array(*_reach(item))
+                        self.add_array(*_get_extent(item))
                     continue
                 item = item.base  # The array was made from this tensor by `tensor.numpy()`.
             if torch is not None and isinstance(item, torch.Tensor):
@@ -99,10 +99,10 @@ class Storages(dict[str, dict[int, int]]):
 
     def add_tensor(self, item: Any, torch: Any) -> None:
         """Add the memory of a tensor, or of the components of a sparse tensor, jagged tensor or DTensor."""
-        if _is_made_of_others(item, torch):
-            self.add_parts(item, *_parts(item, torch), torch)
-        elif (storage := _storage_of(item)) is not None:
-            self.add_pieces([item], {storage.data_ptr(): storage.nbytes()}, name_of(item.device))
+        if _has_inner_tensors(item, torch):
+            self.add_parts(item, *_split_parts(item, torch), torch)
+        elif (storage := _get_storage(item)) is not None:
+            self.add_pieces([item], {storage.data_ptr(): storage.nbytes()}, get_device_name(item.device))
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
         """Add the memory of a tensor's components."""
@@ -117,14 +117,14 @@ class Storages(dict[str, dict[int, int]]):
         if 0 in sizes.values():
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
         if sizes:
-            self._put(device, sizes)
+            self._add_sizes(device, sizes)
 
     def add_array(self, address: int, size: int) -> None:
         """Add the memory of an array that isn't a view of another array."""
         self.has_arrays = True
-        self._put("cpu", {address: size})
+        self._add_sizes("cpu", {address: size})
 
-    def _put(self, place: str, sizes: dict[int, int]) -> None:
+    def _add_sizes(self, place: str, sizes: dict[int, int]) -> None:
         stored = self.setdefault(place, {})
         if not stored.keys().isdisjoint(sizes):  # A part of an array may begin at the address of the whole array.
             sizes = {address: max(size, stored.get(address, 0)) for address, size in sizes.items()}
@@ -160,7 +160,7 @@ class Objects(Storages):
         """Add the memory of a tensor's components. Only the tensor itself has gradients."""
         super().add_parts(item, values, indices, torch)
         for parts, names in ((indices, self.indices), (values if item.requires_grad else [], self.trained)):
-            plain = (_storage_of(part) for part in parts if not _is_made_of_others(part, torch))
+            plain = (_get_storage(part) for part in parts if not _has_inner_tensors(part, torch))
             names.update(storage._cdata for storage in plain if storage is not None)
 
     def add_pieces(self, items: list[Any], sizes: dict[int, int], device: str) -> None:
@@ -194,16 +194,16 @@ class WeakStorage:
         self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._again: Callable[[int], Any] = type(storage)._new_with_weak_ptr
 
-    def expired(self) -> bool:
+    def is_expired(self) -> bool:
         """Return whether the storage was freed."""
         return bool(self._weak.expired())
 
-    def storage(self) -> Any:
+    def get_storage(self) -> Any:
         """Return the storage, or None if the storage was freed."""
         return self._again(self._weak.cdata)
 
 
-def _storage_of(item: Any) -> Any:
+def _get_storage(item: Any) -> Any:
     """Return a tensor's storage, or None if the tensor has no memory, as in an uninitialized lazy module."""
     try:
         storage = item.untyped_storage()
@@ -215,14 +215,14 @@ def _storage_of(item: Any) -> Any:
     return storage
 
 
-def _is_made_of_others(item: Any, torch: Any) -> bool:
+def _has_inner_tensors(item: Any, torch: Any) -> bool:
     if item.layout is not torch.strided or hasattr(item, "__tensor_flatten__"):
         return True
-    return type(item) not in (torch.Tensor, torch.nn.Parameter) and not item.is_meta and _storage_of(item) is None
+    return type(item) not in (torch.Tensor, torch.nn.Parameter) and not item.is_meta and _get_storage(item) is None
 
 
-def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
-    """Return a tensor's components: the values, and the indices that place the values."""
+def _split_parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
+    """Return a tensor's components: tensors of values, and tensors of indices that locate the values."""
     if (parts := sparse_parts(item)) is not None:
         return parts[-1:], parts[:-1]
     # Without `__tensor_flatten__`, the components are attributes, as in a masked tensor.
@@ -234,7 +234,7 @@ def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
     return list(tensors.values()), []
 
 
-def _whole(item: Any, numpy: Any) -> Any:
+def _get_base_array(item: Any, numpy: Any) -> Any:
     """Return the base array of a view, or the array itself."""
     while True:
         base = item.base
@@ -245,7 +245,7 @@ def _whole(item: Any, numpy: Any) -> Any:
         item = base
 
 
-def _reach(item: Any) -> tuple[int, int]:
+def _get_extent(item: Any) -> tuple[int, int]:
     """Return the first address and the size of an array's memory. Strides may be negative or zero."""
     steps = [(count - 1) * stride for count, stride in zip(item.shape, item.strides, strict=True)]
     before = sum(step for step in steps if step < 0)
@@ -254,7 +254,7 @@ def _reach(item: Any) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def name_of(device: Any) -> str:
+def get_device_name(device: Any) -> str:
     """Return torch's name of a device."""
     return str(device)
 
@@ -266,40 +266,40 @@ Holdings: TypeAlias = dict[Purpose, Storages]
 
 
 @attrs.define(eq=False)
-class Found:
+class SearchResult:
     """The tensors, arrays and optimizers that a search has found.
 
     Attributes:
-        noted: Tensors and arrays, by purpose.
+        values_by_purpose: Tensors and arrays, by purpose.
         parameters: Trained parameters, by id.
         tensors: Other tensors that may have gradients.
         optimizers: Torch optimizers.
-        met: Whether the search has met an excluded object.
-        complete: Whether the search has finished.
+        has_met_excluded: Whether the search has met an excluded object.
+        is_complete: Whether the search has finished.
     """
 
-    noted: dict[Purpose, list[Any]] = attrs.field(factory=lambda: {purpose: [] for purpose in Purpose})
+    values_by_purpose: dict[Purpose, list[Any]] = attrs.field(factory=lambda: {purpose: [] for purpose in Purpose})
     parameters: dict[int, Any] = attrs.field(factory=dict)
     tensors: list[Any] = attrs.field(factory=list)
     optimizers: list[Any] = attrs.field(factory=list)
-    met: bool = False
-    complete: bool = True
+    has_met_excluded: bool = False
+    is_complete: bool = True
 
     @property
-    def leaves(self) -> list[Any]:
+    def leaf_tensors(self) -> list[Any]:
         """Tensors that may have gradients."""
         return [*self.parameters.values(), *self.tensors]
 
-    def holdings(self, storages: Callable[[], Storages] = Storages) -> Holdings:
+    def to_holdings(self, storages: Callable[[], Storages] = Storages) -> Holdings:
         """Return the memory of the found tensors and arrays, by purpose."""
         memory = {purpose: storages() for purpose in Purpose}
         memory[Purpose.PARAMETERS].add_all(self.parameters.values())
-        for purpose, values in self.noted.items():
+        for purpose, values in self.values_by_purpose.items():
             memory[purpose].add_all(values)
         return memory
 
 
-def held_by(
+def find_holdings(
     instance: object,
     declared: Iterable[Any] = (),
     apart: Iterable[object] = (),
@@ -307,22 +307,22 @@ def held_by(
 ) -> tuple[Holdings, bool]:
     """Return the memory that an object holds, and whether the search was complete. Must run on the lane."""
     result = search(instance, apart=apart)
-    result.noted[Purpose.DECLARED] += declared
-    result.noted[Purpose.GRADIENTS] += gradients_of(result.leaves)
-    return result.holdings(storages), result.complete
+    result.values_by_purpose[Purpose.DECLARED] += declared
+    result.values_by_purpose[Purpose.GRADIENTS] += list_gradients(result.leaf_tensors)
+    return result.to_holdings(storages), result.is_complete
 
 
-def gradients_of(leaves: Iterable[Any]) -> list[Any]:
+def list_gradients(leaves: Iterable[Any]) -> list[Any]:
     """Return the gradients of tensors. Must run on the lane."""
     return [gradient for tensor in leaves if tensor.is_leaf and (gradient := tensor.grad) is not None]
 
 
-def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
+def find_optimizers(instance: object, apart: Iterable[object] = ()) -> list[Any]:
     """Return the torch optimizers that an object holds. The search skips the objects in `apart`."""
     return search(instance, apart=apart).optimizers
 
 
-def lie_in(
+def find_resident_holdings(
     values: Iterable[object], apart: Iterable[object], storages: Callable[[], Storages] = Storages
 ) -> tuple[Holdings, list[Any]]:
     """Return the memory of residents, and the residents' tensors that may have gradients.
@@ -330,12 +330,12 @@ def lie_in(
     If there are too many objects to search, only memory in lists, dicts and dataclasses is added.
     """
     result, roots = search(*(roots := list(values)), apart=apart), roots
-    if not result.complete:
-        result.noted[Purpose.TENSORS] += memories(roots)
-    return result.holdings(storages), result.leaves
+    if not result.is_complete:
+        result.values_by_purpose[Purpose.TENSORS] += list_memories(roots)
+    return result.to_holdings(storages), result.leaf_tensors
 
 
-def search(*roots: object, apart: Iterable[object] = ()) -> Found:
+def search(*roots: object, apart: Iterable[object] = ()) -> SearchResult:
     """Search objects breadth first, so that objects near the roots are found even if there are too many objects.
 
     Objects at one distance are handled together, by type, and all memory is handled at the end, because most time goes
@@ -345,7 +345,7 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
         roots: The objects to begin with.
         apart: Objects to exclude.
     """
-    torch, result = imported("torch"), Found()
+    torch, result = find_imported("torch"), SearchResult()
     apart = [*apart]
     closed = frozenset(map(id, apart))
     budget = _LOOKS
@@ -355,7 +355,7 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
     def add(aim: _Aim, items: Iterable[Any]) -> None:
         copied = list(items)  # The items are copied in one step, because other threads may change the container.
         if not PLAIN.issuperset(map(type, copied)):
-            near.setdefault(aim, []).extend(_matter(copied))
+            near.setdefault(aim, []).extend(_filter_searchable(copied))
 
     while near:
         level, near = near, {}
@@ -364,16 +364,16 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
             visited_ids = visited.setdefault(aim, set(closed))
             by_id = {id(value): value for value in items}
             again = by_id.keys() & visited_ids
-            result.met |= not closed.isdisjoint(again)
+            result.has_met_excluded |= not closed.isdisjoint(again)
             for key in again:
                 del by_id[key]
             visited_ids.update(by_id)
-            for kind, batch in _by_kind(by_id.values()).items():
+            for kind, batch in _group_by_kind(by_id.values()).items():
                 if budget <= 0:
-                    result.complete = False
+                    result.is_complete = False
                     return result
                 budget, batch = budget - len(batch), batch[:budget]
-                look, of_kind = _looks(kind)
+                look, of_kind = _choose_look(kind)
                 if look == "tensor":
                     if purpose is not Purpose.OPTIMIZER and kind is not torch.Tensor:
                         trained = [value for value in batch if isinstance(value, torch.nn.Parameter)]
@@ -381,9 +381,9 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                         batch = [value for value in batch if id(value) not in result.parameters]
                     if purpose is not Purpose.OPTIMIZER:
                         result.tensors += batch
-                    result.noted[purpose or Purpose.TENSORS] += batch
+                    result.values_by_purpose[purpose or Purpose.TENSORS] += batch
                 elif look == "array":
-                    result.noted[purpose or Purpose.TENSORS] += batch
+                    result.values_by_purpose[purpose or Purpose.TENSORS] += batch
                 elif look == "dict":
                     for item in batch:
                         add(aim, dict.values(item))  # A subclass may override `values` with a method that loads data.
@@ -396,21 +396,23 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                 elif look == "object":
                     if (name := _ACCUMULATED.get(kind.__name__)) and of_kind is Purpose.BUFFERS:
                         sums = [value for item in batch if (value := getattr(item, name, None)) is not None]
-                        result.noted[Purpose.GRADIENTS] += sums
+                        result.values_by_purpose[Purpose.GRADIENTS] += sums
                         visited.setdefault(of_kind, set(closed)).update(map(id, sums))
                     for item in batch:
-                        add(of_kind or ("state" if aim == "state" else None), _attributes(item))
-                elif purpose is not None:  # Contents of modules and optimizers get their own purpose.
+                        add(of_kind or ("state" if aim == "state" else None), _list_attributes(item))
+                elif purpose is not None:  # Contents of modules and optimizers don't inherit this purpose.
                     add(None, batch)
                 elif look == "module":
                     namespaces = [*map(vars, batch)]
-                    trained = _values(namespace.get("_parameters") for namespace in namespaces)
+                    trained = _list_values(namespace.get("_parameters") for namespace in namespaces)
                     result.parameters.update(zip(map(id, trained), trained, strict=True))
-                    result.noted[Purpose.BUFFERS] += _values(namespace.get("_buffers") for namespace in namespaces)
-                    add(None, _values(namespace.get("_modules") for namespace in namespaces))
-                    # Modules of a type have few extra attribute names, so up to 100 modules are handled together.
+                    result.values_by_purpose[Purpose.BUFFERS] += _list_values(
+                        namespace.get("_buffers") for namespace in namespaces
+                    )
+                    add(None, _list_values(namespace.get("_modules") for namespace in namespaces))
+                    # Modules of one type add few attributes to those of all modules, so up to 100 are handled together.
                     for part in [namespaces[start : start + 100] for start in range(0, len(namespaces), 100)]:
-                        names = set[str]().union(*part) - _usual(torch)
+                        names = set[str]().union(*part) - _list_usual_names(torch)
                         add(of_kind, [namespace.get(name) for namespace in part for name in names])
                 else:
                     for item in batch:
@@ -425,16 +427,16 @@ def search(*roots: object, apart: Iterable[object] = ()) -> Found:
                             trained = list(group["params"])
                             result.parameters.update(zip(map(id, trained), trained, strict=True))
                             add("state", [value for name, value in list(group.items()) if name != "params"])
-                        state_values = _values([state])
-                        add("state", _values(value for value in state_values if type(value) is dict))
+                        state_values = _list_values([state])
+                        add("state", _list_values(value for value in state_values if type(value) is dict))
                         add("state", [value for value in state_values if type(value) is not dict])
     # Megatron stores gradients of another dtype in an attribute of each parameter.
     # The garbage collector finds this attribute; reading `__dict__` would create a dict for nearly every parameter.
     attached = [value for value in gc.get_referents(*result.parameters.values()) if type(value) is dict]
-    result.noted[Purpose.GRADIENTS] += [
+    result.values_by_purpose[Purpose.GRADIENTS] += [
         value for namespace in attached if (value := namespace.get("main_grad")) is not None
     ]
-    result.complete = budget >= 0
+    result.is_complete = budget >= 0
     return result
 
 
@@ -453,7 +455,7 @@ _OF_TRAINING = (
     "torch.optim.",  # This includes counters of schedulers.
     "torch.distributed.algorithms.",  # This includes errors that communication hooks carry over.
 )
-# These modules are made from other modules, and have constants as attributes.
+# Torch modules of these packages are generated from other modules, and have constants as attributes.
 _OF_PROGRAMS = ("torch.export.", "torch.fx.")
 
 _NOT_INTO = (
@@ -472,10 +474,10 @@ _NOT_INTO = (
 
 
 @by_type
-def _looks(kind: type) -> tuple[_Look, Purpose | None]:
+def _choose_look(kind: type) -> tuple[_Look, Purpose | None]:
     """Return how objects of a type are searched, and the purpose of tensors in their attributes, if known."""
-    torch, numpy, of = imported("torch"), imported("numpy"), kind.__module__
-    if has_memory(kind):  # Other types may also have an attribute `nbytes`, and contain tensors.
+    torch, numpy, of = find_imported("torch"), find_imported("numpy"), kind.__module__
+    if has_memory(kind):  # A type that is neither tensor nor array may have `nbytes`, too.
         if torch is not None and issubclass(kind, torch.Tensor):
             return "tensor", None
         if is_collection(kind) or (numpy is not None and issubclass(kind, numpy.ndarray)):
@@ -502,12 +504,12 @@ def _is_barren(kind: type) -> bool:
 
 
 @functools.cache
-def _usual(torch: Any) -> frozenset[str]:
-    """Return the names of the attributes that every module has, such as parameters and hooks."""
+def _list_usual_names(torch: Any) -> frozenset[str]:
+    """Return the names of the attributes that every torch module has, such as parameters and hooks."""
     return frozenset(vars(torch.nn.Module()))
 
 
-def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
+def _group_by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
     groups: dict[type, list[Any]] = {}
     for item in items:
         if (kind := type(item)) in groups:
@@ -517,11 +519,11 @@ def _by_kind(items: Iterable[Any]) -> dict[type, list[Any]]:
     return groups
 
 
-def _values(mappings: Iterable[Any]) -> list[Any]:
+def _list_values(mappings: Iterable[Any]) -> list[Any]:
     return [value for mapping in mappings if mapping for value in list(mapping.values()) if value is not None]
 
 
-def _matter(items: list[Any]) -> list[Any]:
+def _filter_searchable(items: list[Any]) -> list[Any]:
     """Return the items that may hold tensors or arrays, without inspecting each of a million strings.
 
     The garbage collector tracks objects that may refer to tracked objects, and arrays aren't tracked. So an untracked
@@ -534,18 +536,18 @@ def _matter(items: list[Any]) -> list[Any]:
             rest: list[Any] = [item for item in items if type(item) is kind and not gc.is_tracked(item)]
             if not PLAIN.issuperset(map(type, chain.from_iterable(map(values, rest)))):
                 searchable += [item for item in rest if not PLAIN.issuperset(map(type, tuple(values(item))))]
-        elif _looks(kind)[0] == "array":
+        elif _choose_look(kind)[0] == "array":
             searchable += [item for item in items if type(item) is kind and not gc.is_tracked(item)]
     return searchable
 
 
-def _attributes(item: Any) -> list[Any]:
-    """Return the values in an object's dict and slots, without reading properties."""
+def _list_attributes(item: Any) -> list[Any]:
+    """Return the values in an object's `__dict__` and `__slots__`, without reading properties."""
     kind = type(item)
     values = list(getattr(item, "__dict__", {}).values()) if kind.__dictoffset__ else []
-    for slot in slots(kind):
+    for slot in list_slots(kind):
         try:
             values.append(slot.__get__(item))
-        except AttributeError:  # This slot is empty.
+        except AttributeError:  # The attribute of this `__slots__` entry is unset.
             continue
     return values

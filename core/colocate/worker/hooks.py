@@ -1,7 +1,8 @@
-"""`OfWorker` is the worker's half of a feature. Its methods are hooks that the worker's core calls.
+"""`WorkerFeature` is the worker's half of a feature. Its methods are hooks that the worker's core calls.
 
 A half is created when the worker first needs it, and exists until the worker ends. Hooks that concern every call run
-only in halves that override them (`WorkerContext.part`), so that a call without such hooks costs only a truth test.
+only in halves that override them (`WorkerContext.get_feature`), so that a call without such hooks costs only a truth
+test.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_CALLS: Mapping[str, str] = MappingProxyType({})
 NO_BYTES: Mapping[str, int] = MappingProxyType({})
 
 
-class OfWorker:
+class WorkerFeature:
     """Base class of a feature's half in a worker.
 
     A feature keeps the state of one role in `role.parts`, by the feature's name.
@@ -43,12 +44,14 @@ class OfWorker:
     def __init__(self, worker_context: Any) -> None:
         """Args: worker_context: The worker's `WorkerContext`."""
 
-    def heard(self, message: Message, body: Any) -> None:
+    def on_message(self, message: Message, body: Any) -> None:
         """Handle a message for the feature. Runs on the receiving thread, so it must neither wait nor run role code."""
         raise AssertionError(message)
 
-    def given(self, plain: Any) -> None:
-        """Apply the settings of the driver half (`OfGroup.gives`), before any role is constructed. Runs on the lane.
+    def configure(self, plain: Any) -> None:
+        """Apply the settings of the driver half (`GroupFeature.worker_config`), before any role is constructed.
+
+        Runs on the lane.
 
         Raises:
             ColocateError: This worker can't comply.
@@ -56,94 +59,97 @@ class OfWorker:
 
     # -- roles
 
-    def stands_in(self, role: str, cls: type, plain: Any) -> object | None:
+    def substitute_role(self, role: str, cls: type, plain: Any) -> object | None:
         """Return a substitute for a role, so that the role isn't constructed; None for no substitute.
 
-        Called for halves with settings for the role (`OfGroup.builds`), passed as `plain`. Other halves get no settings
-        of a substituted role.
+        Called for halves with settings for the role (`GroupFeature.role_configs`), passed as `plain`. Other halves get
+        no settings of a substituted role.
 
         Raises:
             ColocateError: No substitute is possible.
         """
         return None
 
-    def constructing(self, role: str) -> AbstractContextManager[object]:
+    def around_construction(self, role: str) -> AbstractContextManager[object]:
         """Return a context manager that is active while a role's arguments are unpacked and the role is constructed."""
         return nullcontext()
 
-    def making(self, role: str, plain: Any) -> AbstractContextManager[object]:
+    def around_constructor(self, role: str, plain: Any) -> AbstractContextManager[object]:
         """Return a context manager that is active only during a role's constructor.
 
-        `plain` is the same as in `built`.
+        `plain` is the same as in `on_role_built`.
         """
         return nullcontext()
 
-    def built(self, role: RoleInstance, plain: Any) -> None:
-        """Handle a newly constructed role. `plain` has the driver half's settings for the role (`OfGroup.builds`)."""
+    def on_role_built(self, role: RoleInstance, plain: Any) -> None:
+        """Handle a newly constructed role.
 
-    def starts(self, role: RoleInstance, plain: Any) -> None:
-        """Start a role with the driver half's settings (`OfGroup.starts`), after all roles here are constructed."""
+        `plain` has the driver half's settings for the role (`GroupFeature.role_configs`).
+        """
 
-    def closed(self, role: str) -> None:
+    def on_roles_ready(self, role: RoleInstance, plain: Any) -> None:
+        """Start a role with the driver half's settings (`GroupFeature.ready_configs`), after all constructors."""
+
+    def on_role_closed(self, role: str) -> None:
         """Release this feature's state for a role that was closed."""
 
-    def saved(self, role: RoleInstance) -> str | None:
+    def save_state(self, role: RoleInstance) -> str | None:
         """Return this feature's state of a role for a checkpoint; None for no state."""
         return None
 
-    def restored(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
+    def load_state(self, role: RoleInstance, told: str | None, by_role: bool) -> None:
         """Restore this feature's state of a role. `by_role` says whether the role has restored its own state already.
 
-        `told` is the result of `saved`, or None if the checkpoint has none. All existing halves are called, and halves
-        with state in the checkpoint.
+        `told` is the result of `save_state`, or None if the checkpoint has none. All existing halves are called, and
+        halves with state in the checkpoint.
         """
 
-    def arriving(
+    def wrap_weights(
         self, role: RoleInstance, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Wrap the iterator of a sync's weights for `load_weights`."""
         return weights
 
-    def awake(self, role: RoleInstance, why: str) -> AbstractContextManager[object]:
+    def keep_awake(self, role: RoleInstance, why: str) -> AbstractContextManager[object]:
         """Return a context manager in which all memory of a role is awake (on the device).
 
         The role's tensors may change.
         """
         return nullcontext()
 
-    def have_awake(self, role: str, tags: Sequence[str]) -> None:
+    def wake_memory(self, role: str, tags: Sequence[str]) -> None:
         """Wake parts of a role's memory until the running call is over.
 
         Raises:
             ColocateError: The memory isn't available.
         """
 
-    def changed(self, role: str | None) -> None:
+    def on_holdings_changed(self, role: str | None) -> None:
         """Handle a possible change of a role's memory, or of any role's memory if `role` is None."""
 
     # -- calls of methods that this feature runs (`MethodSpec.feature`)
 
-    def work(self, *arguments: Any) -> Work:
-        """Return the lane's work item for a call. Args: arguments: Those of `Work`."""
+    def create_work(self, *arguments: Any) -> Work:
+        """Return the lane's work item for a call. Args: arguments: The arguments of `Work`."""
         raise AssertionError(arguments)
 
-    def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
+    def get_runner(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
         """Return a function that runs a call instead of the role's method. This hook runs on the lane."""
         raise AssertionError(work)
 
     # -- all calls; only overriding halves are called
 
-    def enters(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
-        """Prepare a call, or raise to refuse the call. Runs first; `leaves` always follows.
+    def before_call(self, seq: int, role: RoleInstance, spec: MethodSpec) -> None:
+        """Prepare a call, or raise to refuse the call. Runs first; `after_call` always follows.
 
         Raises:
             ColocateError: The call is refused.
         """
 
-    def leaves(self, seq: int) -> None:
+    def after_call(self, seq: int) -> None:
         """Clean up after a call, successful or not."""
 
-    def ran(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
+    def check_result(self, role: str | None, label: str, kept: Mapping[str, Any] | None) -> None:
         """Check the result of a constructor or a successful call.
 
         `kept` maps the label of a stored result to its value.
@@ -152,7 +158,9 @@ class OfWorker:
             ColocateError: The result is refused.
         """
 
-    def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
+    def check_begin(
+        self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None
+    ) -> None:
         """Check whether a call, or one row of a call, can run.
 
         Args:
@@ -165,17 +173,17 @@ class OfWorker:
             ColocateError: The call is refused.
         """
 
-    def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
-        """Check whether role code may get a sibling role's object, or raise an error, as `begins` does."""
+    def check_sibling(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
+        """Check whether role code may get a sibling role's object, or raise an error, as `check_begin` does."""
 
-    def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
+    def check_end(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
         """Check a successful call, or a row, for failures since the beginning at `began`, a value of time.time().
 
         Raises:
             ColocateError: The call has failed, for this reason.
         """
 
-    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
+    def explain_failure(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Return the cause of a failure in role code, which is the error itself or another error."""
         return error
 
@@ -185,7 +193,7 @@ class OfWorker:
         """Return whether information about a failure's cause may still arrive after `waited_s` seconds.
 
         Args:
-            error: The error, as in `blamed`.
+            error: The error, as in `explain_failure`.
             role: The role's name.
             row: The row.
             waited_s: Seconds since the first question.
@@ -193,7 +201,7 @@ class OfWorker:
         """
         return False
 
-    def is_bereft(self, role: RoleInstance) -> bool:
+    def fails_other_rows(self, role: RoleInstance) -> bool:
         """Return whether other rows of a role will fail like the row that has just failed."""
         return False
 
@@ -201,9 +209,9 @@ class OfWorker:
         """Return the function that `breakpoint()` in a frame of role code calls. May run on any thread."""
         raise AssertionError(frame)
 
-    # -- reports to the driver about calls (`OfGroup.ended`, `halted`), as plain data; None for nothing
+    # -- reports about calls to `GroupFeature.on_call_report` and `on_rank_halted`, as plain data; None for nothing
 
-    def finished(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
+    def call_report(self, work: Work, role: RoleInstance) -> Mapping[str, Any] | None:
         """Return this feature's report on a successful call. Only called if overridden.
 
         Raises:
@@ -211,11 +219,11 @@ class OfWorker:
         """
         return None
 
-    def halts(self, error: BaseException, work: Work | None) -> Any:
+    def failure_report(self, error: BaseException, work: Work | None) -> Any:
         """Return a report on a failure on the main lane. `work` is None if a constructor failed."""
         return None
 
-    def back(self, hold: int) -> Any:
+    def hold_report(self, hold: int) -> Any:
         """Return a report once the main lane has reached a hold's barrier. Runs on the lane, and may wait."""
         return None
 
@@ -225,17 +233,17 @@ class OfWorker:
 
     # -- the end of calls and workers, on the receiving thread
 
-    def frees(self, waits: Callable[[], bool]) -> None:
+    def unblock_lane(self, waits: Callable[[], bool]) -> None:
         """Unblock the main lane's wait for other ranks if `waits()` is true. May run on any thread."""
 
-    def unwanted(self, seq: int) -> None:
+    def on_call_cancelled(self, seq: int) -> None:
         """Handle the cancellation of a call for which nobody waits any more."""
 
-    def stops(self) -> None:
+    def on_group_closing(self) -> None:
         """Handle the notice that the group will close. No call begins any more; running calls have a grace period."""
 
-    def settles(self) -> None:
-        """Wait for writes to roles' memory that calls have begun. Runs on the lane.
+    def wait_for_writers(self) -> None:
+        """Wait for the unfinished writes of calls into roles' memory. Runs on the lane.
 
         Raises:
             Consequence: A peer of the transfer has failed.
@@ -244,31 +252,31 @@ class OfWorker:
 
     # -- inspections, on any thread
 
-    def away(self) -> Collection[int]:
+    def offloaded_storages(self) -> Collection[int]:
         """Return the ids (torch's `_cdata`) of storages that have no memory at present."""
         return ()
 
-    def freed(self) -> None:
+    def on_residents_freed(self) -> None:
         """Handle the release of residents. Runs on the receiving thread."""
 
-    def told(self, role: RoleInstance) -> Any:
-        """Return a report on a role for the driver's inspection (`OfGroup.told`); None for no report."""
+    def describe_role(self, role: RoleInstance) -> Any:
+        """Return a report on a role for the driver's inspection (`GroupFeature.on_roles_described`), or None."""
         return None
 
-    def nbytes(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the bytes that roles use outside of the process, by role and name."""
+    def external_bytes(self) -> Mapping[str, Mapping[str, int]]:
+        """Return how many bytes roles use outside of the process, by role and by the name of the child process."""
         return NO_SIZES
 
-    def of_device(self) -> Mapping[str, int]:
+    def device_bytes(self) -> Mapping[str, int]:
         """Return the bytes on the slot's device that don't belong to roles' tensors, by purpose."""
         return NO_BYTES
 
     # -- the worker
 
-    def came(self) -> None:
+    def on_module_imported(self) -> None:
         """Handle the import of a module that the feature follows (`Feature.follows`), in a worker process."""
 
-    def adopted(self) -> None:
+    def on_driver_changed(self) -> None:
         """Handle the change to another driver, which knows nothing of this feature's state."""
 
     def close(self) -> None:

@@ -35,22 +35,22 @@ class Hold:
 
 @attrs.frozen
 class Resume:
-    """Queue item that ends a hold. The lane continues without the withdrawn calls."""
+    """Queue item that ends a hold. The lane drops the calls that the driver has withdrawn."""
 
     hold: int
     withdrawn: frozenset[int]
 
 
 @attrs.frozen
-class Decided:
-    """Queue item with the decision whether a held-up call (`LaneOrder.hold_up`) is dropped."""
+class Decision:
+    """Queue item with the decision whether a held-up call (`LaneOrder.defer_call`) is dropped."""
 
     token: int
     dropped: int | None
 
 
 @attrs.frozen
-class Renewed:
+class DriverChange:
     """Queue item that drops the calls of a former driver.
 
     The next driver's calls and holds have numbers above `base`.
@@ -61,40 +61,40 @@ class Renewed:
 
 @attrs.frozen
 class Pause:
-    """Queue item that pauses the lane: no call after call `last` begins until a `GoOn` item follows.
+    """Queue item that pauses the lane: no call after call `last` begins until an `EndPause` item follows.
 
-    Barriers queued meanwhile move ahead of the held-up calls. With `keeps`, running calls may stop at their next pause
-    point once call `last` has begun. `on_rest` is called on the lane when no call runs there any more.
+    Barriers queued meanwhile move ahead of the held-up calls. With `stops_calls`, running calls may stop at their next
+    pause point once call `last` has begun. `on_rest` is called on the lane when no call runs there any more.
     """
 
     number: int
     last: int
-    keeps: bool
+    stops_calls: bool
     on_rest: Callable[[], object]
 
 
 @attrs.frozen
-class GoOn:
+class EndPause:
     """Queue item that ends this pause and all earlier pauses."""
 
     number: int
 
 
-Item: TypeAlias = Hold | Resume | Decided | Renewed | Pause | GoOn
+Item: TypeAlias = Hold | Resume | Decision | DriverChange | Pause | EndPause
 
 
 class LaneOrder:
     """The queued and running calls of one lane, and the holds and pauses that decide which call may begin.
 
     Methods called by the receiving thread take effect at once. Queued items keep their place among the calls, and take
-    effect when the lane applies them (`note`).
+    effect when the lane applies them (`handle_item`).
 
     Attributes:
         running: Running calls by number.
-        resumed: Number of the last finished hold, which is equal on all ranks at the beginning of a call.
-        reported: Number of the last hold for which this lane has reached the barrier.
-        resting: Number of running calls that have stopped at a pause point.
-        standing: Number of running calls that only block this lane while another lane runs a call.
+        last_resumed: Number of the last finished hold. When a call begins, all ranks have the same number.
+        last_reported: Number of the last hold for which this lane has reached the barrier.
+        paused_calls: Number of running calls that have stopped at a pause point.
+        barrier_calls: Number of running calls that only block this lane while another lane runs a call.
         unfinished: Calls of former drivers that have failed here, or never began.
     """
 
@@ -102,23 +102,23 @@ class LaneOrder:
         """Make an empty order. Args: scope: Says which drivers' calls are valid, and whether the worker is closing."""
         self.running: dict[int, Work] = {}
         self.unfinished: list[Work] = []
-        self.resumed = self.reported = self.resting = self.standing = 0
+        self.last_resumed = self.last_reported = self.paused_calls = self.barrier_calls = 0
         self._paused: Pause | None = None
-        self._told_rest = False
+        self._is_rest_reported = False
         # Queue positions of barriers that were moved ahead of a pause's held-up calls.
         self._places: dict[int, float] = {}
         self._scope = scope
         self._waiting: deque[Work] = deque()
-        self._held = self._noted = 0
+        self._last_hold = self._last_noted = 0
         self._limits: dict[int, int] = {}  # Maps each unfinished hold to the first call that may not begin.
-        # Maps each open withdrawal to a call, and each pause (as a negative number) to the first held-up call.
+        # Maps each undecided withdrawal to the call, and each pause (by its negative number) to the first held-up call.
         # The lane begins neither a call in this table nor any later call.
-        self._held_up: dict[int, int] = {}
-        self._begun = -1
-        self._stopped_for = -1  # Base of call numbers of the driver for which the lane has stopped; -1 for none.
+        self._deferred: dict[int, int] = {}
+        self._last_begun = -1
+        self._stopped_for = -1  # `Scope.base` of a driver whose calls no longer begin; -1 for none.
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Number of queued calls."""
         return len(self._waiting)
 
@@ -130,23 +130,23 @@ class LaneOrder:
         Roles are still constructed (call 0), so that every rank with a failing constructor reports the failure.
         """
         self._limit_to(number, max(failed, 1))
-        self._held = max(self._held, number)
+        self._last_hold = max(self._last_hold, number)
         return Hold(number)
 
-    def hold_up(self, token: int, seq: int) -> bool:
-        """Hold up a call until the driver decides on a withdrawal. Return whether the call hadn't begun yet."""
+    def defer_call(self, token: int, seq: int) -> bool:
+        """Hold up a call until the driver decides whether to withdraw it. Return whether the call hadn't begun yet."""
         # This entry is set before the check, so that the lane sees the entry if a call begins meanwhile.
-        self._held_up[token] = seq
-        return seq not in self.running and seq > self._begun
+        self._deferred[token] = seq
+        return seq not in self.running and seq > self._last_begun
 
     def pause(self, number: int) -> int:
-        """Begin no further call, and return the number of the last begun call. A `Pause` or `GoOn` item must follow."""
+        """Begin no further call, and return the last begun call's number. A `Pause` or `EndPause` item must follow."""
         # This entry is set before running calls are listed, so that no call begins unnoticed in between.
-        self._held_up[-number] = 1
-        begun = max((seq for seq, call in list(self.running.items()) if not call.stands), default=0)
-        return max(begun, self._begun)
+        self._deferred[-number] = 1
+        begun = max((seq for seq, call in list(self.running.items()) if not call.is_barrier), default=0)
+        return max(begun, self._last_begun)
 
-    def stop(self) -> None:
+    def stop_beginning(self) -> None:
         """Begin no more calls for the present driver, which is about to close."""
         # This mark is set before running calls are checked, so that no call begins unnoticed in between.
         self._stopped_for = self._scope.base
@@ -154,39 +154,40 @@ class LaneOrder:
     # -- on the lane
 
     @property
-    def is_plain(self) -> bool:
+    def is_clear(self) -> bool:
         """Whether the next arriving call begins at once, because nothing waits or is held. This is the usual case."""
-        return not (self._waiting or self._is_limited or self.reported < self._held)
+        return not (self._waiting or self._is_limited or self.last_reported < self._last_hold)
 
-    def next(self, overlapping: int) -> Work | None:
+    def pop_next(self, overlapping: int) -> Work | None:
         """Pop the next queued call if a call may begin while `overlapping` async calls run; otherwise return None."""
-        if self._waiting and self._scope.closed is None and self._may_begin(self._waiting[0], overlapping):
+        if self._waiting and self._scope.closed is None and self._can_begin(self._waiting[0], overlapping):
             return self._waiting.popleft()
         return None
 
-    def next_stand(self, overlapping: int) -> Work | None:
-        """Pop the next queued call while a sync call runs.
+    def pop_next_barrier(self, overlapping: int) -> Work | None:
+        """Pop the next queued call if it is a barrier. Called while a sync call runs.
 
         Only a barrier, for which the lane stands still, may begin then.
         """
-        return self.next(overlapping) if self._waiting and self._waiting[0].stands else None
+        return self.pop_next(overlapping) if self._waiting and self._waiting[0].is_barrier else None
 
-    def begins(self, call: Work, overlapping: int) -> bool:
+    def begin_call(self, call: Work, overlapping: int) -> bool:
         """Record a popped call as running, and return False if the call may not begin after all.
 
         A hold, the worker's end or a new driver may have come since the call was popped.
         """
         self.running[call.seq] = call
-        if self._scope.let_go(call.seq):  # The call's driver has released the worker. A queued `Renewed` item follows.
+        # The call's driver has released the worker. A queued `DriverChange` item follows.
+        if self._scope.is_of_former_driver(call.seq):
             del self.running[call.seq]
             self.unfinished.append(call)
-            call.drop()
+            call.drop_call()
             return False
-        if self._scope.closed is None and self._may_begin(call, overlapping):
-            if call.stands:
+        if self._scope.closed is None and self._can_begin(call, overlapping):
+            if call.is_barrier:
                 self._places.pop(call.seq, None)
             else:
-                self._begun = call.seq
+                self._last_begun = call.seq
             return True
         del self.running[call.seq]
         self.put_back(call)
@@ -196,70 +197,74 @@ class LaneOrder:
         """Put a call back at the head of the queue."""
         self._waiting.appendleft(call)
 
-    def failed(self, call: Work) -> None:
+    def on_failed(self, call: Work) -> None:
         """Record a failed call, and begin neither this call nor later calls until the hold is resumed."""
-        if self._scope.let_go(call.seq):  # No driver is left to lead a hold.
+        if self._scope.is_of_former_driver(call.seq):  # No driver is left to lead a hold.
             self.unfinished.append(call)
             return
         # This failure starts the next hold, unless a hold is already under way.
-        self._noted = self._held = max(self._held, self.resumed + 1)
-        self._limit_to(self._held, call.seq)
+        self._last_noted = self._last_hold = max(self._last_hold, self.last_resumed + 1)
+        self._limit_to(self._last_hold, call.seq)
 
-    def back(self, overlapping: int) -> tuple[int, int] | None:
+    def take_hold_report(self, overlapping: int) -> tuple[int, int] | None:
         """Return (hold, last begun call) when this rank reaches a hold's barrier; otherwise return None.
 
         A rank has reached the barrier when nothing runs, and no call before the failed call waits. Calls held up by a
         pause don't count. Each hold is returned only once.
         """
-        if overlapping > self._at_rest or self.reported >= self._held or self._noted < self._held:
+        if (
+            overlapping > self._idle_count
+            or self.last_reported >= self._last_hold
+            or self._last_noted < self._last_hold
+        ):
             return None
         first = self._waiting[0] if self._waiting else None
-        if first is not None and self._place(first) < self._limit_of_holds and not self._is_paused(first):
+        if first is not None and self._get_place(first) < self._limit_of_holds and not self._is_paused(first):
             return None
-        self.reported = self._held
-        return self._held, self._begun
+        self.last_reported = self._last_hold
+        return self._last_hold, self._last_begun
 
     @property
-    def keeps(self) -> bool:
+    def is_pausing(self) -> bool:
         """Whether running calls should stop at their pause points."""
-        return self._paused is not None and self._paused.keeps and self._has_begun_all
+        return self._paused is not None and self._paused.stops_calls and self._has_begun_all
 
-    def rests(self, overlapping: int) -> Pause | None:
+    def take_rest_report(self, overlapping: int) -> Pause | None:
         """Return the pause to report when no call runs any more; otherwise None. Each pause is returned only once."""
-        if self._told_rest or self._paused is None or overlapping > self._at_rest or not self._has_begun_all:
+        if self._is_rest_reported or self._paused is None or overlapping > self._idle_count or not self._has_begun_all:
             return None
-        self._told_rest = True
+        self._is_rest_reported = True
         return self._paused
 
-    def note(self, item: Work | Item) -> None:
+    def handle_item(self, item: Work | Item) -> None:
         """Queue a call, or apply another item to the order."""
         if isinstance(item, Hold):
-            self._noted = max(self._noted, item.number)
+            self._last_noted = max(self._last_noted, item.number)
         elif isinstance(item, Resume):
-            self.resumed = item.hold
+            self.last_resumed = item.hold
             for number in [number for number in list(self._limits) if number <= item.hold]:
                 del self._limits[number]
-            self._drop(item.withdrawn)
-        elif isinstance(item, Decided):
-            self._held_up.pop(item.token, None)
+            self._drop_calls(item.withdrawn)
+        elif isinstance(item, Decision):
+            self._deferred.pop(item.token, None)
             if item.dropped is not None:
-                self._drop(frozenset({item.dropped}))
-        elif isinstance(item, Renewed):
-            self._forget(item.base)
+                self._drop_calls(frozenset({item.dropped}))
+        elif isinstance(item, DriverChange):
+            self._forget_driver(item.base)
         elif isinstance(item, Pause):
             self._end_pauses(item.number - 1)
-            self._paused, self._told_rest, self._held_up[-item.number] = item, False, item.last + 1
-            self._put_first(call for call in self._waiting if call.stands and call.seq > item.last)
-        elif isinstance(item, GoOn):
+            self._paused, self._is_rest_reported, self._deferred[-item.number] = item, False, item.last + 1
+            self._put_first(call for call in self._waiting if call.is_barrier and call.seq > item.last)
+        elif isinstance(item, EndPause):
             self._end_pauses(item.number)
         else:
             self._waiting.append(item)
-            if self._paused is not None and item.stands:
+            if self._paused is not None and item.is_barrier:
                 self._put_first([item])
 
     def _end_pauses(self, number: int) -> None:
-        for token in [token for token in list(self._held_up) if -number <= token < 0]:
-            del self._held_up[token]
+        for token in [token for token in list(self._deferred) if -number <= token < 0]:
+            del self._deferred[token]
         if self._paused is not None and self._paused.number <= number:
             self._paused = None
 
@@ -271,50 +276,50 @@ class LaneOrder:
         assert self._paused is not None
         for call in calls:
             self._places.setdefault(call.seq, self._paused.last + 0.5)
-        self._waiting = deque(sorted(self._waiting, key=self._place))
+        self._waiting = deque(sorted(self._waiting, key=self._get_place))
 
-    def _place(self, call: Work) -> float:
+    def _get_place(self, call: Work) -> float:
         return self._places.get(call.seq, call.seq)
 
     def _is_paused(self, call: Work) -> bool:
-        return self._paused is not None and call.seq > self._paused.last and not call.stands
+        return self._paused is not None and call.seq > self._paused.last and not call.is_barrier
 
     @property
     def _has_begun_all(self) -> bool:
         """Whether all calls up to the pause's last call have begun."""
-        return self._paused is None or not self._waiting or self._place(self._waiting[0]) > self._paused.last
+        return self._paused is None or not self._waiting or self._get_place(self._waiting[0]) > self._paused.last
 
     @property
-    def _at_rest(self) -> int:
+    def _idle_count(self) -> int:
         """Number of running calls that are blocked for another lane, or stopped at a pause point."""
-        return self.standing + (self.resting if self._paused is not None and self._paused.keeps else 0)
+        return self.barrier_calls + (self.paused_calls if self._paused is not None and self._paused.stops_calls else 0)
 
-    def _forget(self, base: int) -> None:
+    def _forget_driver(self, base: int) -> None:
         """Drop all state of a former driver. The next driver's first hold may be known already, and is retained."""
         for number in [number for number in list(self._limits) if number <= base]:
             del self._limits[number]
-        for token in [token for token, seq in list(self._held_up.items()) if seq <= base or token < 0]:
-            del self._held_up[token]
+        for token in [token for token, seq in list(self._deferred.items()) if seq <= base or token < 0]:
+            del self._deferred[token]
         self._paused = None
         self._places.clear()
-        self._held, self._noted = max(self._held, base), max(self._noted, base)
-        self.resumed, self.reported = max(self.resumed, base), max(self.reported, base)
+        self._last_hold, self._last_noted = max(self._last_hold, base), max(self._last_noted, base)
+        self.last_resumed, self.last_reported = max(self.last_resumed, base), max(self.last_reported, base)
         dropped_calls = [call for call in self._waiting if call.seq <= base]
         self.unfinished += dropped_calls
-        self._drop(frozenset(call.seq for call in dropped_calls))
+        self._drop_calls(frozenset(call.seq for call in dropped_calls))
 
-    def _drop(self, withdrawn: frozenset[int]) -> None:
+    def _drop_calls(self, withdrawn: frozenset[int]) -> None:
         for call in [call for call in self._waiting if call.seq in withdrawn]:
             self._waiting.remove(call)
-            call.drop()
+            call.drop_call()
 
-    def _may_begin(self, call: Work, overlapping: int) -> bool:
-        if self._is_limited and self._place(call) >= min(
-            self._limit_of_holds, min(list(self._held_up.values()), default=_NEVER)
+    def _can_begin(self, call: Work, overlapping: int) -> bool:
+        if self._is_limited and self._get_place(call) >= min(
+            self._limit_of_holds, min(list(self._deferred.values()), default=_NEVER)
         ):
             return False
-        if call.stands:
-            return overlapping <= self._at_rest
+        if call.is_barrier:
+            return overlapping <= self._idle_count
         # Async methods overlap up to their limit. A sync method begins only when nothing else runs.
         return overlapping < max(1, call.concurrency)
 
@@ -328,4 +333,4 @@ class LaneOrder:
 
     @property
     def _is_limited(self) -> bool:
-        return bool(self._limits or self._held_up) or self._stopped_for == self._scope.base
+        return bool(self._limits or self._deferred) or self._stopped_for == self._scope.base

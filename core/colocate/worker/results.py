@@ -13,7 +13,7 @@ from colocate._values.mesh import Ranks
 from colocate.errors import DispatchError
 
 
-def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
+def count_joined_rows(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
     """Return a stored result's number of rows for later slicing; None if the result can't be sliced.
 
     Ranks whose results aren't used, such as those of a pipeline's earlier stages, may have no rows.
@@ -21,27 +21,27 @@ def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
     if not isinstance(spec.collect, Concat):
         return None
     try:
-        return batch.rows(result, f"the result of {spec.name}")
+        return batch.get_row_count(result, f"the result of {spec.name}")
     except DispatchError:
-        if counts(spec, ctx):
+        if is_counted(spec, ctx):
             raise
         return None
 
 
-def counts(spec: MethodSpec, ctx: Context) -> bool:
+def is_counted(spec: MethodSpec, ctx: Context) -> bool:
     """Return whether a call to all ranks uses this rank's result."""
-    return ctx.rank in sources_of(spec, ctx)
+    return ctx.rank in list_sources(spec, ctx)
 
 
-def sources_of(spec: MethodSpec, ctx: Context) -> Sequence[int]:
+def list_sources(spec: MethodSpec, ctx: Context) -> Sequence[int]:
     """Return the ranks whose results a call to all ranks uses."""
     meshes = {name: place.mesh for name, place in ctx.meshes.items()}
     return spec.collect.sources(Ranks(ctx.world_size, meshes))
 
 
-def without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
+def strip_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
     """Remove the padding rows from the result of a method with `pad=True`."""
-    count = batch.rows(result, f"the result of {label}")
+    count = batch.get_row_count(result, f"the result of {label}")
     if count != rows:
         raise DispatchError(
             f"{label} got {rows} rows, padding included, and returned {count}: with pad=True it returns a row for each"

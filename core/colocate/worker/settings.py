@@ -17,9 +17,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate.gpus import in_use, number_of
-from colocate.worker.process_wide import Own, ProcessWide
+from colocate.worker.process_wide import ProcessState, RoleState
 
 _Autocast: TypeAlias = tuple[tuple[tuple[str, bool, Any], ...], bool, int]
 """For each kind of device, the state and dtype of autocast; then the state of the cache, and the depth of blocks."""
@@ -36,7 +36,7 @@ class Settings:
     # Modes that intercept operations, including the default device; None if no mode is active.
     modes: _Modes | None = None
     stream: Any = None  # Current stream of the GPU; None for the lane's usual stream.
-    own: Own | None = None  # The role's random generators and switches; None for no change.
+    role_state: RoleState | None = None  # The role's random generators and switches; None for no change.
 
 
 @attrs.frozen
@@ -71,54 +71,56 @@ class Setting:
         `leaves` is called with a stream that is no longer current, because work may have begun on it. With
         `own_stream`, the lane's usual stream is a new one.
         """
-        self.process_wide = None if in_process else ProcessWide(device)
+        self.process_state = None if in_process else ProcessState(device)
         self._device = device
         self._own_stream = own_stream
         self._kinds = tuple(dict.fromkeys(("cpu", device.partition(":")[0])))
         self._in_process = in_process
-        self._leaves = leaves
+        self._on_stream_left = leaves
         self.base = USUAL
         self._stream: Any = None  # The stream that is current unless a role sets another.
         self._torch: Any = None  # The torch module, cached because each call uses torch.
         self._no_autocast: Any = None
-        self._casts = False  # Whether any role has used autocast.
+        self._uses_autocast = False  # Whether any role has used autocast.
 
-    def now(self) -> Settings:
-        """Return the present settings."""
-        torch, wide = self._imported(), self.process_wide
-        role_state = None if wide is None else wide.now
+    def read_settings(self) -> Settings:
+        """Return torch's present settings on this thread."""
+        torch, wide = self._get_torch(), self.process_state
+        role_state = None if wide is None else wide.current
         if torch is None:
-            return USUAL if role_state is None else Settings(own=role_state)
-        autocast, dtype, module = self._autocast(torch), torch.get_default_dtype(), in_use(self._device)
+            return USUAL if role_state is None else Settings(role_state=role_state)
+        autocast, dtype, module = self._read_autocast(torch), torch.get_default_dtype(), in_use(self._device)
         casts = autocast != self._no_autocast
-        self._casts = self._casts or casts
+        self._uses_autocast = self._uses_autocast or casts
         return Settings(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocast if casts else None,
             None if self._in_process or dtype is torch.float32 else dtype,
-            _modes(torch),
+            _read_modes(torch),
             None if module is None else module.current_stream(self._device),
             role_state,
         )
 
-    def have(self, wanted: Settings) -> None:
+    def apply_settings(self, wanted: Settings) -> None:
         """Apply the wanted settings to torch."""
-        role_state, wide = wanted.own, self.process_wide
-        if role_state is not None and wide is not None and role_state is not wide.now:
-            wide.have(role_state)
+        role_state, wide = wanted.role_state, self.process_state
+        if role_state is not None and wide is not None and role_state is not wide.current:
+            wide.switch_to(role_state)
         torch = self._torch
         if torch is None:
             if "torch" not in sys.modules:  # This cheap check comes first, because every call gets here.
                 return
-            torch = self._imported()
+            torch = self._get_torch()
             if torch is None:
                 return
         # Every call checks these settings, but changes are rarely needed.
         changes = torch.is_inference_mode_enabled() is not wanted.inference
-        changes_modes = changes or ((_has_modes(torch) or wanted.modes is not None) and _modes(torch) != wanted.modes)
+        changes_modes = changes or (
+            (_has_modes(torch) or wanted.modes is not None) and _read_modes(torch) != wanted.modes
+        )
         if changes_modes:
-            _pop_modes(torch)  # Modes are popped first, because the guard restores modes, too.
+            _pop_modes(torch)  # Modes are popped before the guard is left, because the guard restores modes, too.
         if changes:
             guard, _guards.guard = getattr(_guards, "guard", None), None
             if guard is not None:  # Leaving the guard restores the former inference mode.
@@ -126,8 +128,8 @@ class Setting:
             if torch.is_inference_mode_enabled() is not wanted.inference:
                 _guards.guard = torch.inference_mode(wanted.inference)
                 _guards.guard.__enter__()
-        if self._casts or torch._C._is_any_autocast_enabled():
-            _set_autocast(torch, self._autocast(torch), wanted.autocast or self._no_autocast)
+        if self._uses_autocast or torch._C._is_any_autocast_enabled():
+            _set_autocast(torch, self._read_autocast(torch), wanted.autocast or self._no_autocast)
         if torch.is_grad_enabled() is not wanted.grad:
             torch._C._set_grad_enabled(wanted.grad)  # This avoids the cost of creating a context manager.
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
@@ -143,7 +145,7 @@ class Setting:
                 self._stream = usual(self._device)
             before, stream = module.current_stream(self._device), wanted.stream or self._stream
             if before != stream:
-                self._leaves(before)
+                self._on_stream_left(before)
                 # The new stream waits, because role code there uses the former stream's results and freed memory.
                 # There is no wait during a graph capture, which must not include other streams' work.
                 if not getattr(module, "is_current_stream_capturing", lambda: False)():
@@ -155,28 +157,28 @@ class Setting:
 
         Otherwise each thread begins with the first device.
         """
-        module = getattr(imported("torch"), self._device.partition(":")[0], None)
+        module = getattr(find_imported("torch"), self._device.partition(":")[0], None)
         if module is not None and self._device != "cpu" and number_of(self._device) and module.is_available():
             module.set_device(self._device)
 
-    def _imported(self) -> Any:
-        torch = self._torch = imported("torch")
+    def _get_torch(self) -> Any:
+        torch = self._torch = find_imported("torch")
         if torch is not None and self._no_autocast is None:
             self._kinds = tuple(filter(torch.amp.is_autocast_available, self._kinds))
             usual = [(kind, False, torch.bfloat16 if kind == "cpu" else torch.float16) for kind in self._kinds]
             self._no_autocast = tuple(usual), True, 0
         return torch
 
-    def _autocast(self, torch: Any) -> _Autocast:
+    def _read_autocast(self, torch: Any) -> _Autocast:
         depth = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
         return tuple(kinds), torch.is_autocast_cache_enabled(), depth
 
     @contextlib.contextmanager
-    def amid(self) -> Iterator[None]:
+    def with_base_settings(self) -> Iterator[None]:
         """Apply the base settings inside a block amid role code, and restore the role's settings after the block."""
-        torch = imported("torch")
+        torch = find_imported("torch")
         if torch is None:
             yield
             return
@@ -185,12 +187,12 @@ class Setting:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as clears
         with clears():
-            before = self.now()
-            self.have(self.base)
+            before = self.read_settings()
+            self.apply_settings(self.base)
             try:
                 yield
             finally:
-                self.have(before)
+                self.apply_settings(before)
 
 
 class OwnSettings:
@@ -199,14 +201,14 @@ class OwnSettings:
     def __init__(self, setting: Setting, first: Settings | None = None) -> None:
         """Args: setting: Applies the settings. first: Settings of the first step; None for the present settings."""
         self._setting = setting
-        self._now = first or setting.now()
+        self._current = first or setting.read_settings()
 
     def __enter__(self) -> None:
-        self._setting.have(self._now)
+        self._setting.apply_settings(self._current)
 
     def __exit__(self, *_: object) -> None:
-        self._now = self._setting.now()
-        self._setting.have(self._setting.base)
+        self._current = self._setting.read_settings()
+        self._setting.apply_settings(self._setting.base)
 
 
 def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
@@ -217,7 +219,7 @@ def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
         torch.set_autocast_enabled(kind, is_on)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(caches)
-    # Torch clears the cache at the end of the outermost block, which a role's permanent block never reaches.
+    # Torch clears autocast's cache at the end of the outermost autocast block, but a role's permanent block never ends.
     # Without clearing the cache, other code would compute with weights from before an update.
     while torch.autocast_increment_nesting() <= depth:
         pass
@@ -226,16 +228,12 @@ def _set_autocast(torch: Any, now: _Autocast, wanted: _Autocast) -> None:
     torch.clear_autocast_cache()
 
 
-# Modes can't be exited and entered again, because torch would mix up modes below another mode's block.
-# Modes are therefore popped from the stacks, and pushed back later.
-
-
 def _has_modes(torch: Any) -> bool:
     c = torch._C
     return bool(c._len_torch_function_stack() or c._len_torch_dispatch_stack() or _top_saved(c._autograd))
 
 
-def _modes(torch: Any) -> _Modes | None:
+def _read_modes(torch: Any) -> _Modes | None:
     """Return torch's stacks of modes, or None if all stacks are empty."""
     if not _has_modes(torch):
         return None
@@ -246,18 +244,20 @@ def _modes(torch: Any) -> _Modes | None:
     return _Modes(
         tuple(map(c._get_function_stack_at, range(functions))),
         getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
-        _compiled_for().CURRENT_DEVICE if functions else None,
+        _get_device_module().CURRENT_DEVICE if functions else None,
         tuple(map(c._get_dispatch_stack_at, range(operators))),
         saved,
     )
 
 
+# Modes are popped here and pushed back later, not exited and entered again.
+# Exiting a mode below another mode on a stack would mix up torch's stacks.
 def _pop_modes(torch: Any) -> None:
     c = torch._C
     if c._len_torch_function_stack():
         while c._len_torch_function_stack():
             c._pop_torch_function_stack()
-        torch._GLOBAL_DEVICE_CONTEXT.device_context = _compiled_for().CURRENT_DEVICE = None
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = _get_device_module().CURRENT_DEVICE = None
     while c._len_torch_dispatch_stack():
         c._pop_torch_dispatch_stack(None)
     _pop_saved(torch)
@@ -268,7 +268,7 @@ def _push_modes(torch: Any, wanted: _Modes | None) -> None:
         return
     if wanted.functions:
         torch._GLOBAL_DEVICE_CONTEXT.device_context = wanted.default
-        _compiled_for().CURRENT_DEVICE = wanted.device
+        _get_device_module().CURRENT_DEVICE = wanted.device
     for mode in wanted.functions:
         torch._C._push_on_torch_function_stack(mode)
     for mode in wanted.operators:
@@ -276,7 +276,7 @@ def _push_modes(torch: Any, wanted: _Modes | None) -> None:
     _push_saved(torch, wanted.saved)
 
 
-def _compiled_for() -> Any:
+def _get_device_module() -> Any:
     from torch.utils import _device
 
     return _device

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 
 _Switch: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 
@@ -37,38 +37,38 @@ class Switches:
 
     name = "switches"
     usual: tuple[Any, ...] | None = None
-    _now: tuple[Any, ...] = ()
-    _found: list[_Switch] | None = None
+    _current: tuple[Any, ...] = ()
+    _switches: list[_Switch] | None = None
 
-    def is_there(self) -> bool:
+    def is_available(self) -> bool:
         """Return whether torch has been imported."""
-        return imported("torch") is not None
+        return find_imported("torch") is not None
 
-    def take(self, state: Any) -> Any:
+    def read_state(self, state: Any) -> Any:
         """Return the present switches. `state` is ignored."""
-        if self._found is None:
-            self._found = _all(imported("torch"))
-        self._now = tuple([read() for read, _ in self._found])
-        return self._now
+        if self._switches is None:
+            self._switches = _list_switches(find_imported("torch"))
+        self._current = tuple([read() for read, _ in self._switches])
+        return self._current
 
-    def put(self, state: Any) -> None:
-        """Set the switches that differ from the values of the last `take` or `put`."""
-        now, self._now = self._now, state
+    def write_state(self, state: Any) -> None:
+        """Set the switches that differ from the values read or written last."""
+        now, self._current = self._current, state
         if now != state:
-            for (_, write), old, new in zip(self._found or (), now, state, strict=True):
+            for (_, write), old, new in zip(self._switches or (), now, state, strict=True):
                 if old != new:
                     write(new)
 
-    def begin(self, seed: int) -> Any:
-        """Set the usual switches, and return these. `seed` is ignored."""
-        now = self.take(None)
+    def seed_state(self, seed: int) -> Any:
+        """Set and return the switches in `usual`, with which roles start. `seed` is ignored."""
+        now = self.read_state(None)
         if self.usual is None:
             self.usual = now
-        self.put(self.usual)
+        self.write_state(self.usual)
         return self.usual
 
 
-def _all(torch: Any) -> list[_Switch]:
+def _list_switches(torch: Any) -> list[_Switch]:
     c = torch._C
 
     def deterministic() -> Any:
@@ -77,7 +77,7 @@ def _all(torch: Any) -> list[_Switch]:
     def set_deterministic(wanted: Any) -> None:
         c._set_deterministic_algorithms(wanted[0], warn_only=wanted[1])
         compiler: Any = sys.modules.get("torch._inductor.config")
-        if compiler is not None:  # Torch's own function sets this, too.
+        if compiler is not None:  # `torch.use_deterministic_algorithms` also sets this.
             compiler.deterministic = wanted[0]
 
     def anomaly() -> Any:
@@ -86,13 +86,13 @@ def _all(torch: Any) -> list[_Switch]:
     def set_anomaly(wanted: Any) -> None:
         torch.set_anomaly_enabled(*wanted)
 
-    switches = [(deterministic, set_deterministic), (anomaly, set_anomaly), _precision(c)]
+    switches = [(deterministic, set_deterministic), (anomaly, set_anomaly), _get_precision_switch(c)]
     return switches + [
         (getattr(c, read), getattr(c, write)) for read, write in _PAIRS if hasattr(c, read) and hasattr(c, write)
     ]
 
 
-def _precision(c: Any) -> _Switch:
+def _get_precision_switch(c: Any) -> _Switch:
     """Return functions that read and set the precision of float32 products, by torch's old and new (2.9) settings."""
     newer = hasattr(c, "_get_fp32_precision_getter")
 

@@ -24,7 +24,9 @@ app = typer.Typer(
 )
 
 
-def _completed_by(name: str) -> Callable[[str], list[Any]]:
+def complete_with(name: str) -> Callable[[str], list[Any]]:
+    """Return a callback for shell completion, which imports `colocate_run.cli.installed` only when called."""
+
     def complete(incomplete: str) -> list[Any]:
         completions: list[Any] = getattr(import_module("colocate_run.cli.installed"), name)(incomplete)
         return completions
@@ -32,7 +34,7 @@ def _completed_by(name: str) -> Callable[[str], list[Any]]:
     return complete
 
 
-_configs, _executors, _plugins = map(_completed_by, ("configs", "executors", "plugin_names"))
+_configs, _executors, _plugins = map(complete_with, ("configs", "executors", "plugin_names"))
 
 
 File = Annotated[Path, typer.Argument(help="The config, a YAML file.", show_default=False, autocompletion=_configs)]
@@ -63,9 +65,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from colocate_run.cli.installed import versions
+        from colocate_run.cli.installed import version_lines
 
-        for line in versions():
+        for line in version_lines():
             typer.echo(line)
         raise typer.Exit
 
@@ -339,9 +341,9 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
     """Show the output of a run's workers, so far or live."""
-    from colocate_run.cli.logs import Wanted, show_logs
+    from colocate_run.cli.logs import LogSelection, show_logs
 
-    raise typer.Exit(show_logs(run, Wanted(group, role, rank), lines=lines, follow=follow))
+    raise typer.Exit(show_logs(run, LogSelection(group, role, rank), lines=lines, follow=follow))
 
 
 @app.command()

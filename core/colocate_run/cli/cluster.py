@@ -13,17 +13,17 @@ from rich.text import Text
 from colocate import driver
 from colocate.errors import ColocateError, ConfigError
 from colocate.plugins import about_executor, abouts, find_executor
-from colocate.texts import made_for
-from colocate_run.cli.output import guarded, load, print_json
+from colocate.texts import attribute_to
+from colocate_run.cli.output import load_command_config, print_json, report_errors
 from colocate_run.screen import console, show_table
 
 if TYPE_CHECKING:
     from colocate.connecting import Runtime
 
-_ADDRESS = "address"  # The default option for a cluster's address.
+_ADDRESS = "address"  # The address option of executors that don't declare another.
 
 
-def joins(executor: str) -> str:
+def joining_option(executor: str) -> str:
     """Return the option by which an executor joins a running cluster; empty if the executor has none."""
     about = about_executor(executor)
     return _ADDRESS if about is None else about.joins
@@ -40,11 +40,11 @@ class Cluster:
     allow_import: bool = True
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         """Whether the command line names a cluster."""
         return any([self.file, self.executor, self.address, self.changes])
 
-    def joined(self, command: str, lacks: str) -> Runtime:
+    def connect(self, command: str, lacks: str) -> Runtime:
         """Connect a runtime to the cluster.
 
         Args:
@@ -53,54 +53,54 @@ class Cluster:
         """
         from colocate.connecting import connect
 
-        name, options = self.engine(command)
+        name, options = self.executor_options(command)
         if name is not None:
             find_executor(name)  # Raise a clear error if no such executor is installed.
-        if name is None or options.get(joins(name)) is None:
-            which = name if name is not None and joins(name) else next(iter(_joining()), "NAME")
+        if name is None or options.get(joining_option(name)) is None:
+            which = name if name is not None and joining_option(name) else next(iter(_joining_executors()), "NAME")
             raise ConfigError(
                 f"which cluster? A private one has no {lacks}: `colocate {command} --executor {which} --address ...`, "
                 "or a config whose executor has an address"
             )
         return connect(name, **options)
 
-    def engine(self, command: str) -> tuple[str | None, Mapping[str, Any]]:
+    def executor_options(self, command: str) -> tuple[str | None, Mapping[str, Any]]:
         """Return the executor's name and options; the name is None if the command line names no cluster."""
         if self.file is not None:
-            config = load(self.file, self.executor, self.changes, allow_import=self.allow_import)
-            return config.executor.use, {**config.executor.with_, **self._joining(config.executor.use)}
+            config = load_command_config(self.file, self.executor, self.changes, allow_import=self.allow_import)
+            return config.executor.use, {**config.executor.with_, **self._joining_options(config.executor.use)}
         if self.changes:
             raise ConfigError(f"--set changes a config: name one, as in `colocate {command} FILE --set ...`")
         if self.address is not None and self.executor is None:
-            which = ", ".join(f"--executor {name}" for name in _joining()) or "--executor NAME"
+            which = ", ".join(f"--executor {name}" for name in _joining_executors()) or "--executor NAME"
             raise ConfigError(f"--address {self.address} is that of which cluster? Say {which}")
-        return self.executor, {} if self.executor is None else self._joining(self.executor)
+        return self.executor, {} if self.executor is None else self._joining_options(self.executor)
 
-    def _joining(self, executor: str) -> dict[str, str]:
+    def _joining_options(self, executor: str) -> dict[str, str]:
         if self.address is None:
             return {}
-        option = joins(executor)
+        option = joining_option(executor)
         if not option:
             raise ConfigError(f"--address {self.address}: executor {executor!r} has no cluster to join; leave it out")
         return {option: self.address}
 
 
-def _joining() -> list[str]:
+def _joining_executors() -> list[str]:
     return [plugin.name for plugin, about in abouts() if about.joins]
 
 
-@guarded
+@report_errors
 def find_strays(cluster: Cluster, *, json: bool) -> int:
     """Print processes and files that dead drivers have left; return exit status 1 if there are any."""
-    name, options = cluster.engine("audit")
+    name, options = cluster.executor_options("audit")
     if name is not None:
         find_executor(name)  # Raise a clear error if no such executor is installed.
-    option = "" if name is None else joins(name)
-    audit = driver.audit_strays(driver.of_this_machine)
+    option = "" if name is None else joining_option(name)
+    audit = driver.audit_strays(driver.list_strays)
     looked_at = ["this machine"]
     if name is not None and options.get(option) is not None:
         try:
-            cluster_audit = _of_cluster(name, options)
+            cluster_audit = _audit_cluster(name, options)
         except ColocateError:
             if not json:  # Print the results for this machine before the error is raised.
                 _show_strays(audit, looked_at)
@@ -116,7 +116,7 @@ def find_strays(cluster: Cluster, *, json: bool) -> int:
     return 1 if audit else 0
 
 
-def _of_cluster(name: str, options: Mapping[str, Any]) -> driver.Audit:
+def _audit_cluster(name: str, options: Mapping[str, Any]) -> driver.Audit:
     from colocate.connecting import connect
 
     with connect(name, **options) as runtime:
@@ -133,27 +133,27 @@ def _show_strays(audit: driver.Audit, looked_at: list[str]) -> None:
     to.print(Text(str(audit)), soft_wrap=True)
 
 
-@guarded
+@report_errors
 def show_groups(cluster: Cluster, *, json: bool) -> int:
     """Print the detached pools of a cluster."""
-    with cluster.joined("groups", "detached pools") as runtime:
+    with cluster.connect("groups", "detached pools") as runtime:
         pools = sorted(runtime.detached(), key=lambda each: str(each["name"]))
     if json:
         print_json(
             {"pools": [{**each, "since": time.strftime("%FT%T%z", time.localtime(each["since"]))} for each in pools]}
         )
     elif pools:
-        show_table("detached pools", [_row(each) for each in pools], console())
+        show_table("detached pools", [_pool_row(each) for each in pools], console())
     else:
         console().print(Text("no pool is detached in this cluster"), soft_wrap=True)
     return 0
 
 
-@guarded
+@report_errors
 def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
     """Close a detached pool."""
     action = f"close {name}"
-    with cluster.joined(action, "detached pools") as runtime, made_for((f"colocate {action}", 0)):
+    with cluster.connect(action, "detached pools") as runtime, attribute_to((f"colocate {action}", 0)):
         driver.Driver(runtime).close_detached(name, force)
     if json:
         print_json({"closed": name})
@@ -162,7 +162,7 @@ def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
     return 0
 
 
-def _row(found: Mapping[str, Any]) -> dict[str, Any]:
+def _pool_row(found: Mapping[str, Any]) -> dict[str, Any]:
     groups = ", ".join(f"{name} ({', '.join(roles)})" for name, roles in found["groups"].items())
     remaining = "" if found["left_s"] is None else f"{found['left_s']:.0f} s"
     driver = found["driver"] or ""

@@ -10,14 +10,14 @@ from rich.text import Text
 from colocate import errors
 from colocate.errors import ConfigError
 from colocate.texts import did_you_mean
-from colocate_run.cli.output import guarded
+from colocate_run.cli.output import report_errors
 from colocate_run.screen import console, show_table
 
 
-@guarded
+@report_errors
 def copy_example(name: str | None) -> int:
     """Copy an example into the working directory, or list all examples."""
-    examples = _examples()
+    examples = _find_examples()
     if name is None:
         rows = [
             {"example": example, "files": ", ".join(path.name for path in paths)} for example, paths in examples.items()
@@ -41,8 +41,8 @@ def copy_example(name: str | None) -> int:
     return 0
 
 
-def _examples() -> dict[str, list[Path]]:
-    """Return the paths of each example, by the stem of folder or files."""
+def _find_examples() -> dict[str, list[Path]]:
+    """Return the paths of each example, by the example's name (the folder's or file's name without a suffix)."""
     package = Path(errors.__file__).parent
     inside = package / "examples"  # A wheel has the examples in the package.
     examples: dict[str, list[Path]] = {}

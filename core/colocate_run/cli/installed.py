@@ -10,7 +10,7 @@ from itertools import islice
 from colocate.plugins import PROTOCOL, VERSION, PluginInfo, plugins
 
 _DEEP = 2  # How many levels of folders are searched for configs.
-_LOOKS = 2000  # How many entries are looked at, because a shell waits.
+_LOOKS = 2000  # The most paths that are examined, because the shell waits for the completion.
 
 
 def configs(incomplete: str) -> list[str]:
@@ -20,13 +20,15 @@ def configs(incomplete: str) -> list[str]:
     """
     folder, _, start = incomplete.rpartition("/")
     folder = f"{folder}/" if "/" in incomplete else ""
-    return sorted(path for path in islice(_files(folder, start, _DEEP), _LOOKS) if path.endswith((".yaml", ".yml")))
+    return sorted(
+        path for path in islice(_list_files(folder, start, _DEEP), _LOOKS) if path.endswith((".yaml", ".yml"))
+    )
 
 
-def _files(folder: str, start: str, deep: int) -> Iterator[str]:
+def _list_files(folder: str, start: str, deep: int) -> Iterator[str]:
     """Yield the paths below a folder if the first part begins with `start`; upper levels come first."""
     try:
-        entries = [entry for entry in os.scandir(folder or ".") if _fits(entry.name, start)]
+        entries = [entry for entry in os.scandir(folder or ".") if _matches_start(entry.name, start)]
     except OSError:
         return
     below = []
@@ -35,10 +37,10 @@ def _files(folder: str, start: str, deep: int) -> Iterator[str]:
         if deep and entry.is_dir(follow_symlinks=False):
             below.append(entry.name)
     for name in below:
-        yield from _files(f"{folder}{name}/", "", deep - 1)
+        yield from _list_files(f"{folder}{name}/", "", deep - 1)
 
 
-def _fits(name: str, start: str) -> bool:
+def _matches_start(name: str, start: str) -> bool:
     return name.startswith(start) and not (name.startswith(".") and not start)
 
 
@@ -58,13 +60,13 @@ def plugin_names(incomplete: str) -> list[tuple[str, str]]:
     ]
 
 
-def versions() -> Iterator[str]:
+def version_lines() -> Iterator[str]:
     """Yield the lines of `--version`, without importing an executor."""
     yield f"colocate {VERSION} (protocol {PROTOCOL}), Python {platform.python_version()}"
-    yield f"executors: {', '.join(_engine(plugin) for plugin in plugins() if plugin.kind == 'executor')}"
+    yield f"executors: {', '.join(_engine_version(plugin) for plugin in plugins() if plugin.kind == 'executor')}"
 
 
-def _engine(plugin: PluginInfo) -> str:
+def _engine_version(plugin: PluginInfo) -> str:
     needed = plugin.engine()
     if not needed:
         return plugin.name

@@ -14,16 +14,18 @@ import attrs
 from rich.text import Text
 
 from colocate.errors import ColocateError, ConfigError
-from colocate.texts import frames_of_users, told
+from colocate.texts import format_exception, format_user_frames
 from colocate_run.config import Config
 from colocate_run.config.load import read_config
-from colocate_run.folder import finite
+from colocate_run.folder import replace_nonfinite
 from colocate_run.screen import console
 
 P = ParamSpec("P")
 
 
-def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_import: bool = True) -> Config:
+def load_command_config(
+    file: Path, executor: str | None, changes: Iterable[str], *, allow_import: bool = True
+) -> Config:
     """Read the config of a command, and print warnings.
 
     Modules in the config's folder and in the current folder become importable, unless the config may import nothing,
@@ -40,7 +42,7 @@ def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_impo
     return config
 
 
-def guarded(command: Callable[P, int]) -> Callable[P, int]:
+def report_errors(command: Callable[P, int]) -> Callable[P, int]:
     """Wrap a command to print errors (as JSON if called with `json=True`) and to return exit status 1.
 
     An error of colocate is printed as its message, after the frames of the job's code if a job raised. Any other error
@@ -55,8 +57,8 @@ def guarded(command: Callable[P, int]) -> Callable[P, int]:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            errors = _told_as(error)
-            if not all(map(_is_told, errors)):
+            errors = _errors_to_print(error)
+            if not all(map(_is_printable, errors)):
                 raise
         print_errors(errors, as_json=bool(options.get("json")))
         return 1
@@ -64,51 +66,51 @@ def guarded(command: Callable[P, int]) -> Callable[P, int]:
     return run
 
 
-def _told_as(error: BaseException) -> list[BaseException]:
-    """Return the errors to print, which are a group's errors, or the whole group if one is a bug of colocate."""
+def _errors_to_print(error: BaseException) -> list[BaseException]:
+    """Return the errors to print: an exception group's errors, or the whole group if one is a bug of colocate."""
     if isinstance(error, BaseExceptionGroup):
-        parts = [part for inner in error.exceptions for part in _told_as(inner)]
-        if all(map(_is_told, parts)):
+        parts = [part for inner in error.exceptions for part in _errors_to_print(inner)]
+        if all(map(_is_printable, parts)):
             return parts
     return [error]
 
 
-def _is_told(error: BaseException) -> bool:
-    return isinstance(error, ColocateError) or bool(frames_of_users(error))
+def _is_printable(error: BaseException) -> bool:
+    return isinstance(error, ColocateError) or bool(format_user_frames(error))
 
 
-def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
-    """Return the exceptions of a group, including the exceptions of nested groups."""
+def leaf_errors(group: BaseExceptionGroup[Any]) -> list[Any]:
+    """Return the exceptions in an exception group, including the exceptions in nested groups."""
     return [
         leaf
         for inner in group.exceptions
-        for leaf in (leaves(inner) if isinstance(inner, BaseExceptionGroup) else [inner])
+        for leaf in (leaf_errors(inner) if isinstance(inner, BaseExceptionGroup) else [inner])
     ]
 
 
 def print_errors(errors: Iterable[BaseException], *, as_json: bool) -> None:
     """Print errors as text for users, or as JSON for scripts."""
     if as_json:
-        print_json({"errors": [error_data(error) for error in errors]})
+        print_json({"errors": [error_to_json(error) for error in errors]})
         return
     to = console(error=True)
     for error in errors:
         if not isinstance(error, ColocateError):
-            to.print(Text(told(error).rstrip()), soft_wrap=True)
+            to.print(Text(format_exception(error).rstrip()), soft_wrap=True)
             continue
-        if frames := frames_of_users(error):
+        if frames := format_user_frames(error):
             to.print(Text(f"Traceback (most recent call last):\n{frames.rstrip()}"), soft_wrap=True)
         # An error's notes describe further errors, mostly while closing.
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         to.print(Text("error: ", "bold red").append(Text(text, "")), soft_wrap=True)
 
 
-def error_data(error: BaseException) -> dict[str, Any]:
+def error_to_json(error: BaseException) -> dict[str, Any]:
     """Return an error as JSON data."""
     message = error.message if isinstance(error, ColocateError) else str(error)
     data: dict[str, Any] = {"type": type(error).__name__, "message": message}
-    if frames_of_users(error):
-        data["traceback"] = told(error)
+    if format_user_frames(error):
+        data["traceback"] = format_exception(error)
     if isinstance(error, ConfigError):
         data["mistakes"] = [attrs.asdict(mistake) for mistake in error.mistakes]
     return data
@@ -116,5 +118,5 @@ def error_data(error: BaseException) -> dict[str, Any]:
 
 def print_json(data: Any) -> None:
     """Print one JSON value on standard output."""
-    sys.stdout.write(json.dumps(finite(data), indent=2, default=str, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(replace_nonfinite(data), indent=2, default=str, allow_nan=False) + "\n")
     sys.stdout.flush()

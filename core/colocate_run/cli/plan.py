@@ -27,19 +27,19 @@ from colocate.hosting import (
     Purpose,
     Storages,
     attach,
-    counts_as,
+    count_by_purpose,
     derive_seed,
-    held_by,
+    find_holdings,
+    find_optimizers,
+    find_own_method,
     hosted,
     need_torch,
-    optimizers_of,
-    own_method,
 )
-from colocate.placement import where
+from colocate.placement import describe_placement
 from colocate.plugins import find_role
 from colocate.signatures import Budgets, Limit, arguments_of, methods_of, parse_meshes
-from colocate.texts import error_text, listed, plural, size_text
-from colocate_run.cli.output import guarded, load, print_json
+from colocate.texts import format_count, format_error, format_size, join_words
+from colocate_run.cli.output import load_command_config, print_json, report_errors
 from colocate_run.config.check import budgets_of
 from colocate_run.config.schema import Config, GroupConfig
 from colocate_run.screen import console, show_table
@@ -56,25 +56,25 @@ _ADVICE = {  # Advice for torch's errors on the meta device.
 }
 
 
-@guarded
+@report_errors
 def show_memory(
     file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
 ) -> int:
     """Print the predicted memory; return exit status 1 if a role can't fit or a role's memory isn't known."""
     # Set this before torch is imported, because torch would warn of process groups with missing ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    config = load(file, executor, changes, allow_import=allow_import)
+    config = load_command_config(file, executor, changes, allow_import=allow_import)
     # A constructor's prints must not mix with the JSON that a script reads.
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
-        groups = plan(config)
+        groups = plan_groups(config)
     if json:
-        print_json([group.data() for group in groups])
+        print_json([group.to_json() for group in groups])
     else:
-        _say(f"{config.name}: what roles will hold (torch took no memory for it, and nothing was started)")
+        _print_text(f"{config.name}: what roles will hold (torch took no memory for it, and nothing was started)")
         for group in groups:
-            _show(group)
+            _print_group(group)
     unknown = any(role.unknown is not None for group in groups for role in group.roles)
-    return 1 if unknown or any(fit.misfits for group in groups for fit in group.fits()) else 0
+    return 1 if unknown or any(fit.misfits for group in groups for fit in group.check_budgets()) else 0
 
 
 @attrs.define(eq=False)
@@ -95,14 +95,14 @@ class RolePlan:
         return sum(self.kinds.values())
 
     @contextlib.contextmanager
-    def running(self, what: str) -> Iterator[None]:
+    def record_failure(self, what: str) -> Iterator[None]:
         """A context manager that runs role code, and records an error as `unknown`."""
         try:
             with hosted(self.ctx):
                 yield
         except Exception as error:
             advice = next((f" ({hint})" for text, hint in _ADVICE.items() if text in str(error)), "")
-            self.unknown = f"{what} raised on the meta device: {error_text(error)}{advice}"
+            self.unknown = f"{what} raised on the meta device: {format_error(error)}{advice}"
 
 
 @attrs.frozen
@@ -128,28 +128,33 @@ class GroupPlan:
     where: str  # Constraints on the slots' nodes, as text.
     on_host: bool  # Whether slots have no GPUs, so that roles' memory is host memory.
 
-    def data(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
         fields = ("role", "slots", "kinds", "alone", "unknown", "total")
         roles = [{name: getattr(role, name) for name in fields} for role in self.roles]
         place = {"where": self.where} if self.where else {}
-        return {"group": self.group, **place, "roles": roles, "budgets": [attrs.asdict(fit) for fit in self.fits()]}
+        return {
+            "group": self.group,
+            **place,
+            "roles": roles,
+            "budgets": [attrs.asdict(fit) for fit in self.check_budgets()],
+        }
 
-    def on(self, slot: int) -> list[RolePlan]:
+    def roles_on(self, slot: int) -> list[RolePlan]:
         """Return the roles of a slot."""
         return [role for role in self.roles if slot in role.slots]
 
-    def fits(self) -> Iterator[Fit]:
+    def check_budgets(self) -> Iterator[Fit]:
         """Yield whether roles fit into each budget, once for all slots with the same roles."""
         alike: dict[tuple[str, ...], list[int]] = {}
         for slot in range(self.slots):
-            alike.setdefault(tuple(role.role for role in self.on(slot)), []).append(slot)
+            alike.setdefault(tuple(role.role for role in self.roles_on(slot)), []).append(slot)
         for limit in self.budgets.limits:
             for slots in alike.values() if limit.device or self.on_host else ():
-                if roles := [member for member in self.on(slots[0]) if limit.role in (None, member.role)]:
-                    yield self._fit(limit, tuple(slots), roles)
+                if roles := [member for member in self.roles_on(slots[0]) if limit.role in (None, member.role)]:
+                    yield self._check_budget(limit, tuple(slots), roles)
 
-    def _fit(self, limit: Limit, slots: tuple[int, ...], roles: Sequence[RolePlan]) -> Fit:
+    def _check_budget(self, limit: Limit, slots: tuple[int, ...], roles: Sequence[RolePlan]) -> Fit:
         sizes = {role.role: role.total for role in roles}
         free = {role: self.budgets.activations.get(role, 0) if limit.device else 0 for role in sizes}
 
@@ -172,7 +177,7 @@ class GroupPlan:
 # -- finding out
 
 
-def plan(config: Config) -> list[GroupPlan]:
+def plan_groups(config: Config) -> list[GroupPlan]:
     """Predict the memory of all roles of a config's groups."""
     try:
         need_torch("colocate plan")
@@ -181,8 +186,14 @@ def plan(config: Config) -> list[GroupPlan]:
     import torch
 
     pools = {name: config.pools[group.pool] for name, group in config.groups.items()}
-    with _alone(max((pool.slots for pool in pools.values()), default=1)), _without_weights(), torch.device("meta"):
-        plans = {name: _construct(name, group, pools[name].slots, config) for name, group in config.groups.items()}
+    with (
+        _pretend_first_rank(max((pool.slots for pool in pools.values()), default=1)),
+        _skip_pretrained_weights(),
+        torch.device("meta"),
+    ):
+        plans = {
+            name: _construct_roles(name, group, pools[name].slots, config) for name, group in config.groups.items()
+        }
         instances = {
             name: {entry.role: entry.instance for entry in roles if entry.unknown is None}
             for name, roles in plans.items()
@@ -193,22 +204,22 @@ def plan(config: Config) -> list[GroupPlan]:
             } | instances[name]
             for entry in roles:
                 if entry.instance is not None:
-                    _go_on(entry, siblings)
-            _measure(roles)
+                    _plan_training(entry, siblings)
+            _measure_roles(roles)
     return [
         GroupPlan(
             name,
             pools[name].slots,
             roles,
             budgets_of(config.groups[name], pools[name]),
-            where(pools[name]),
+            describe_placement(pools[name]),
             not pools[name].gpus,
         )
         for name, roles in plans.items()
     ]
 
 
-def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> list[RolePlan]:
+def _construct_roles(name: str, group: GroupConfig, slots: int, config: Config) -> list[RolePlan]:
     import torch
 
     plans: list[RolePlan] = []
@@ -229,26 +240,26 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> lis
             device="meta",
             siblings=siblings,
             slots=range(len(where)),
-            part=_PlannedGroups().part,
+            part=_PlannedGroups().feature,
             background={key: None for key, config_ in group.roles.items() if config_.background},
         )
         ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # The meta device has no generator.
         plans.append(RolePlan(role, where, ctx))
         cls: Any = find_role(entry.use).load()
-        options = arguments_of(cls, entry.use).built(entry.with_)
+        options = arguments_of(cls, entry.use).convert(entry.with_)
         if isinstance(inspect.getattr_static(cls, "plan", None), classmethod | staticmethod):
-            with plans[-1].running("its plan()"):
-                counts = counts_as(role, cls.plan(**options), "plan()")
+            with plans[-1].record_failure("its plan()"):
+                counts = count_by_purpose(role, cls.plan(**options), "plan()")
                 plans[-1].kinds = {purpose.word: size for purpose, size in counts.items() if size}
                 plans[-1].alone = plans[-1].total
             continue
-        with plans[-1].running("its constructor"):
+        with plans[-1].record_failure("its constructor"):
             plans[-1].instance = siblings[role] = cls(**options)
             attach(siblings[role], ctx)
     return plans
 
 
-def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
+def _plan_training(made: RolePlan, roles: Mapping[str, Any]) -> None:
     """Run a role's `plan`, then one optimizer step with zero gradients, which creates the optimizer state."""
     import torch
     from torch.overrides import TorchFunctionMode
@@ -259,14 +270,14 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
                 args = (torch.ones(args[0].shape, dtype=args[0].dtype, device="cpu"),)
             return func(*args, **(kwargs or {}))
 
-    planned = own_method(made.instance, "plan")
-    # A role method named `plan` is unrelated.
+    planned = find_own_method(made.instance, "plan")
+    # A method `plan` that drivers call (`@method`) doesn't plan memory.
     if planned is not None and "plan" not in methods_of(type(made.instance)):
-        with made.running("its plan()"):
+        with made.record_failure("its plan()"):
             planned(roles)
     siblings = [role for role in roles.values() if role is not made.instance]
-    with made.running("a step of its optimizer"):
-        for optimizer in optimizers_of(made.instance, siblings):
+    with made.record_failure("a step of its optimizer"):
+        for optimizer in find_optimizers(made.instance, siblings):
             for group in optimizer.param_groups:  # Turn off options that the meta device lacks.
                 group.update({name: False for name in ("fused", "capturable") if group.get(name)})
                 for parameter in group["params"]:
@@ -276,18 +287,18 @@ def _go_on(made: RolePlan, roles: Mapping[str, Any]) -> None:
                 optimizer.step()
 
 
-def _measure(made: Sequence[RolePlan]) -> None:
+def _measure_roles(made: Sequence[RolePlan]) -> None:
     counted: set[tuple[str, int]] = set()
     for role_plan in made:
         if role_plan.instance is None:
             continue
-        declares = own_method(role_plan.instance, "device_state", takes_nothing=True)
+        declares = find_own_method(role_plan.instance, "device_state", takes_nothing=True)
         declared: Any = None
         if declares is not None and "device_state" not in methods_of(type(role_plan.instance)):
-            with role_plan.running("its device_state()"):
+            with role_plan.record_failure("its device_state()"):
                 declared = declares()
         siblings = [other.instance for other in made if other is not role_plan and other.instance is not None]
-        held, _ = held_by(role_plan.instance, [declared], siblings, _Planned)
+        held, _ = find_holdings(role_plan.instance, [declared], siblings, _Planned)
         for purpose in Purpose:
             for device, pieces in held.get(purpose, {}).items():
                 role_plan.alone += sum(pieces.values())
@@ -309,7 +320,7 @@ class _Planned(Storages):
 
 
 @contextlib.contextmanager
-def _alone(ranks: int) -> Iterator[None]:
+def _pretend_first_rank(ranks: int) -> Iterator[None]:
     """A context manager that simulates rank 0 of `ranks` ranks with a fake process group."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as wrapper
@@ -332,7 +343,7 @@ def _alone(ranks: int) -> Iterator[None]:
     finally:
         setattr(wrapper, "__init__", construct)  # noqa: B010
         dist.destroy_process_group()
-        sys.excepthook = hook  # Torch has replaced the hook.
+        sys.excepthook = hook  # Undo torch's replacement of the hook.
 
 
 @attrs.define(eq=False)
@@ -341,7 +352,7 @@ class _PlannedGroups:
 
     _mesh: dict[str, DeviceMesh] = attrs.field(factory=dict, init=False)
 
-    def part(self, feature: str) -> Any:
+    def feature(self, feature: str) -> Any:
         """Return the worker's part of the feature `process_groups`.
 
         Raises:
@@ -381,7 +392,7 @@ class _PlannedGroups:
 
 
 @contextlib.contextmanager
-def _without_weights() -> Iterator[None]:
+def _skip_pretrained_weights() -> Iterator[None]:
     """A context manager that lets transformers' `from_pretrained` build models without reading weights."""
     try:
         from transformers import PreTrainedModel
@@ -390,7 +401,7 @@ def _without_weights() -> Iterator[None]:
         return
 
     plain = vars(PreTrainedModel)["from_pretrained"]
-    setattr(PreTrainedModel, "from_pretrained", classmethod(_from_config))  # noqa: B010 - as above
+    setattr(PreTrainedModel, "from_pretrained", classmethod(_model_from_config))  # noqa: B010 - as above
     try:
         with warnings.catch_warnings():  # Hide torch's warnings about weights from a file.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint")
@@ -399,7 +410,7 @@ def _without_weights() -> Iterator[None]:
         setattr(PreTrainedModel, "from_pretrained", plain)  # noqa: B010
 
 
-def _from_config(cls: Any, /, name: Any, *_: Any, config: Any = None, **options: Any) -> Any:
+def _model_from_config(cls: Any, /, name: Any, *_: Any, config: Any = None, **options: Any) -> Any:
     import torch
 
     informs = options.pop("output_loading_info", False)
@@ -417,50 +428,50 @@ def _from_config(cls: Any, /, name: Any, *_: Any, config: Any = None, **options:
 # -- showing it
 
 
-def _show(group: GroupPlan) -> None:
+def _print_group(group: GroupPlan) -> None:
     kinds = [kind for kind in _KINDS if any(kind in role.kinds for role in group.roles)]
     rows = []
     for role in group.roles:
-        total = size_text(role.total)
+        total = format_size(role.total)
         if role.unknown is not None:
             total = f"at least {total}" if role.total else "?"
-        sizes = {kind: size_text(role.kinds[kind]) if kind in role.kinds else "" for kind in kinds}
+        sizes = {kind: format_size(role.kinds[kind]) if kind in role.kinds else "" for kind in kinds}
         where = "all" if len(role.slots) == group.slots else ", ".join(map(str, role.slots))
         rows.append({"role": role.role, "slots": where, **sizes, "total": total})
     show_table(f"group {group.group}: each rank of a role", rows, console())
     for role in group.roles:
         if role.unknown is not None:
-            _say(f"{role.role} isn't known: {role.unknown}")
-    fullest = max(sum(role.total for role in group.on(slot)) for slot in range(group.slots))
-    fused, least = plural(group.slots, "worker"), _at_least(group, range(group.slots))
+            _print_text(f"{role.role} isn't known: {role.unknown}")
+    fullest = max(sum(role.total for role in group.roles_on(slot)) for slot in range(group.slots))
+    fused, least = format_count(group.slots, "worker"), _sum_prefix(group, range(group.slots))
     fused += f" ({group.where})" if group.where else ""
-    _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(fullest)}")
+    _print_text(f"\nfused: {fused}, and the fullest holds {least}{format_size(fullest)}")
     processes = sum(len(role.slots) for role in group.roles)
-    separate = size_text(sum(role.alone * len(role.slots) for role in group.roles))
+    separate = format_size(sum(role.alone * len(role.slots) for role in group.roles))
     holds, in_all, prefix = ("holds", "", "") if processes == 1 else ("hold", " in all", "each ")
     overhead = f"{prefix}with its own Python, torch and, on a GPU, context"
-    _say(f"separate: {plural(processes, 'process')}, which {holds} {least}{separate}{in_all}, {overhead}")
-    for fit in group.fits():
-        _say(_of(fit, group))
+    _print_text(f"separate: {format_count(processes, 'process')}, which {holds} {least}{separate}{in_all}, {overhead}")
+    for fit in group.check_budgets():
+        _print_text(_describe_fit(fit, group))
 
 
-def _at_least(group: GroupPlan, slots: Iterable[int]) -> str:
-    return "at least " if any(role.unknown is not None for slot in slots for role in group.on(slot)) else ""
+def _sum_prefix(group: GroupPlan, slots: Iterable[int]) -> str:
+    return "at least " if any(role.unknown is not None for slot in slots for role in group.roles_on(slot)) else ""
 
 
-def _of(fit: Fit, group: GroupPlan) -> str:
-    limit, least = fit.limit, _at_least(group, fit.slots)
+def _describe_fit(fit: Fit, group: GroupPlan) -> str:
+    limit, least = fit.limit, _sum_prefix(group, fit.slots)
     where = "" if len(fit.slots) == group.slots else f", on slot {', '.join(map(str, fit.slots))}"
-    text = f"{limit.owner} may have {size_text(limit.nbytes)} of {limit.word}{where}"
-    needs = f"{least}{size_text(fit.needs)}" + (f", with {size_text(fit.free)} to stay free" if fit.free else "")
+    text = f"{limit.owner} may have {format_size(limit.nbytes)} of {limit.word}{where}"
+    needs = f"{least}{format_size(fit.needs)}" + (f", with {format_size(fit.free)} to stay free" if fit.free else "")
     if fit.misfits:
         sleeping = "" if limit.device else ", also for what sleeps"
-        return f"{text}{sleeping}: {listed(fit.misfits)} can't fit (they need {needs})"
+        return f"{text}{sleeping}: {join_words(fit.misfits)} can't fit (they need {needs})"
     if not fit.takers:
         return f"{text}: {'the roles that are known' if least else 'all roles'} fit together ({needs})"
-    text = f"{text}, and they need {needs}: {listed(fit.takers)} must take turns"
+    text = f"{text}, and they need {needs}: {join_words(fit.takers)} must take turns"
     return text if group.budgets.swap else f"{text}; say residency: swap"
 
 
-def _say(text: str) -> None:
+def _print_text(text: str) -> None:
     console().print(Text(text), soft_wrap=True)

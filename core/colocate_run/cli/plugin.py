@@ -29,7 +29,7 @@ from colocate.plugins import (
     roles_of,
 )
 from colocate.signatures import Arguments, arguments_of, brief, methods_of, options_of
-from colocate_run.cli.output import error_data, guarded, print_errors, print_json
+from colocate_run.cli.output import error_to_json, print_errors, print_json, report_errors
 from colocate_run.screen import console, show_table
 
 
@@ -39,11 +39,11 @@ def show_plugins(*, json: bool) -> int:
     if json:
         print_json([attrs.asdict(plugin) for plugin in infos])
     else:
-        show_table("plugins", [_listed(plugin) for plugin in infos], console())
+        show_table("plugins", [_plugin_row(plugin) for plugin in infos], console())
     return 1 if any(plugin.rivals for plugin in infos) else 0
 
 
-def _listed(plugin: PluginInfo) -> dict[str, str]:
+def _plugin_row(plugin: PluginInfo) -> dict[str, str]:
     rivals = f"; also claimed by {', '.join(plugin.rivals)}: uninstall one" if plugin.rivals else ""
     return {
         "name": plugin.name,
@@ -53,50 +53,50 @@ def _listed(plugin: PluginInfo) -> dict[str, str]:
     }
 
 
-@guarded
+@report_errors
 def show_plugin(name: str, *, json: bool) -> int:
     """Print the details of all plugins with a name; return exit status 1 if there is none, or if one is broken."""
     faults: list[PluginError] = []
-    entries = [(plugin, _details(plugin, faults)) for plugin in plugins_named(name)]
+    entries = [(plugin, _describe_plugin(plugin, faults)) for plugin in plugins_named(name)]
     if json:
         print_json([attrs.asdict(plugin) | details for plugin, details in entries])
     else:
         for plugin, details in entries:
-            _show(plugin, details, console())
+            _print_plugin(plugin, details, console())
         print_errors(faults, as_json=False)
     return 1 if faults else 0
 
 
-def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
+def _describe_plugin(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
     """Return a plugin's roles, jobs or options as plain data.
 
     A broken part has an entry `error` instead, and the error is added to `faults`.
     """
     name = plugin.name
     if plugin.kind == "executor":
-        return _or_error(partial(_executor, name), faults)
+        return _catch_error(partial(_describe_executor, name), faults)
     if plugin.kind in ("observer", "engine"):
-        return _or_error(partial(_made, plugin), faults)
-    return _or_error(
+        return _catch_error(partial(_describe_class, plugin), faults)
+    return _catch_error(
         lambda: {
-            "roles": {spec.name: _or_error(partial(_role, spec), faults) for spec in roles_of(name)},
-            "jobs": {spec.name: _or_error(partial(_job, spec), faults) for spec in jobs_of(name)},
+            "roles": {spec.name: _catch_error(partial(_describe_role, spec), faults) for spec in roles_of(name)},
+            "jobs": {spec.name: _catch_error(partial(_describe_job, spec), faults) for spec in jobs_of(name)},
         },
         faults,
     )
 
 
-def _or_error(details: Callable[[], dict[str, Any]], faults: list[PluginError]) -> dict[str, Any]:
+def _catch_error(details: Callable[[], dict[str, Any]], faults: list[PluginError]) -> dict[str, Any]:
     try:
         return details()
     except PluginError as error:
         faults.append(error)
-        return {"error": error_data(error)}
+        return {"error": error_to_json(error)}
 
 
-def _executor(name: str) -> dict[str, Any]:
+def _describe_executor(name: str) -> dict[str, Any]:
     cls: Any = find_executor(name)
-    options = _options(options_of(cls), cls, cls.__init__, cls.connect)
+    options = _describe_options(options_of(cls), cls, cls.__init__, cls.connect)
     about = about_executor(name)
     can = {
         capability.__name__: name
@@ -105,59 +105,59 @@ def _executor(name: str) -> dict[str, Any]:
     }
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
-        "about": _first_line(cls),
+        "about": _first_doc_line(cls),
         "capabilities": {**(about.capabilities if about is not None else {}), **can},
         "options": options,
     }
 
 
-def _made(plugin: PluginInfo) -> dict[str, Any]:
+def _describe_class(plugin: PluginInfo) -> dict[str, Any]:
     is_engine = plugin.kind == "engine"
     cls: Any = find_engine(plugin.name).load() if is_engine else find_observer(plugin.name).load()
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
-        "about": _first_line(cls),
+        "about": _first_doc_line(cls),
         # Skip the first argument of an engine, which is the role's context.
-        "options": _options(arguments_of(cls, plugin.name, skip=int(is_engine)), cls, cls.__init__),
+        "options": _describe_options(arguments_of(cls, plugin.name, skip=int(is_engine)), cls, cls.__init__),
     }
 
 
-def _role(found: FoundRole) -> dict[str, Any]:
+def _describe_role(found: FoundRole) -> dict[str, Any]:
     cls: Any = found.load()
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
-        "about": _first_line(cls),
+        "about": _first_doc_line(cls),
         "needs": sorted(needed_by(cls)),
-        "options": _options(arguments_of(cls, found.name), *reversed(cls.__mro__), cls.__init__),
+        "options": _describe_options(arguments_of(cls, found.name), *reversed(cls.__mro__), cls.__init__),
         "methods": {
             name: {
-                "signature": _signature(spec.signature),
+                "signature": _format_signature(spec.signature),
                 "dispatch": repr(spec.dispatch),
                 "collect": repr(spec.collect),
                 "async": spec.is_async,
-                "about": _first_line(spec.function),
+                "about": _first_doc_line(spec.function),
             }
             for name, spec in methods_of(cls).items()
         },
     }
 
 
-def _job(found: FoundJob) -> dict[str, Any]:
+def _describe_job(found: FoundJob) -> dict[str, Any]:
     function = found.load()
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return {
         "function": f"{function.__module__}:{name}",
-        "about": _first_line(function),
-        "options": _options(arguments_of(function, found.name, skip=1), function),
+        "about": _first_doc_line(function),
+        "options": _describe_options(arguments_of(function, found.name, skip=1), function),
     }
 
 
-def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]:
+def _describe_options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]:
     """Return the type, the default, and the docstring's description of each option, by the option's name."""
-    about = {name: text for obj in described for name, text in told_of(obj)}
+    about = {name: text for obj in described for name, text in read_docstring_section(obj)}
     shown: dict[str, dict[str, Any]] = {
         name: {
-            "type": "" if parameter.annotation is parameter.empty else _type(parameter.annotation),
+            "type": "" if parameter.annotation is parameter.empty else _format_type(parameter.annotation),
             "default": None if parameter.default is parameter.empty else brief(repr(parameter.default)),
             "required": parameter.default is parameter.empty,
             "about": about.get(name, ""),
@@ -169,9 +169,9 @@ def _options(arguments: Arguments, *described: Any) -> dict[str, dict[str, Any]]
     return shown | ({"**": rest} if arguments.open else {})
 
 
-def told_of(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
+def read_docstring_section(described: Any, section: str = "Args:") -> Iterator[tuple[str, str]]:
     """Yield the names and descriptions in a section of a docstring, such as "Args:" or "Attributes:"."""
-    lines = _docstring(described).splitlines()
+    lines = _own_docstring(described).splitlines()
     name, parts = "", list[str]()
     for line in lines[lines.index(section) + 1 :] if section in lines else ():
         if line and not line.startswith(" "):
@@ -192,7 +192,7 @@ class _Source(str):
     __repr__ = str.__str__
 
 
-def _signature(signature: inspect.Signature) -> str:
+def _format_signature(signature: inspect.Signature) -> str:
     def plain(annotation: Any) -> Any:
         return _Source(annotation) if isinstance(annotation, str) else annotation
 
@@ -202,33 +202,33 @@ def _signature(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=parameters, return_annotation=plain(signature.return_annotation)))
 
 
-def _type(annotation: Any) -> str:
+def _format_type(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
-def _first_line(described: Any) -> str:
-    return _docstring(described).partition("\n")[0]
+def _first_doc_line(described: Any) -> str:
+    return _own_docstring(described).partition("\n")[0]
 
 
-def _docstring(described: Any) -> str:
+def _own_docstring(described: Any) -> str:
     text = getattr(described, "__doc__", None)
     return inspect.cleandoc(text) if isinstance(text, str) else ""
 
 
-def _show(plugin: PluginInfo, details: Mapping[str, Any], to: Console) -> None:
+def _print_plugin(plugin: PluginInfo, details: Mapping[str, Any], to: Console) -> None:
     def line(text: str) -> None:
         to.print(Text(text), soft_wrap=True)
 
     to.print(Text(f"{plugin.name}: {plugin.brings}, from {plugin.origin} ({plugin.value})", "bold"), soft_wrap=True)
     if "class" in details:
-        line(_about(details))
+        line(_about_text(details))
     if "capabilities" in details:
         can = [name if plain == plugin.name else f"{name} ({plain})" for name, plain in details["capabilities"].items()]
         line(f"capabilities: {', '.join(can) or 'none'}")
-    _show_options("options", details, to)
+    _print_options("options", details, to)
     for kind in ("role", "job"):
         for name, described in details.get(f"{kind}s", {}).items():
-            about = "broken, see below" if "error" in described else _about(described)
+            about = "broken, see below" if "error" in described else _about_text(described)
             to.print(Text(f"\n{kind} {name}", "bold").append(Text(f": {about}", "not bold")), soft_wrap=True)
             if described.get("needs"):
                 line(f"needs {', '.join(described['needs'])}")
@@ -236,15 +236,15 @@ def _show(plugin: PluginInfo, details: Mapping[str, Any], to: Console) -> None:
                 line(f"  {'async ' if method['async'] else ''}{called}{method['signature']}")
                 note = f": {method['about']}" if method["about"] else ""
                 line(f"      {method['dispatch']}, {method['collect']}{note}")
-            _show_options(f"options of {name}", described, to)
+            _print_options(f"options of {name}", described, to)
 
 
-def _about(described: Mapping[str, Any]) -> str:
+def _about_text(described: Mapping[str, Any]) -> str:
     where = described.get("class") or described.get("function")
     return f"{described['about']} ({where})" if described["about"] else str(where)
 
 
-def _show_options(title: str, described: Mapping[str, Any], to: Console) -> None:
+def _print_options(title: str, described: Mapping[str, Any], to: Console) -> None:
     rows = [
         {
             "option": name,

@@ -8,21 +8,21 @@ from typing import Any
 from rich.text import Text
 
 from colocate import RecordedCall, RecordedRole, Recording, load_recording
-from colocate.texts import size_text
-from colocate_run.cli.output import guarded, print_json
+from colocate.texts import format_size
+from colocate_run.cli.output import print_json, report_errors
 from colocate_run.screen import console, show_table
 
 
-@guarded
+@report_errors
 def show_recordings(run: Path, role: str | None, *, json: bool) -> int:
     """Print a run's recorded methods, or one role's recorded calls."""
     recording = load_recording(run)
-    rows = _methods(recording) if role is None else _calls(recording[role])
+    rows = _method_rows(recording) if role is None else _call_rows(recording[role])
     if json:
         print_json({"folder": str(recording.folder), "methods" if role is None else "calls": rows})
         return 0
     to = console()
-    show_table(f"recorded in {run}" if role is None else f"calls of {role}", [_shown(row) for row in rows], to)
+    show_table(f"recorded in {run}" if role is None else f"calls of {role}", [_format_row(row) for row in rows], to)
     for name, recorded in recording.items():
         words = [f"the last entry of {name}, rank {rank}, is torn: it isn't read" for rank in recorded.torn]
         words += [f"the recording of {name} ends early, as {recorded.ended}"] if recorded.ended else []
@@ -31,7 +31,7 @@ def show_recordings(run: Path, role: str | None, *, json: bool) -> int:
     return 0
 
 
-def _methods(recording: Recording) -> list[dict[str, Any]]:
+def _method_rows(recording: Recording) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, role in recording.items():
         by_method: dict[str, list[RecordedCall]] = {}
@@ -52,7 +52,7 @@ def _methods(recording: Recording) -> list[dict[str, Any]]:
     return rows
 
 
-def _calls(role: RecordedRole) -> list[dict[str, Any]]:
+def _call_rows(role: RecordedRole) -> list[dict[str, Any]]:
     return [
         {
             "place": call.place,
@@ -69,6 +69,6 @@ def _calls(role: RecordedRole) -> list[dict[str, Any]]:
     ]
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
+def _format_row(row: dict[str, Any]) -> dict[str, Any]:
     shown = {key: "" if value is None else value for key, value in row.items()}
-    return {**shown, "bytes": size_text(row["bytes"]), "seconds": f"{row['seconds']:.3f} s"}
+    return {**shown, "bytes": format_size(row["bytes"]), "seconds": f"{row['seconds']:.3f} s"}

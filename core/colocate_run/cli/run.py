@@ -13,16 +13,16 @@ from typing import Any
 
 from typer import BadParameter
 
-from colocate.texts import amount_problem, plural
+from colocate.texts import find_amount_problem, format_count
 from colocate_report.record import RunRecord
-from colocate_run.cli.output import error_data, guarded, load, print_json
-from colocate_run.launch import opened
+from colocate_run.cli.output import error_to_json, load_command_config, print_json, report_errors
+from colocate_run.launch import open_config
 from colocate_run.log import RunLog
-from colocate_run.profiling import Wanted
-from colocate_run.recording import Resume, begin, execute
-from colocate_run.screen import Screen, Unread
+from colocate_run.profiling import ProfileRequest
+from colocate_run.recording import Resume, execute_job, start_run
+from colocate_run.screen import OutputClosed, Screen
 from colocate_run.slurm import refuse_many_tasks
-from colocate_run.stopping import Asked, StopSignals
+from colocate_run.stopping import StopRequest, StopSignals
 
 _LOST = "everything is closed, what came after the last checkpoint is lost"
 
@@ -39,16 +39,16 @@ def run_job(
 ) -> int:
     """Run a config's job; return the exit status."""
     try:
-        return _run(file, executor, changes, resume=resume, json=json, allow_import=allow_import, profile=profile)
-    except SystemExit as ended:  # Python itself prints only the message.
+        return _run_job(file, executor, changes, resume=resume, json=json, allow_import=allow_import, profile=profile)
+    except SystemExit as ended:  # Report the exit, because Python would print only the message.
         if json:
-            print_json({"errors": [error_data(ended)]})
-        if isinstance(ended, Unread):
+            print_json({"errors": [error_to_json(ended)]})
+        if isinstance(ended, OutputClosed):
             sys.stderr.write(f"nobody reads its output any more: {_LOST}\n")
         else:
             sys.stderr.write(f"ended by sys.exit({ended.code!r}): everything is closed\n")
         raise
-    except Asked as asked:
+    except StopRequest as asked:
         number = signal.Signals(asked.args[0])
         sys.stderr.write(f"{number.name} before the job began: everything is closed, there is nothing to save\n")
         return 128 + number
@@ -58,8 +58,8 @@ def run_job(
         return 128 + second
 
 
-@guarded
-def _run(
+@report_errors
+def _run_job(
     file: Path,
     executor: str | None,
     changes: Iterable[str],
@@ -69,28 +69,28 @@ def _run(
     allow_import: bool,
     profile: str | None,
 ) -> int:
-    selection = None if profile is None else Wanted.read(profile)
+    selection = None if profile is None else ProfileRequest.parse(profile)
     screen, log = Screen(quiet=json), RunLog()
     # A job's prints must not mix with the JSON that a script reads.
     redirected = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
-    with StopSignals(screen.stopping) as signals, redirected, log.listening():
+    with StopSignals(screen.show_signal) as signals, redirected, log.capture_output():
         refuse_many_tasks()
-        config = load(file, executor, changes, allow_import=allow_import)
-        with begin(config, log, resume=resume, screen=screen, profile=selection) as begun:
+        config = load_command_config(file, executor, changes, allow_import=allow_import)
+        with start_run(config, log, resume=resume, screen=screen, profile=selection) as begun:
             with contextlib.ExitStack() as stack:
-                with screen.starting(config.name) as stage:
-                    job = stack.enter_context(opened(config, stage, begun.hear))
-                record = execute(begun, job.runtime, job.groups, job.start_up, signals)
-            screen.say(_closed(record))
+                with screen.show_start(config.name) as stage:
+                    job = stack.enter_context(open_config(config, stage, begun.capture_workers))
+                record = execute_job(begun, job.runtime, job.groups, job.start_up, signals)
+            screen.print_text(_count_closed(record))
             if record.stopped is not None:
-                saved = [step for step, _ in begun.folder.checkpoints()]
+                saved = [step for step, _ in begun.folder.list_checkpoints()]
                 goes_on = (
                     f"saved up to step {saved[-1]}, go on with --resume" if saved else "nothing is saved to go on from"
                 )
-                screen.say(f"stopped by {record.stopped}{_again(signals.count)}; {goes_on}")
+                screen.print_text(f"stopped by {record.stopped}{_describe_retries(signals.count)}; {goes_on}")
     if json:
-        print_json(_summary(record))
-    if begun.recorded.differs and record.stopped is None:
+        print_json(_summary_data(record))
+    if begun.recorded.has_differences and record.stopped is None:
         return 1
     return 0 if record.stopped is None else 128 + signal.Signals[record.stopped]
 
@@ -105,21 +105,21 @@ def recording_changes(
     tolerance: float | None,
 ) -> list[str]:
     """Translate the recording options of the command line to config changes in the form of `--set`."""
-    if tolerance is not None and (problem := amount_problem(tolerance)) is not None:
+    if tolerance is not None and (problem := find_amount_problem(tolerance)) is not None:
         raise BadParameter(f"--tolerance {problem}; 1e-5, say")
     options: dict[str, Any] = {
         "record": [role.strip() for options in record for role in options.split(",")] or None,
         "record_limit": limit,
-        "replay": _roles_and_runs("--replay", replay) or None,
+        "replay": _parse_role_runs("--replay", replay) or None,
         "replay_from": step,
         "replay_loose": loose or None,
-        "compare": _roles_and_runs("--compare", compare) or None,
+        "compare": _parse_role_runs("--compare", compare) or None,
         "tolerance": tolerance,
     }
     return [f"{key}={json_module.dumps(value)}" for key, value in options.items() if value is not None]
 
 
-def _roles_and_runs(option: str, texts: Sequence[str]) -> dict[str, str]:
+def _parse_role_runs(option: str, texts: Sequence[str]) -> dict[str, str]:
     runs: dict[str, str] = {}
     for text in texts:
         role, equals, run = text.partition("=")
@@ -130,11 +130,11 @@ def _roles_and_runs(option: str, texts: Sequence[str]) -> dict[str, str]:
     return runs
 
 
-def _again(count: int) -> str:
+def _describe_retries(count: int) -> str:
     return f", the first of {count} signals" if count > 1 else ""
 
 
-def _closed(record: RunRecord) -> str:
+def _count_closed(record: RunRecord) -> str:
     """Return a text with the numbers of a run's closed pools, groups and other objects."""
     counts: Counter[str] = Counter()
     nodes = [json_module.loads(record.graph)]
@@ -142,11 +142,11 @@ def _closed(record: RunRecord) -> str:
         node = nodes.pop()
         counts[node["kind"]] += 1
         nodes += node["children"]
-    listed = [plural(count, kind) for kind, count in counts.items()]
+    listed = [format_count(count, kind) for kind, count in counts.items()]
     return f"everything is closed: {', '.join(listed)}"
 
 
-def _summary(record: RunRecord) -> dict[str, Any]:
+def _summary_data(record: RunRecord) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for row in record.metrics:
         last.update(row)

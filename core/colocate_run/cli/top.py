@@ -15,32 +15,32 @@ from rich.text import Text
 from colocate.driver import RECENT_S, Driver, run_deferred
 from colocate.errors import ClusterError, ConfigError
 from colocate.executor import Detachable, Executor, Watchable, Window
-from colocate.texts import did_you_mean, plural, size_text
-from colocate_report.jobs import Job, is_called, jobs
-from colocate_report.window import look, look_at
+from colocate.texts import did_you_mean, format_count, format_size
+from colocate_report.jobs import Job, list_jobs, matches_job
+from colocate_report.window import inspect_cluster_job, inspect_job
 from colocate_run.cli.cluster import Cluster
-from colocate_run.cli.output import guarded, print_json
-from colocate_run.screen import console, show_table, table_that_fits
+from colocate_run.cli.output import print_json, report_errors
+from colocate_run.screen import console, fit_table, show_table
 
-_HERE = "on this machine"
+_ON_THIS_MACHINE = "on this machine"
 # A narrow terminal drops columns in this order, so that a role's memory and a slot's running call stay longest.
 _SPARE = ("node", "device", "queue", "idle for", "asleep", "busy", "for", "holds")
 
 
 @attrs.frozen
-class Sight:
+class JobView:
     """A job or a detached pool that `colocate top` can show."""
 
     name: str
-    ids: tuple[str, ...]  # Other names of the job. The first name is unique.
+    ids: tuple[str, ...]  # The job's id, which is unique, then other names.
     # Returns the current state; None if the job has ended or is another user's.
-    look: Callable[[], Mapping[str, Any] | None]
+    read_status: Callable[[], Mapping[str, Any] | None]
 
     def __str__(self) -> str:
         return f"{self.name} ({self.ids[0]})"
 
 
-@guarded
+@report_errors
 def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, json: bool) -> int:
     """Show a job until the job ends or the user interrupts."""
     try:
@@ -53,63 +53,63 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
 
 
 def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json: bool) -> None:
-    if not cluster.given:
+    if not cluster.is_given:
         if not once and not json and console().is_terminal:
-            if not jobs():
+            if not list_jobs():
                 console().print("no job runs on this machine yet; waiting for one that starts (Ctrl-C ends it)")
-            while not jobs():  # A job that is still starting can't be shown yet.
+            while not list_jobs():  # A job that is still starting can't be shown yet.
                 time.sleep(every)
-        _show(_chosen(name, [_here(job) for job in jobs()], _HERE), once, every, json)
+        _show_view(_choose_view(name, [_local_view(job) for job in list_jobs()], _ON_THIS_MACHINE), once, every, json)
         return
     call = " ".join(filter(None, ("top", name)))
-    with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
+    with cluster.connect(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
         driver = Driver(runtime)
         driver.require(Watchable, "say which jobs run on its cluster")
         executor = driver.executor
-        sights = [_there(window, executor) for window in run_deferred(cast("Watchable", executor).windows)]
+        sights = [_cluster_view(window, executor) for window in run_deferred(cast("Watchable", executor).windows)]
         if isinstance(executor, Detachable):
-            sights += [_detached(str(pool["name"]), executor) for pool in run_deferred(executor.published)]
-        _show(_chosen(name, sights, "on this cluster"), once, every, json)
+            sights += [_pool_view(str(pool["name"]), executor) for pool in run_deferred(executor.list_pools)]
+        _show_view(_choose_view(name, sights, "on this cluster"), once, every, json)
 
 
-def _here(job: Job) -> Sight:
-    return Sight(job.name, (job.id, str(job.pid)), partial(look, job))
+def _local_view(job: Job) -> JobView:
+    return JobView(job.name, (job.id, str(job.pid)), partial(inspect_job, job))
 
 
-def chosen_job(name: str | None) -> Job:
+def find_job(name: str | None) -> Job:
     """Return the job on this machine with the given name, id or process number."""
-    running = jobs()
-    sight = _chosen(name, [_here(job) for job in running], _HERE)
+    running = list_jobs()
+    sight = _choose_view(name, [_local_view(job) for job in running], _ON_THIS_MACHINE)
     return next(job for job in running if job.id == sight.ids[0])
 
 
-def _there(window: Window, executor: Executor) -> Sight:
+def _cluster_view(window: Window, executor: Executor) -> JobView:
     watchable = cast("Watchable", executor)
 
     def seen() -> Mapping[str, Any] | None:
         try:
-            return look_at(window, watchable)
+            return inspect_cluster_job(window, watchable)
         except ClusterError:
             if any(window.id == other.id for other in watchable.windows()):
                 raise
             return None  # The job has ended.
 
-    return Sight(window.name, (window.id, window.id.split("/")[1]), partial(run_deferred, seen))
+    return JobView(window.name, (window.id, window.id.split("/")[1]), partial(run_deferred, seen))
 
 
-def _detached(name: str, executor: Detachable) -> Sight:
+def _pool_view(name: str, executor: Detachable) -> JobView:
     def seen() -> Mapping[str, Any] | None:
         try:
-            return _as_a_job(executor.look(name))
+            return _pool_to_job(executor.inspect_pool(name))
         except (ConfigError, ClusterError):
-            if any(name == other["name"] for other in executor.published()):
+            if any(name == other["name"] for other in executor.list_pools()):
                 raise
             return None  # The pool has ended.
 
-    return Sight(name, (f"pool/{name}",), partial(run_deferred, seen))
+    return JobView(name, (f"pool/{name}",), partial(run_deferred, seen))
 
 
-def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
+def _pool_to_job(pool: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a detached pool's state to the form of a job's state, with each group's workers as slots."""
     groups: dict[str, dict[str, Any]] = {}
     state = "detached" if pool["driver"] is None else "attached"
@@ -124,15 +124,15 @@ def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in pool.items() if key != "workers"}, "groups": list(groups.values())}
 
 
-def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
+def _choose_view(name: str | None, found: Sequence[JobView], where: str) -> JobView:
     """Return the job with the given name, id or process number; without a name, the only job."""
-    matching = [sight for sight in found if name is None or name in sight.ids or is_called(sight.name, name)]
+    matching = [sight for sight in found if name is None or name in sight.ids or matches_job(sight.name, name)]
     if len(matching) == 1:
         return matching[0]
     listing = ", ".join(map(str, found))
     if not found:
         on_cluster = "no job runs on this cluster, and no pool is detached"
-        none = "no job runs on this machine, or it is still starting" if where == _HERE else on_cluster
+        none = "no job runs on this machine, or it is still starting" if where == _ON_THIS_MACHINE else on_cluster
         raise ConfigError(f"{none}: `colocate run FILE` starts one, and a script's is a block of colocate.record")
     if matching:
         raise ConfigError(f"which job? These run {where}: {listing}. Say its number: colocate top {matching[0].ids[0]}")
@@ -141,47 +141,49 @@ def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
     )
 
 
-def _show(sight: Sight, once: bool, every: float, json: bool) -> None:
-    answer = sight.look()
+def _show_view(sight: JobView, once: bool, every: float, json: bool) -> None:
+    answer = sight.read_status()
     if answer is None:
         raise ConfigError(f"job {sight} has just ended, or is another user's")
     if json:
         print_json(answer)
     elif once or not console().is_terminal:
-        console().print(Text(_title(answer), "bold"), soft_wrap=True)
-        show_table("", list(rows(answer)), console(), spare=_SPARE)
-        for trouble in _troubles(answer):
+        console().print(Text(_format_title(answer), "bold"), soft_wrap=True)
+        show_table("", list(slot_rows(answer)), console(), spare=_SPARE)
+        for trouble in _list_troubles(answer):
             console().print(Text(trouble, "yellow"), soft_wrap=True)
     else:
-        _watch(sight, answer, every)
+        _watch_view(sight, answer, every)
 
 
-def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
+def _watch_view(sight: JobView, told: Mapping[str, Any] | None, every: float) -> None:
     try:
         with Live(console=console(), screen=False, auto_refresh=False) as live:
             while told is not None:
-                live.update(_page(told, live.console.width), refresh=True)
+                live.update(_render_page(told, live.console.width), refresh=True)
                 time.sleep(every)
-                told = sight.look()
+                told = sight.read_status()
     except KeyboardInterrupt:
         return
     console().print(Text(f"{sight.name} has ended"))
 
 
-def _page(told: Mapping[str, Any], width: int) -> Group:
-    table = table_that_fits(list(rows(told)), width, spare=_SPARE)
-    return Group(Text(_title(told), "bold"), table, *(Text(trouble, "yellow") for trouble in _troubles(told)))
+def _render_page(told: Mapping[str, Any], width: int) -> Group:
+    table = fit_table(list(slot_rows(told)), width, spare=_SPARE)
+    return Group(
+        Text(_format_title(told), "bold"), table, *(Text(trouble, "yellow") for trouble in _list_troubles(told))
+    )
 
 
-def _troubles(told: Mapping[str, Any]) -> list[str]:
+def _list_troubles(told: Mapping[str, Any]) -> list[str]:
     troubles = [group["memory"] for group in told["groups"] if "memory" in group]
     troubles += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
     if told.get("lost"):
-        troubles.append(f"{plural(told['lost'], 'slot')} can't be reached")
+        troubles.append(f"{format_count(told['lost'], 'slot')} can't be reached")
     return troubles
 
 
-def _title(told: Mapping[str, Any]) -> str:
+def _format_title(told: Mapping[str, Any]) -> str:
     if "pid" not in told:
         status = f"it lives {told['left_s']:.0f} s without a driver" if told["left_s"] is not None else told["driver"]
         return (
@@ -192,7 +194,7 @@ def _title(told: Mapping[str, Any]) -> str:
     return f"{told['job']} ({where}), {told['seconds']:.0f} s; busy: of the last {RECENT_S:.0f} s"
 
 
-def _idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
+def _format_idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
     """Describe why a slot was mostly idle. If a rank is stopped, name that rank instead of the waiting call."""
     why, share = max(found.items(), key=lambda each: each[1], default=("", 0.0))
     if stops and why.startswith("the last ranks of "):
@@ -200,18 +202,18 @@ def _idle(found: Mapping[str, float], stops: Sequence[str]) -> str:
     return f"{why} {share:.0%}" if share >= 0.005 else ""
 
 
-def _gpu(found: Mapping[str, Any]) -> str:
+def _format_gpu(found: Mapping[str, Any]) -> str:
     use, memory, watts, celsius = (found.get(name) for name in ("use", "memory", "watts", "celsius"))
     parts = (
         None if use is None else f"{use:.0%}",
-        None if memory is None else size_text(memory),
+        None if memory is None else format_size(memory),
         None if watts is None else f"{watts:.0f} W",
         None if celsius is None else f"{celsius:.0f} °C",
     )
     return ", ".join(part for part in parts if part)
 
 
-def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+def slot_rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Yield a row for each role of each slot; the slot's columns are filled in the first row."""
     gpus = any("gpu" in slot for group in told["groups"] for slot in group["slots"])
     behind = any(
@@ -232,12 +234,12 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                     "node": slot["node"] if first else "",
                     "device": slot["device"] if first else "",
                     "role": role["role"],
-                    "holds": "" if role["bytes"] is None else size_text(role["bytes"]),
-                    "asleep": size_text(role["asleep"]) if role["asleep"] else "",
+                    "holds": "" if role["bytes"] is None else format_size(role["bytes"]),
+                    "asleep": format_size(role["asleep"]) if role["asleep"] else "",
                     "busy": f"{role['busy']:.0%}",
                     **({"behind": str(role.get("weights_behind", ""))} if behind else {}),
-                    **({"gpu": _gpu(slot.get("gpu", {})) if first else ""} if gpus else {}),
-                    **({"idle for": _idle(slot.get("idle", {}), stops) if first else ""} if idles else {}),
+                    **({"gpu": _format_gpu(slot.get("gpu", {})) if first else ""} if gpus else {}),
+                    **({"idle for": _format_idle(slot.get("idle", {}), stops) if first else ""} if idles else {}),
                     "queue": str(slot["queue"]) if first else "",
                     "runs": runs if first else "",
                     "for": f"{slot['age']:.1f} s" if first and slot["age"] is not None else "",

@@ -13,14 +13,14 @@ import attrs
 
 from colocate.errors import Mistake
 from colocate.signatures import Place, brief, path_text
-from colocate.texts import nearest
+from colocate.texts import find_nearest
 from colocate_run.config.schema import Config, Shape
 
 if TYPE_CHECKING:
     from colocate_run.config.source import Document
 
 
-def expand(document: Document) -> None:
+def expand_short_forms(document: Document) -> None:
     """Expand short forms: the name of an executor, role, job or observer becomes `{use: name}`."""
     data = document.data
     for key in ("executor", "job"):
@@ -35,7 +35,7 @@ def expand(document: Document) -> None:
             roles.update({name: {"use": role} for name, role in roles.items() if isinstance(role, str)})
 
 
-def assign(document: Document, text: str) -> None:
+def apply_option(document: Document, text: str) -> None:
     """Apply one change `--set path=value`; the value is read as YAML.
 
     Only `+path=value` can add a name that the config doesn't have.
@@ -43,64 +43,64 @@ def assign(document: Document, text: str) -> None:
     path, equals, value_text = text.partition("=")
     option = brief(f"--set {text}")
     makes = path.startswith("+")
-    place = _place(path.removeprefix("+").strip())
+    place = _parse_place(path.removeprefix("+").strip())
     if not equals or not place:
-        _wrong(document, path, option, "write --set path=value, as in --set pools.main.slots=2")
+        _note_mistake(document, path, option, "write --set path=value, as in --set pools.main.slots=2")
         return
     from colocate_run.config.source import Document, read_value
     from colocate_run.config.variables import Variables
 
-    reading = Document(option, Variables.of_caller())
+    reading = Document(option, Variables.from_environment())
     value = read_value(value_text, reading)
     if reading.mistakes:
-        _wrong(document, path, option, f"the value {brief(repr(value_text))}: {reading.mistakes[0].message}")
+        _note_mistake(document, path, option, f"the value {brief(repr(value_text))}: {reading.mistakes[0].message}")
         return
-    if mistake := _misses(document.data, place, makes, option):
+    if mistake := _find_obstacle(document.data, place, makes, option):
         document.mistakes.append(mistake)
         return
     for depth in range(1, len(place)):
-        if _at(document.data, place[:depth]) is None:
-            document.put(place[:depth], {}, option)
-    if not makes and is_argument(place) and _at(document.data, place) is None:
+        if _get_value(document.data, place[:depth]) is None:
+            document.set_value(place[:depth], {}, option)
+    if not makes and is_argument(place) and _get_value(document.data, place) is None:
         document.unfounded.add(place)
-    document.put(place, value, option)
+    document.set_value(place, value, option)
     document.withheld |= {(*place, *below): text for below, text in reading.withheld.items()}
     for warning in reading.warnings:
-        document.warn(place, warning.message)
+        document.add_warning(place, warning.message)
 
 
-def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
-    """Return the mistake if the value at a place can't be set, else None.
+def _find_obstacle(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
+    """Return the mistake if the value at a path in the config can't be set, else None.
 
     A key of the schema, or an argument, may be new, because a later check finds unknown keys. A name that the config
     chooses (of a pool, a group, a role, an environment variable) must exist, unless `makes` is set.
     """
     node: Any = data
-    shape = Shape.of(Config)
+    shape = Shape.from_annotation(Config)
     for depth, key in enumerate(place):
         above = path_text(place[:depth])
-        if obstacle := _obstacle(node, key, above or "the config"):
+        if obstacle := _check_key(node, key, above or "the config"):
             return Mistake(path_text(place), None, f"{obstacle} (from {option})")
-        if shape.named and not makes and key not in node:
-            near = nearest(str(key), node)
+        if shape.has_user_keys and not makes and key not in node:
+            near = find_nearest(str(key), node)
             new = f"--set +{option.removeprefix('--set ')}"
             text = f"{above} has no {key!r}; to add one, write {new}"
             return Mistake(path_text(place[: depth + 1]), None, f"{text} (from {option})", near)
-        node = _at(node, (key,))
+        node = _get_value(node, (key,))
         node = {} if node is None and depth < len(place) - 1 else node
-        shape = shape.below(key)
+        shape = shape.child_shape(key)
     return None
 
 
 def is_argument(place: Place) -> bool:
-    """Return whether a place is an argument of an executor, a role or a job."""
-    shape = Shape.of(Config)
+    """Return whether a path in the config leads to an argument of an executor, a role or a job."""
+    shape = Shape.from_annotation(Config)
     for key in place[:-1]:
-        shape = shape.below(key)
+        shape = shape.child_shape(key)
     return shape.arguments
 
 
-def _obstacle(here: Any, key: str | int, name: str) -> str | None:
+def _check_key(here: Any, key: str | int, name: str) -> str | None:
     if isinstance(here, list):
         exists = isinstance(key, int) and key < len(here)
         return None if exists else f"{name} is a list of {len(here)}: write {name}[0] …"
@@ -109,17 +109,17 @@ def _obstacle(here: Any, key: str | int, name: str) -> str | None:
     return None if isinstance(here, dict) else f"{name} is {here!r}, which has no keys"
 
 
-def _at(data: Any, place: Place) -> Any:
+def _get_value(data: Any, place: Place) -> Any:
     for key in place:
         data = data.get(key) if isinstance(data, dict) else data[key]
     return data
 
 
-def _wrong(document: Document, path: str, option: str, message: str) -> None:
+def _note_mistake(document: Document, path: str, option: str, message: str) -> None:
     document.mistakes.append(Mistake(path, None, f"{message} (from {option})"))
 
 
-def _place(path: str) -> Place:
+def _parse_place(path: str) -> Place:
     """Parse a path such as `pools.main.slots` or `roles.actor.slots[0]`; return () if the path is invalid."""
     keys: list[str | int] = []
     for part in path.split("."):
@@ -169,30 +169,30 @@ def read_config(
 ) -> tuple[Config, Sequence[Mistake]]:
     """Read a config like `load_config`; return the config and the warnings."""
     # Imported here, because a worker that imports `colocate.Run` with a role's module needs no YAML.
-    from colocate_run.config.check import check
-    from colocate_run.config.structure import structure
+    from colocate_run.config.check import check_config
+    from colocate_run.config.structure import build_config
 
-    document = _read(source, allow_import)
-    expand(document)
+    document = _read_source(source, allow_import)
+    expand_short_forms(document)
     if executor is not None:  # Replace the whole entry, including the options.
-        document.put(("executor",), {"use": executor}, f"--executor {executor}")
+        document.set_value(("executor",), {"use": executor}, f"--executor {executor}")
     for change in set:
-        assign(document, change)
-        expand(document)
-    config = structure(document)
+        apply_option(document, change)
+        expand_short_forms(document)
+    config = build_config(document)
     if config is not None:
-        check(config, document, allow_import)
+        check_config(config, document, allow_import)
     if document.mistakes or config is None:
-        raise document.error()
-    whole = attrs.evolve(config, origins=document.made_at(), withheld=document.withheld)
+        raise document.to_error()
+    whole = attrs.evolve(config, origins=document.find_origins(), withheld=document.withheld)
     return whole, tuple(document.warnings)
 
 
-def _read(source: str | os.PathLike[str] | Mapping[str, Any], allow_import: bool) -> Document:
+def _read_source(source: str | os.PathLike[str] | Mapping[str, Any], allow_import: bool) -> Document:
     from colocate_run.config.source import read_dict, read_file
     from colocate_run.config.variables import Variables
 
-    variables = Variables.of_caller(allow_import)
+    variables = Variables.from_environment(allow_import)
     if isinstance(source, Mapping):
         document = read_dict(source, "config", variables)
         document.data.setdefault("name", "run")

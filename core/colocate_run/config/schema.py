@@ -11,24 +11,24 @@ import attrs
 from colocate.signatures import (
     Checked,
     Place,
-    amount_problem,
-    duration_problem,
-    gpus_problem,
-    labels_problem,
-    resources_problem,
-    size_problem,
-    step_problem,
-    together_problem,
-    url_problem,
+    find_amount_problem,
+    find_duration_problem,
+    find_gpus_problem,
+    find_labels_problem,
+    find_resources_problem,
+    find_size_problem,
+    find_step_problem,
+    find_together_problem,
+    find_url_problem,
 )
-from colocate_run.config.variables import literal
+from colocate_run.config.variables import escape_text
 
 Mesh = dict[str, int] | dict[str, dict[str, int]]
 
-_GPUs = Annotated[int, Checked(gpus_problem)]
-_CPUs = Annotated[float, Checked(amount_problem)]
-_Seconds = Annotated[float, Checked(duration_problem)]
-_Size = Annotated[int | str | None, Checked(size_problem)]
+_GPUs = Annotated[int, Checked(find_gpus_problem)]
+_CPUs = Annotated[float, Checked(find_amount_problem)]
+_Seconds = Annotated[float, Checked(find_duration_problem)]
+_Size = Annotated[int | str | None, Checked(find_size_problem)]
 
 
 @attrs.frozen
@@ -78,13 +78,13 @@ class PoolConfig:
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     timeout: _Seconds = 60
     env: dict[str, str] = attrs.field(factory=dict)
-    groups: int = 1  # Checked later, because a refused value would cause other mistakes.
+    groups: int = 1  # Checked later, because refusing a value here would cause follow-up mistakes.
     regrow_timeout: _Seconds = 600
-    spares: Annotated[int, Checked(partial(amount_problem, whole=True))] = 0
-    at_least: Annotated[int | None, Checked(partial(amount_problem, whole=True, least=1))] = None
-    labels: Annotated[dict[str, str], Checked(labels_problem)] = attrs.field(factory=dict)
-    resources: Annotated[dict[str, float], Checked(resources_problem)] = attrs.field(factory=dict)
-    together: Annotated[str | None, Checked(together_problem)] = None
+    spares: Annotated[int, Checked(partial(find_amount_problem, whole=True))] = 0
+    at_least: Annotated[int | None, Checked(partial(find_amount_problem, whole=True, least=1))] = None
+    labels: Annotated[dict[str, str], Checked(find_labels_problem)] = attrs.field(factory=dict)
+    resources: Annotated[dict[str, float], Checked(find_resources_problem)] = attrs.field(factory=dict)
+    together: Annotated[str | None, Checked(find_together_problem)] = None
     grow: bool | None = None
 
 
@@ -226,7 +226,7 @@ class Config:
 
     name: str
     seed: int = 0
-    call_timeout: Annotated[float | None, Checked(partial(duration_problem, positive=True))] = None
+    call_timeout: Annotated[float | None, Checked(partial(find_duration_problem, positive=True))] = None
     executor: ExecutorConfig = attrs.field(factory=ExecutorConfig)
     pools: dict[str, PoolConfig] = attrs.field(factory=dict)
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)
@@ -237,11 +237,11 @@ class Config:
     record: list[str] = attrs.field(factory=list)
     record_limit: _Size = None
     replay: dict[str, str] = attrs.field(factory=dict)
-    replay_from: Annotated[int | None, Checked(step_problem)] = None
+    replay_from: Annotated[int | None, Checked(find_step_problem)] = None
     replay_loose: bool = False
     compare: dict[str, str] = attrs.field(factory=dict)
-    tolerance: Annotated[float, Checked(amount_problem)] = 0.0
-    checkpoints: Annotated[str | None, Checked(url_problem)] = None
+    tolerance: Annotated[float, Checked(find_amount_problem)] = 0.0
+    checkpoints: Annotated[str | None, Checked(find_url_problem)] = None
     origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
     withheld: Mapping[Place, str] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
@@ -252,11 +252,11 @@ class Config:
         """
         from colocate_run.config.source import write_yaml
 
-        return write_yaml(self.plain())
+        return write_yaml(self.to_dict())
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data."""
-        data: dict[str, Any] = _plain(self, (), self.withheld)
+        data: dict[str, Any] = _to_plain(self, (), self.withheld)
         return data
 
 
@@ -268,48 +268,50 @@ class Shape:
     # The class of the values, if the config's author names the entries.
     item: type[attrs.AttrsInstance] | None = None
     arguments: bool = False  # Whether the keys are arguments of an executor, a role or a job.
-    named: bool = False  # Whether the config's author names the entries.
+    has_user_keys: bool = False  # Whether the config's author names the entries.
 
     @classmethod
-    def of(cls, annotation: Any) -> Shape:
-        """Return the shape of a mapping with the given type annotation."""
+    def from_annotation(cls, annotation: Any) -> Shape:
+        """Return the `Shape` of a mapping with the given type annotation."""
         attrs_class: type[attrs.AttrsInstance] | None = next(
             filter(attrs.has, (annotation, *get_args(annotation))), None
         )
         named = any(get_origin(part) is dict for part in (annotation, *get_args(annotation)))
-        return cls(item=attrs_class, named=True) if named else cls(attrs_class)
+        return cls(item=attrs_class, has_user_keys=True) if named else cls(attrs_class)
 
-    def below(self, key: str | int) -> Shape:
-        """Return the shape of a key's value.
+    def child_shape(self, key: str | int) -> Shape:
+        """Return the `Shape` of a key's value.
 
         Below an unknown key every shape is empty, because the key itself is the mistake.
         """
         if isinstance(key, int):  # All items of a list have the same shape.
             return self
         if self.kind is None:
-            return Shape(self.item) if self.item is not None else Shape(named=self.named or self.arguments)
-        field = next((field.name for field in keys(self.kind) if key_of(field.name) == key), None)
+            return (
+                Shape(self.item) if self.item is not None else Shape(has_user_keys=self.has_user_keys or self.arguments)
+            )
+        field = next((field.name for field in yaml_fields(self.kind) if yaml_key(field.name) == key), None)
         if field is None:
             return Shape()
-        return Shape(arguments=True) if field == "with_" else Shape.of(get_type_hints(self.kind)[field])
+        return Shape(arguments=True) if field == "with_" else Shape.from_annotation(get_type_hints(self.kind)[field])
 
 
-def keys(cls: type[attrs.AttrsInstance]) -> list[attrs.Attribute[Any]]:
+def yaml_fields(cls: type[attrs.AttrsInstance]) -> list[attrs.Attribute[Any]]:
     """Return the fields of a schema class that are keys in YAML."""
     return [field for field in attrs.fields(cls) if field.metadata.get("key", True)]
 
 
-def key_of(field: str) -> str:
+def yaml_key(field: str) -> str:
     """Return the YAML key of a schema class's field."""
     return field.rstrip("_")
 
 
-def _plain(value: Any, place: Place, withheld: Mapping[Place, str]) -> Any:
+def _to_plain(value: Any, place: Place, withheld: Mapping[Place, str]) -> Any:
     """Convert a value to plain data. `${` in texts is escaped, so that reading the data fills in no variables."""
     if attrs.has(type(value)):
-        value = {key_of(field.name): getattr(value, field.name) for field in keys(type(value))}
+        value = {yaml_key(field.name): getattr(value, field.name) for field in yaml_fields(type(value))}
     if isinstance(value, Mapping):
-        return {key: _plain(item, (*place, key), withheld) for key, item in value.items()}
+        return {key: _to_plain(item, (*place, key), withheld) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item, (*place, index), withheld) for index, item in enumerate(value)]
-    return withheld.get(place, literal(value)) if isinstance(value, str) else value
+        return [_to_plain(item, (*place, index), withheld) for index, item in enumerate(value)]
+    return withheld.get(place, escape_text(value)) if isinstance(value, str) else value

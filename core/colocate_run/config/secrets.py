@@ -15,17 +15,17 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def without_secrets(value: Any) -> Any:
+def hide_secrets(value: Any) -> Any:
     """Return plain data with hidden values under keys that look like secrets, such as HF_TOKEN in a pool's `env`."""
     if isinstance(value, dict):
         return {
-            key: "(hidden)" if isinstance(item, str) and item and is_secret(str(key)) else without_secrets(item)
+            key: "(hidden)" if isinstance(item, str) and item and is_secret(str(key)) else hide_secrets(item)
             for key, item in value.items()
         }
-    return [without_secrets(item) for item in value] if isinstance(value, list) else value
+    return [hide_secrets(item) for item in value] if isinstance(value, list) else value
 
 
-def without_secret_values(arguments: Sequence[str]) -> list[str]:
+def hide_secret_arguments(arguments: Sequence[str]) -> list[str]:
     """Hide the values in a command line's changes (`--set path=value`) if their paths look like secrets."""
     masked = []
     for arg in arguments:

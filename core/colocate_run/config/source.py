@@ -15,10 +15,10 @@ from ruamel.yaml.reader import ReaderError
 
 from colocate.errors import ConfigError, Mistake
 from colocate.signatures import Place, brief, path_text
-from colocate.texts import plural
-from colocate_report.scale import shorten
-from colocate_run.config.secrets import without_secrets
-from colocate_run.config.variables import Filled, Variables
+from colocate.texts import format_count
+from colocate_report.scale import shorten_text
+from colocate_run.config.secrets import hide_secrets
+from colocate_run.config.variables import FilledText, Variables
 
 _YAML = "tag:yaml.org,2002:"
 _MERGE = f"{_YAML}merge"
@@ -27,7 +27,7 @@ _TIMESTAMP = f"{_YAML}timestamp"  # YAML 1.2's core schema has no timestamps, so
 _MOST_DEPTH = 100  # The deepest nesting, because reading and checking recurse.
 _TOO_DEEP = f"more than {_MOST_DEPTH} lists and mappings inside each other"
 _MOST_BUILT = 2_000_000  # The most characters and values, because nested aliases can expand to any size.
-_MOST_SHOWN = 100_000  # The most characters of a config on a page.
+_MOST_SHOWN = 100_000  # The most characters of a config in a report.
 _MOST_BYTES = 1_000_000  # The most bytes of a file, because parsing a megabyte takes half a minute.
 
 
@@ -42,37 +42,37 @@ class Document:
     origins: dict[Place, str] = attrs.field(factory=dict)  # The command-line option that has set a value.
     # Arguments that a command-line option has set, and that the config doesn't have.
     unfounded: set[Place] = attrs.field(factory=set)
-    withheld: dict[Place, str] = attrs.field(factory=dict)  # Values with secrets, in their form before filling in.
-    lacking: set[str] = attrs.field(factory=set)  # Modules that were reported as not installed.
+    withheld: dict[Place, str] = attrs.field(factory=dict)  # Values with secrets, before variables were filled in.
+    missing_modules: set[str] = attrs.field(factory=set)  # Modules that were reported as not installed.
     mistakes: list[Mistake] = attrs.field(factory=list)
     warnings: list[Mistake] = attrs.field(factory=list)  # Warnings about valid settings that are probably unintended.
 
-    def wrong(self, place: Place, message: str, nearest: str | None = None) -> None:
+    def add_mistake(self, place: Place, message: str, nearest: str | None = None) -> None:
         """Add a mistake, with the line number or the command-line option of the wrong value."""
-        mistake = self._mistake(place, message, nearest)
+        mistake = self._make_mistake(place, message, nearest)
         if mistake not in self.mistakes:
             self.mistakes.append(mistake)
 
-    def warn(self, place: Place, message: str) -> None:
+    def add_warning(self, place: Place, message: str) -> None:
         """Add a warning for a valid setting that is probably a mistake."""
-        self.warnings.append(self._mistake(place, message, None))
+        self.warnings.append(self._make_mistake(place, message, None))
 
-    def _mistake(self, place: Place, message: str, nearest: str | None) -> Mistake:
-        line, option = self._source(place)
+    def _make_mistake(self, place: Place, message: str, nearest: str | None) -> Mistake:
+        line, option = self._find_source(place)
         return Mistake(path_text(place), line, f"{message} (from {option})" if option else message, nearest)
 
-    def fill(self, text: str, place: Place) -> str:
+    def fill_variables(self, text: str, place: Place) -> str:
         """Return a text with variables filled in; record mistakes and secrets."""
-        result = Filled(text) if self.variables is None else self.variables.filled(text)
-        for problem in result.wrong:
-            self.wrong(place, problem)
-        if result.unlike is not None:
-            self.warn(place, result.unlike)
-        if result.secret:
+        result = FilledText(text) if self.variables is None else self.variables.fill(text)
+        for problem in result.mistakes:
+            self.add_mistake(place, problem)
+        if result.difference is not None:
+            self.add_warning(place, result.difference)
+        if result.has_secret:
             self.withheld[place] = text
         return result.text
 
-    def put(self, place: Place, value: Any, option: str) -> None:
+    def set_value(self, place: Place, value: Any, option: str) -> None:
         """Set a value for a command-line option, in an existing mapping or list."""
         parent: Any = self.data
         for key in place[:-1]:
@@ -84,30 +84,30 @@ class Document:
                 del table[below]
         self.origins[place] = option
 
-    def is_callers(self, place: Place) -> bool:
+    def is_from_caller(self, place: Place) -> bool:
         """Return whether a value was set by the caller's options, and not by the config."""
         return any(place[:length] in self.origins for length in range(len(place) + 1))
 
-    def error(self) -> ConfigError:
+    def to_error(self) -> ConfigError:
         """Return one error with all mistakes, in the order of the file."""
         count = len(self.mistakes)
         ordered = sorted(self.mistakes, key=lambda mistake: (mistake.line is None, mistake.line or 0))
-        message = f"{self.name}: {plural(count, 'mistake')}"
+        message = f"{self.name}: {format_count(count, 'mistake')}"
         return ConfigError(message, mistakes=tuple(ordered))
 
-    def made_at(self) -> dict[str, tuple[str, int]]:
-        """Return where the executor and each pool and group were set: file and line number, or an option and 0."""
+    def find_origins(self) -> dict[str, tuple[str, int]]:
+        """Return the source of the executor and of each pool and group: file and line number, or option and 0."""
         entries = [(kind, name) for kind in ("pools", "groups") for name in self.data.get(kind) or ()]
         origins = {}
         for place in (("executor",), *entries):
-            line, option = self._source(place)
+            line, option = self._find_source(place)
             if option is not None:
                 origins[path_text(place)] = option, 0
             elif line is not None:
                 origins[path_text(place)] = self.name, line
         return origins
 
-    def _source(self, place: Place) -> tuple[int | None, str | None]:
+    def _find_source(self, place: Place) -> tuple[int | None, str | None]:
         for length in range(len(place), -1, -1):
             if (option := self.origins.get(place[:length])) is not None:
                 return None, option
@@ -136,25 +136,25 @@ def read_text(text: str, name: str, variables: Variables | None = None) -> Docum
     document = Document(name, variables)
     value = read_value(text, document)
     if document.mistakes and value is None:
-        raise document.error()
+        raise document.to_error()
     if not isinstance(value, dict):
         instead = "empty" if value is None else f"a {type(value).__name__}"
         text = f"a config is a mapping of keys to values: executor, pools, groups, job; it is {instead}"
-        document.wrong((), text)
-        raise document.error()
+        document.add_mistake((), text)
+        raise document.to_error()
     document.data = value
     return document
 
 
 def read_dict(config: Mapping[str, Any], name: str, variables: Variables | None = None) -> Document:
-    """Copy a dict into a document."""
+    """Copy a config's dict into a `Document`."""
     document = Document(name, variables)
-    document.data = _copied(config, (), document)
+    document.data = _copy_plain(config, (), document)
     return document
 
 
 def read_value(text: str, document: Document) -> Any:
-    """Parse any YAML value as plain data; add line numbers and mistakes to the document.
+    """Parse any YAML value as plain data; add line numbers and mistakes to the `Document`.
 
     Returns None, and adds a mistake, if the syntax is wrong.
     """
@@ -192,7 +192,7 @@ def write_yaml(data: Any) -> str:
 
 @attrs.define
 class _Builder:
-    """A builder of plain data from YAML nodes. An alias becomes a copy, so that setting a value changes no other."""
+    """A builder of plain data from YAML nodes. An alias becomes a copy, so that setting one value changes no other."""
 
     yaml: YAML
     document: Document
@@ -203,39 +203,39 @@ class _Builder:
             return None
         self._built += 1 + len(node.value)
         if self._built > _MOST_BUILT:
-            self.document.wrong(place[:1], "with what its aliases stand for it is more than a config can hold")
+            self.document.add_mistake(place[:1], "with what its aliases stand for it is more than a config can hold")
             return None
         if len(place) > _MOST_DEPTH:
-            self.document.wrong(place[:1], _TOO_DEEP)
+            self.document.add_mistake(place[:1], _TOO_DEEP)
             return None
         self.document.lines.setdefault(place, node.start_mark.line + 1)
         if id(node) in above:
-            self.document.wrong(place, "an alias stands for something that contains it")
+            self.document.add_mistake(place, "an alias stands for something that contains it")
             return None
         above = (*above, id(node))
         if isinstance(node, MappingNode):
-            return self._mapping(node, place, above)
+            return self._build_mapping(node, place, above)
         if isinstance(node, SequenceNode):
             return [self.build(item, (*place, i), above) for i, item in enumerate(node.value)]
-        return self._scalar(node, place)
+        return self._build_scalar(node, place)
 
-    def _scalar(self, node: Node, place: Place) -> Any:
-        if (text := self.document.fill(node.value, place)) != node.value:
+    def _build_scalar(self, node: Node, place: Place) -> Any:
+        if (text := self.document.fill_variables(node.value, place)) != node.value:
             assert isinstance(node, ScalarNode)
             tag = node.tag if node.style else self.yaml.resolver.resolve(ScalarNode, text, (True, False))
             node = ScalarNode(tag, text)
         if node.tag == _TIMESTAMP:
             return node.value
         if node.tag not in _PLAIN_TAGS:
-            self.document.wrong(place, f"the tag {node.tag} is not known; a config has plain values only")
+            self.document.add_mistake(place, f"the tag {node.tag} is not known; a config has plain values only")
             return None
         try:
             return self.yaml.constructor.construct_object(node)
         except (ValueError, KeyError):  # The value doesn't match the tag, or has too many digits.
-            self.document.wrong(place, f"{brief(repr(node.value))} is no {node.tag.removeprefix(_YAML)}")
+            self.document.add_mistake(place, f"{brief(repr(node.value))} is no {node.tag.removeprefix(_YAML)}")
             return None
 
-    def _mapping(self, node: MappingNode, place: Place, above: tuple[int, ...]) -> dict[str, Any]:
+    def _build_mapping(self, node: MappingNode, place: Place, above: tuple[int, ...]) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         bases: list[Node] = []
         for key_node, value_node in node.value:
@@ -244,7 +244,7 @@ class _Builder:
                 bases += value_node.value if isinstance(value_node, SequenceNode) else [value_node]
                 continue
             if not isinstance(key_node, ScalarNode):
-                self.document.wrong(place, "a key must be text, not a list or a mapping")
+                self.document.add_mistake(place, "a key must be text, not a list or a mapping")
                 continue
             below = (*place, key)
             line = key_node.start_mark.line + 1
@@ -259,36 +259,38 @@ class _Builder:
             if isinstance(merged, dict):
                 mapping.update({key: value for key, value in merged.items() if key not in mapping})
             else:
-                self.document.wrong(place, "what << merges must be a mapping, or a list of mappings")
+                self.document.add_mistake(place, "what << merges must be a mapping, or a list of mappings")
         return mapping
 
 
-def _copied(value: Any, place: Place, document: Document) -> Any:
+def _copy_plain(value: Any, place: Place, document: Document) -> Any:
     if len(place) > _MOST_DEPTH:
-        document.wrong(place[:1], _TOO_DEEP)
+        document.add_mistake(place[:1], _TOO_DEEP)
         return None
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                document.wrong(place, f"a key must be text, not {key!r}")
-        return {key: _copied(item, (*place, key), document) for key, item in value.items() if isinstance(key, str)}
+                document.add_mistake(place, f"a key must be text, not {key!r}")
+        return {key: _copy_plain(item, (*place, key), document) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
-        return [_copied(item, (*place, i), document) for i, item in enumerate(value)]
+        return [_copy_plain(item, (*place, i), document) for i, item in enumerate(value)]
     if isinstance(value, str):
-        return document.fill(str(value), place)
+        return document.fill_variables(str(value), place)
     if value is None or type(value) in (bool, int, float):
         return value
-    document.wrong(place, f"a config has plain values only (text, numbers, lists, dicts), not {type(value).__name__}")
+    document.add_mistake(
+        place, f"a config has plain values only (text, numbers, lists, dicts), not {type(value).__name__}"
+    )
     return None
 
 
 def config_text(config: str) -> str:
-    """Return a config's YAML for a page, shortened and without secrets."""
+    """Return a config's YAML for the report, shortened and without secrets."""
     if not config.strip():
         return ""
     try:
         data = read_text(config, "config").data
     except ConfigError:
-        return shorten(config, _MOST_SHOWN)
-    hidden = without_secrets(data)
-    return shorten(config if hidden == data else write_yaml(hidden), _MOST_SHOWN)
+        return shorten_text(config, _MOST_SHOWN)
+    hidden = hide_secrets(data)
+    return shorten_text(config if hidden == data else write_yaml(hidden), _MOST_SHOWN)

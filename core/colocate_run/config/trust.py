@@ -51,13 +51,13 @@ class Trust:
 
     modules: bool  # Whether a config may name "module:Class".
 
-    def objection(self, use: str) -> str | None:
+    def import_objection(self, use: str) -> str | None:
         """Return the reason to refuse an import, or None to allow the import."""
         if self.modules or ":" not in use:
             return None
         return f"{use!r} names a module, and this config may name plugins only"
 
-    def objection_to_variable(self, name: str) -> str | None:
+    def variable_objection(self, name: str) -> str | None:
         """Return the reason to refuse an environment variable, or None to allow the variable."""
         if self.modules or name in HARMLESS_VARIABLES:
             return None
@@ -67,7 +67,7 @@ class Trust:
             "environment, if you trust it"
         )
 
-    def objection_to_observers_option(self) -> str | None:
+    def observer_option_objection(self) -> str | None:
         """Return the reason to refuse options of observers, or None to allow the options."""
         if self.modules:
             return None
@@ -76,10 +76,10 @@ class Trust:
             "by --set, if you trust them"
         )
 
-    def objections_to_options(self, cls: Any, options: Mapping[str, Any]) -> Mapping[str, str]:
+    def option_objections(self, cls: Any, options: Mapping[str, Any]) -> Mapping[str, str]:
         """Return the reason for each refused option of an executor or role, as the method `objection` decides."""
         hook = inspect.getattr_static(cls, "objection", None)
-        if self.modules or not isinstance(hook, classmethod):  # A role's own method `objection` may be unrelated.
+        if self.modules or not isinstance(hook, classmethod):  # A role's ordinary method may have the same name.
             return {}
         objections = {name: cls.objection(name, value) for name, value in options.items() if name != _CHECKS}
         return {name: why for name, why in objections.items() if why is not None}

@@ -21,7 +21,7 @@ from colocate.executor import (
     Reservation,
     Running,
 )
-from colocate.gpus import names, shown
+from colocate.gpus import names, visibility_variables
 from colocate.keeper import Launcher, WorkerProcess, first_message
 from colocate.placement import Ledger
 
@@ -60,7 +60,7 @@ class Tiny(Executor, OwnProcess):
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         host = Process(self._event_loop, boot, events, self._hosts.pop)
-        self._launcher.run(lambda: host.start(shown(self._gpus, place.devices)))
+        self._launcher.run(lambda: host.start(visibility_variables(self._gpus, place.devices)))
         self._hosts[boot.worker] = host
         return host
 
@@ -84,7 +84,7 @@ class Process(Host):
         self, event_loop: wire.EventLoop, boot: Boot, events: HostEvents, forget: Callable[[str, None], Any]
     ) -> None:
         self._event_loop, self._boot, self._events, self._forget = event_loop, boot, events, forget
-        self._process = WorkerProcess(event_loop, self)  # it calls `said` and `ended`
+        self._process = WorkerProcess(event_loop, self)  # it calls `on_line` and `on_exit`
         self._reason: str | None = None
 
     def start(self, visible: Mapping[str, str]) -> None:
@@ -101,20 +101,20 @@ class Process(Host):
     def kill(self) -> None:
         self._process.kill()
 
-    def look(self, then: Callable[[str | None], None]) -> None:
-        self._process.look(then)  # what it does, seen from outside
+    def inspect(self, then: Callable[[str | None], None]) -> None:
+        self._process.inspect(then)  # what it does, seen from outside
 
     def _lane_closed(self, reason: str) -> None:
         self.kill()  # a worker without a lane is of no use
 
-    def said(self, line: str) -> None:
+    def on_line(self, line: str) -> None:
         self._events.logged(line)
 
-    def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
+    def on_exit(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         self._lane.finish("the worker has ended")  # what it had still sent comes before `exited`
         self._forget(self._boot.worker, None)
         self._events.exited(Exit(exitcode, signal, self._reason or detail))
 
     def lost(self, reason: str) -> None:
         self._reason = reason
-        self._process.reap()  # and `ended` follows
+        self._process.reap()  # and `on_exit` follows

@@ -11,7 +11,7 @@ __all__ = ["ENVIRONMENT", "NAMES", "make", "of_v0", "of_v1", "settings"]
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "colocate_verl.demo.cpu",
     "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # verl registers engines under this name.
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers its training engines for this device name.
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }

@@ -28,10 +28,10 @@ import psutil
 
 import colocate_verl
 from colocate import ConfigError
-from colocate.plugins import pip_line
+from colocate.plugins import get_pip_line
 from colocate_verl.demo import ENVIRONMENT, NAMES
 from colocate_verl.demo.config import RANKS, make, settings
-from colocate_verl.demo.trainers import answers, of_v0, of_v1
+from colocate_verl.demo.trainers import make_answers, of_v0, of_v1
 
 
 @attrs.define
@@ -67,15 +67,15 @@ def train(trainer: str, folder: Path, options: argparse.Namespace, resume: int =
         fitted.init_workers() if trainer == "v0" else fitted.init()
         run.start_s = time.perf_counter() - began
         if options.sleep:
-            have_sleep(fitted, run)
-        fitted.fit() if trainer == "v0" else fitted.fit(answers(config))
-    # verl stores errors of failed imports, which refer to frames and would keep the trainer alive.
+            put_critic_to_sleep(fitted, run)
+        fitted.fit() if trainer == "v0" else fitted.fit(make_answers(config))
+    # Drop this reference, because verl stores import errors whose tracebacks would keep the trainer alive.
     del fitted
     run.steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     return run
 
 
-def have_sleep(trainer: Any, run: Run) -> None:
+def put_critic_to_sleep(trainer: Any, run: Run) -> None:
     """Put the critic to sleep while the actor trains. The critic's next call wakes the critic."""
     group, update = colocate_verl.group_of(trainer.critic_wg), trainer._update_actor
 
@@ -89,7 +89,7 @@ def have_sleep(trainer: Any, run: Run) -> None:
 
 
 @contextlib.contextmanager
-def a_ray() -> Iterator[None]:
+def start_ray() -> Iterator[None]:
     """A context manager that runs Ray on this machine, as verl's `main_ppo` does."""
     import ray
 
@@ -106,7 +106,7 @@ def a_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def a_transfer_queue(folder: Path) -> Iterator[None]:
+def start_transfer_queue(folder: Path) -> Iterator[None]:
     """A context manager that runs the TransferQueue of verl's V1 trainer, as `TaskRunnerV1` does."""
     import transfer_queue
 
@@ -117,13 +117,13 @@ def a_transfer_queue(folder: Path) -> Iterator[None]:
         transfer_queue.close()
 
 
-def ray_processes() -> list[str]:
+def list_ray_processes() -> list[str]:
     """Return the names of Ray's own processes below this process."""
     names = [process.name() for process in psutil.Process().children(recursive=True)]
     return sorted({name for name in names if name in ("raylet", "gcs_server")})
 
 
-def chosen() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """Parse the command line and set this process's environment; exit on a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m colocate_verl.demo", description="verl's own trainers with a tiny model on the CPU."
@@ -140,7 +140,7 @@ def chosen() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a file for all metrics, as JSON")
     options = parser.parse_args()
     if importlib.util.find_spec("verl") is None:
-        parser.error(f"verl isn't installed: {pip_line('verl')}")
+        parser.error(f"verl isn't installed: {get_pip_line('verl')}")
     if options.steps < 2:
         parser.error("--steps: the first step warms up, so give at least 2")
     if options.trainer == "v1" and options.executor not in ("ray", "verl"):
@@ -161,9 +161,9 @@ def chosen() -> argparse.Namespace:
 
 def main() -> None:
     """Train, and print the losses and norms of each step."""
-    options = chosen()
+    options = parse_options()
     if options.executor != "verl":
-        # COLOCATE_VERL would do the same, but Dask wouldn't offer room for all ranks on a small machine.
+        # COLOCATE_VERL would do the same, but without `cpus`, by which Dask offers room for all ranks.
         colocate_verl.install(options.executor, **{"cpus": RANKS} if options.executor == "dask" else {})
     import torch
 
@@ -173,16 +173,19 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verl-demo-")))
         make(folder, options.steps)
         if options.executor in ("ray", "verl"):
-            stack.enter_context(a_ray())
+            stack.enter_context(start_ray())
         if options.trainer == "v1":
-            stack.enter_context(a_transfer_queue(folder))
+            stack.enter_context(start_transfer_queue(folder))
         run = train(options.trainer, folder, options)
         again = train("sft", folder, options, resume=options.steps - 1) if options.trainer == "sft" else None
-        ray_has = ray_processes()
+        ray_has = list_ray_processes()
     names = NAMES["sft" if again else "ppo"]
-    print(table(names, run.steps))
+    print(format_table(names, run.steps))
     if again:
-        print(f"\nfrom the checkpoint after step {options.steps - 1} on:\n{table(names, again.steps, options.steps)}")
+        print(
+            f"\nfrom the checkpoint after step {options.steps - 1} "
+            f"on:\n{format_table(names, again.steps, options.steps)}"
+        )
     if options.sleep:
         memory = f"{run.asleep_bytes:,} bytes were gone, {run.left_bytes:,} left"
         print(f"\nWhile the actor trained the critic slept: {memory}.")
@@ -193,7 +196,7 @@ def main() -> None:
         sys.exit("The run that was resumed isn't equal.")
 
 
-def table(names: Sequence[str], steps: Sequence[Mapping[str, float]], first: int = 1) -> str:
+def format_table(names: Sequence[str], steps: Sequence[Mapping[str, float]], first: int = 1) -> str:
     """Format the steps' losses and norms as a table, with all compared digits."""
     timed = "timing_s/step" in steps[0]
     lines = ["step" + "".join(f"{name:>18}" for name in names) + "  seconds" * timed]

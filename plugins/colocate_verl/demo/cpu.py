@@ -48,7 +48,7 @@ class _Cpu(types.ModuleType):
         return memory.available, memory.total
 
 
-def _nothing(*_: Any) -> None: ...
+def _do_nothing(*_: Any) -> None: ...
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -57,7 +57,7 @@ class CpuPlatform(PlatformCUDA):  # type: ignore[misc]
 
     device_name = "cpu"
     device_module = _Cpu("cpu")
-    set_device = synchronize = set_allocator_settings = _nothing
+    set_device = synchronize = set_allocator_settings = _do_nothing
     nvtx_range = staticmethod(contextlib.nullcontext)
 
     def is_available(self) -> bool:

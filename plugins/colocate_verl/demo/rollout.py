@@ -86,7 +86,7 @@ class Answers:
 
     @classmethod
     def create(cls, config: Any, **_: Any) -> Answers:
-        """Construct an `Answers`; V0 calls this."""
+        """Construct an `Answers`; verl's V0 trainer calls this."""
         return cls(config)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class Answers:
             tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
         responses = tokens[:, width:]
         reward = torch.zeros(responses.shape)
-        reward[:, -1] = self._scores(responses, about)
+        reward[:, -1] = self._compute_scores(responses, about)
         return {
             "prompts": tokens[:, :width],
             "responses": responses,
@@ -122,7 +122,7 @@ class Answers:
             "rm_scores": reward,
         }
 
-    def _scores(self, responses: torch.Tensor, about: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    def _compute_scores(self, responses: torch.Tensor, about: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         if self.reward is None:
             return torch.isin(responses, self.digits).float().mean(1)
         scores: list[float] = []
@@ -136,26 +136,26 @@ class Answers:
             scores.append(float(score["score"] if isinstance(score, dict) else score))
         return torch.tensor(scores)
 
-    def _about(self, batch: Any) -> list[dict[str, Any]]:
+    def _question_facts(self, batch: Any) -> list[dict[str, Any]]:
         columns = [batch[name] for name in ABOUT] if self.reward else []
         return [dict(zip(ABOUT, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def generate_sequences(self, batch: Any) -> Any:
         """Answer a batch; return the answers to trainer V0, or put the answers into the TransferQueue for V1."""
-        return self._of_v0(batch) if isinstance(batch, DataProto) else self._of_v1(batch)
+        return self._to_v0(batch) if isinstance(batch, DataProto) else self._to_v1(batch)
 
-    def _of_v0(self, batch: DataProto) -> DataProto:
+    def _to_v0(self, batch: DataProto) -> DataProto:
         rows, step = batch.non_tensor_batch, batch.meta_info["global_steps"]
-        answers = self.answer(step, rows["raw_prompt"], self._about(rows))
+        answers = self.answer(step, rows["raw_prompt"], self._question_facts(rows))
         nothing = np.array([{} for _ in range(len(batch))], dtype=object)
         extras = {"multi_modal_inputs": nothing, "__num_turns__": np.full(len(batch), 2, dtype=np.int32)}
         return DataProto(TensorDict(answers, batch_size=len(batch)), extras, {"timing": {}, "reward_extra_keys": []})
 
-    def _of_v1(self, batch: TensorDict) -> None:
+    def _to_v1(self, batch: TensorDict) -> None:
         import transfer_queue as tq
 
         uids, step = list(batch["uid"]), tu.get(batch, "global_steps")
-        about = [item for item in self._about(batch) for _ in range(self.times)]
+        about = [item for item in self._question_facts(batch) for _ in range(self.times)]
         answers = self.answer(step, [row for row in batch["raw_prompt"] for _ in range(self.times)], about)
         of_each = {"num_turns": 2, "multi_modal_inputs": {}}
         versions = {"global_steps": step, "min_global_steps": step - 1, "max_global_steps": step - 1}

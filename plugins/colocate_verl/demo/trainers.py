@@ -55,8 +55,8 @@ def of_v1(config: Any) -> Any:
     return v1.get_trainer_cls(config.trainer.v1.trainer_mode)(config)
 
 
-def answers(config: Any) -> Any:
-    """Make the object that answers prompts for V1. V0 makes such an object by name."""
+def make_answers(config: Any) -> Any:
+    """Make the object that answers prompts for the V1 trainer. The V0 trainer itself makes such an object."""
     from colocate_verl.demo import rollout
 
     return rollout.Answers(config)

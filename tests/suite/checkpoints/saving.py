@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.suite.marks import of_executor
-from tests.suite.probes.halves import Going, Halved
+from tests.suite.marks import mark_executor_part
+from tests.suite.probes.halves import HalfSaver, LateSaver
 from tests.suite.probes.lasting import Drawing
 
 import colocate
@@ -23,7 +23,7 @@ from colocate.testing.probes.lasting import Lasting
 from colocate.testing.waiting import PATIENCE_S
 
 
-def tag(folder: Path) -> Any:
+def read_tag(folder: Path) -> Any:
     """Return the tag of the checkpoint which is there; None for none."""
     path = folder / "checkpoint.json"
     return json.loads(path.read_text())["tag"] if path.exists() else None
@@ -38,16 +38,16 @@ class SavingBeside(ExecutorCase):
 
         def make(gate: Gate | None = None, how: str = "", slow: int | None = None, **options: Any) -> ColocatedGroup:
             address = None if gate is None else gate.address
-            return spawn({"halved": colocate.role(Halved, address, how, slow)}, **options)
+            return spawn({"halved": colocate.role(HalfSaver, address, how, slow)}, **options)
 
         return make
 
-    @of_executor
+    @mark_executor_part
     def test_calls_go_on_while_it_is_written(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """A checkpoint has roles as they were when it was asked for, and counts when all ranks have written."""
         with Gate() as gate:
             group = halved(gate, slow=1)
-            role = group.role("halved", Halved)
+            role = group.role("halved", HalfSaver)
             role.add(3)
             saving = group.checkpoint(tmp_path / "one", tag="first", wait=False)
             gate.wait_for()
@@ -67,8 +67,8 @@ class SavingBeside(ExecutorCase):
     def test_what_save_returns_goes_on(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
         """A future, a thread in a list, a future that is left in an attribute."""
         with Gate() as gate:
-            group = spawn({"going": colocate.role(Going, how, gate.address)})
-            role = group.role("going", Going)
+            group = spawn({"going": colocate.role(LateSaver, how, gate.address)})
+            role = group.role("going", LateSaver)
             role.add(3)
             saving = group.checkpoint(tmp_path / "one", wait=False)
             gate.wait_for(2)
@@ -81,23 +81,23 @@ class SavingBeside(ExecutorCase):
 
     def test_the_same_as_one_that_is_waited_for(self, spawn: Spawn, tmp_path: Path) -> None:
         """To the last byte; what has no second half is written at once."""
-        roles: dict[str, RoleSpec[Any]] = {"halved": colocate.role(Halved), "lasting": colocate.role(Lasting)}
+        roles: dict[str, RoleSpec[Any]] = {"halved": colocate.role(HalfSaver), "lasting": colocate.role(Lasting)}
         group = spawn(roles)
-        group.role("halved", Halved).add(5)
+        group.role("halved", HalfSaver).add(5)
         group.checkpoint(tmp_path / "one", tag="same")
         group.checkpoint(tmp_path / "two", tag="same", wait=False).result(PATIENCE_S)
         one, two = (json.loads((tmp_path / name / "checkpoint.json").read_text()) for name in ("one", "two"))
         files = {name: entry for name, entry in two["files"].items() if not name.endswith(".calls")}
         assert files == {name: entry for name, entry in one["files"].items() if not name.endswith(".calls")}
         assert len(files) >= 4
-        assert spawn(roles, restore=tmp_path / "two").role("halved", Halved).add(0) == [5, 5]
+        assert spawn(roles, restore=tmp_path / "two").role("halved", HalfSaver).add(0) == [5, 5]
 
     def test_random_numbers_go_on_from_it(self, spawn: Spawn, tmp_path: Path) -> None:
         """As they were when states were taken, whatever is drawn while it is written."""
         pytest.importorskip("torch")
         with Gate() as gate:
             roles: dict[str, RoleSpec[Any]] = {
-                "halved": colocate.role(Halved, gate.address),
+                "halved": colocate.role(HalfSaver, gate.address),
                 "drawing": colocate.role(Drawing),
             }
             group = spawn(roles)
@@ -115,7 +115,7 @@ class SavingBeside(ExecutorCase):
         """The next one, and a restore, wait for it."""
         with Gate() as gate, ThreadPoolExecutor(2) as pool:
             group = halved(gate)
-            role = group.role("halved", Halved)
+            role = group.role("halved", HalfSaver)
             saving = group.checkpoint(tmp_path / "one", tag=1, wait=False)
             gate.wait_for(2)
             role.become()
@@ -126,7 +126,7 @@ class SavingBeside(ExecutorCase):
             gate.open()
             saving.result(PATIENCE_S)
             next_one.result(PATIENCE_S).result(PATIENCE_S)
-        assert tag(tmp_path / "one") == 2
+        assert read_tag(tmp_path / "one") == 2
         with Gate() as gate, ThreadPoolExecutor(1) as pool:
             role.become(gate=gate.address)
             group.checkpoint(tmp_path / "two", tag=3, wait=False)
@@ -136,12 +136,12 @@ class SavingBeside(ExecutorCase):
                 restoring.result(0.2)
             gate.open()
             assert restoring.result(PATIENCE_S) == 2
-        assert tag(tmp_path / "two") == 3
+        assert read_tag(tmp_path / "two") == 3
 
     def test_what_fails_is_told(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """Once: to who asks, or by the next checkpoint, or by the group's end. An earlier one stays."""
         group = halved()
-        role = group.role("halved", Halved)
+        role = group.role("halved", HalfSaver)
         group.checkpoint(tmp_path / "one", tag="before")
         role.become("fails")
         saving = group.checkpoint(tmp_path / "one", wait=False)
@@ -155,14 +155,14 @@ class SavingBeside(ExecutorCase):
         with pytest.raises(RoleError, match="the disk is full") as caught:
             group.checkpoint(tmp_path / "one", tag="next")
         assert "that was the checkpoint 'unasked'" in caught.value.__notes__[-1]
-        assert tag(tmp_path / "one") == "before"
+        assert read_tag(tmp_path / "one") == "before"
         group.checkpoint(tmp_path / "one", tag="next")
         role.become("fails")
         group.checkpoint(tmp_path / "one", tag="last", wait=False)
         with pytest.raises(ExceptionGroup) as closed:
             group.close()
         assert closed.group_contains(RoleError, match="the disk is full")
-        assert tag(tmp_path / "one") == "next"
+        assert read_tag(tmp_path / "one") == "next"
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
     @pytest.mark.parametrize("wait", [True, False])
@@ -170,7 +170,7 @@ class SavingBeside(ExecutorCase):
         """What comes after a second `yield` runs when all ranks have written. A `save` may end before its first one."""
         with Gate() as gate:
             group = halved(how="all")
-            role = group.role("halved", Halved)
+            role = group.role("halved", HalfSaver)
             role.add(7)
 
             def checkpoint() -> None:
@@ -205,7 +205,7 @@ class SavingBeside(ExecutorCase):
                 closing.result(0.2)
             gate.open()
             closing.result(PATIENCE_S)
-        assert tag(tmp_path / "one") == "in time"
+        assert read_tag(tmp_path / "one") == "in time"
         with Gate() as gate:
             group = halved(gate)
             group.checkpoint(tmp_path / "one", tag="late", wait=False)
@@ -213,15 +213,15 @@ class SavingBeside(ExecutorCase):
             with pytest.raises(ExceptionGroup) as caught:
                 group.close(grace=0.1)
             assert caught.group_contains(ClosedError, match="the checkpoint 'late' of group .* wasn't all written")
-        assert tag(tmp_path / "one") == "in time"
+        assert read_tag(tmp_path / "one") == "in time"
 
     @needs(OwnProcess)
-    @of_executor
+    @mark_executor_part
     def test_a_worker_dies_meanwhile(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """The group is as the last complete one has it; nothing of the other is left; it is told once."""
         with Gate() as gate:
             group = halved(on_failure="restart")
-            role = group.role("halved", Halved)
+            role = group.role("halved", HalfSaver)
             role.add(3)
             group.checkpoint(tmp_path / "one", tag="whole")
             role.add(4)
@@ -234,5 +234,5 @@ class SavingBeside(ExecutorCase):
             assert role.add(0) == [3, 3]
             assert isinstance(saving.exception(PATIENCE_S), GroupRestarted)
         group.checkpoint(tmp_path / "one", tag="next", wait=False).result(PATIENCE_S)
-        assert tag(tmp_path / "one") == "next"
+        assert read_tag(tmp_path / "one") == "next"
         assert [path.name for path in tmp_path.iterdir()] == ["one"]

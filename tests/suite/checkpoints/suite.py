@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 from tests.suite.checkpoints.saving import SavingBeside
-from tests.suite.core.restarting import killed, nothing
-from tests.suite.marks import of_executor
+from tests.suite.core.restarting import do_nothing, kill_and_get_error
+from tests.suite.marks import mark_executor_part
 from tests.suite.probes.lasting import (
-    Called,
     Distributed,
     Drawing,
     Exporting,
     HalfSaved,
-    Later,
-    Passing,
+    LaterSaver,
+    PassingSaver,
     Resizable,
-    Seeded,
+    SeededRole,
+    TimedCall,
 )
 
 import colocate
@@ -55,8 +55,8 @@ class Checkpoints(ExecutorCase):
     def test_it_counts_when_what_save_returns_is_over(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
         """A future, a thread, a coroutine with its tasks, several; also a future that is left in an attribute."""
         with Gate() as gate, ThreadPoolExecutor(1) as pool:
-            group = spawn({"later": colocate.role(Later, how, gate.address)})
-            group.role("later", Later).add(3)
+            group = spawn({"later": colocate.role(LaterSaver, how, gate.address)})
+            group.role("later", LaterSaver).add(3)
             saving = pool.submit(group.checkpoint, tmp_path / "one")
             gate.wait_for()
             with pytest.raises(TimeoutError):
@@ -64,15 +64,15 @@ class Checkpoints(ExecutorCase):
             assert not (tmp_path / "one").exists()
             gate.open()
             saving.result(PATIENCE_S)
-        group.role("later", Later).add(1)
+        group.role("later", LaterSaver).add(1)
         group.restore(tmp_path / "one")
-        assert group.role("later", Later).add(0) == [3, 3]
+        assert group.role("later", LaterSaver).add(0) == [3, 3]
 
-    @of_executor
+    @mark_executor_part
     def test_what_is_not_there_when_it_is_to_count(self, spawn: Spawn, tmp_path: Path) -> None:
         """A role's error, and the checkpoint of before stays: files that aren't there, or not whole."""
-        group = spawn({"later": colocate.role(Later, "process")})
-        later = group.role("later", Later)
+        group = spawn({"later": colocate.role(LaterSaver, "process")})
+        later = group.role("later", LaterSaver)
         group.checkpoint(tmp_path / "one", tag="before")
         with Gate() as gate:
             for how, words in [
@@ -187,7 +187,7 @@ class Checkpoints(ExecutorCase):
         group = spawn({"half": colocate.role(HalfSaved), "lasting": colocate.role(Lasting)}, slots=1)
         with pytest.raises(ConfigError, match=r"HalfSaved has save\(\) but no restore\(\)"):
             group.checkpoint(tmp_path / "one")
-        group = spawn({"passing": colocate.role(Passing)}, slots=1)
+        group = spawn({"passing": colocate.role(PassingSaver)}, slots=1)
         with pytest.raises(ConfigError, match="none has save"):
             group.checkpoint(tmp_path / "one")
         group = spawn({"exporting": colocate.role(Exporting)}, slots=1)
@@ -202,10 +202,10 @@ class Checkpoints(ExecutorCase):
 
         A call that fails before other ranks have begun it counts on all of them.
         """
-        roles: dict[str, RoleSpec[Any]] = {"seeded": colocate.role(Seeded)}
+        roles: dict[str, RoleSpec[Any]] = {"seeded": colocate.role(SeededRole)}
 
         def seeds(group: ColocatedGroup) -> list[int]:
-            seeds_by_rank = [group.role("seeded", Seeded).seed() for _ in range(2)]
+            seeds_by_rank = [group.role("seeded", SeededRole).seed() for _ in range(2)]
             assert all(len({*rank_seeds}) == 1 for rank_seeds in seeds_by_rank)
             return [rank_seeds[0] for rank_seeds in seeds_by_rank]
 
@@ -213,22 +213,22 @@ class Checkpoints(ExecutorCase):
         before = seeds(group)
         group.checkpoint(tmp_path / "one")
         with Gate() as gate:
-            waiting = group.role("seeded", Seeded).wait.submit([None, gate.address])
+            waiting = group.role("seeded", SeededRole).wait.submit([None, gate.address])
             gate.wait_for()
             with pytest.raises(RoleError, match="before the others have begun"):
-                group.role("seeded", Seeded).seed(fails=0)
+                group.role("seeded", SeededRole).seed(fails=0)
             gate.open()
             waiting.result(PATIENCE_S)
         after = seeds(group)
         assert len({*before, *after}) == 4
         group.restore(tmp_path / "one")
-        group.role("seeded", Seeded).wait([None, None])
+        group.role("seeded", SeededRole).wait([None, None])
         again = seeds(group)
         assert len({*before, *again}) == 4
         assert again[1] == after[0]  # which came behind the one that failed
         group.close()
         group = spawn(roles, name="counted", restore=tmp_path / "one")
-        group.run(nothing)
+        group.run(do_nothing)
         assert seeds(group) == again
 
     def test_of_another_number_of_ranks(self, spawn: Spawn, tmp_path: Path) -> None:
@@ -268,13 +268,13 @@ class Checkpoints(ExecutorCase):
         group.checkpoint(tmp_path / "one")
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
-    @pytest.mark.parametrize("cls", [Lasting, Called])
+    @pytest.mark.parametrize("cls", [Lasting, TimedCall])
     @needs_feature("pipelines")
     def test_a_group_goes_on_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path, cls: type[Lasting]) -> None:
         """In the order of its calls; whatever it did before, and whether or not its callers may call `save` too."""
-        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(cls), "passing": colocate.role(Passing)}
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(cls), "passing": colocate.role(PassingSaver)}
         group = spawn(roles)
-        role, passing = group.role("lasting", Lasting), group.role("passing", Passing)
+        role, passing = group.role("lasting", Lasting), group.role("passing", PassingSaver)
         role.add(3)
         passing.add()
         group.checkpoint(tmp_path / "one", tag=7)
@@ -288,11 +288,11 @@ class Checkpoints(ExecutorCase):
             group.restore(tmp_path / "one")
 
     @needs(OwnProcess)
-    @of_executor
+    @mark_executor_part
     def test_it_goes_on_from_its_checkpoint(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """Roles are as the last checkpoint has them, on new workers; one that can't be saved is as constructed."""
-        group = lasting(more={"passing": colocate.role(Passing)})
-        role, passing = group.role("lasting", Lasting), group.role("passing", Passing)
+        group = lasting(more={"passing": colocate.role(PassingSaver)})
+        role, passing = group.role("lasting", Lasting), group.role("passing", PassingSaver)
         assert group.wait_ready() is None
         role.add()
         passing.add()
@@ -301,7 +301,7 @@ class Checkpoints(ExecutorCase):
         group.checkpoint(tmp_path / "second", tag=2)
         role.add()
         before = role.tell()
-        error = killed(group, rank=1)
+        error = kill_and_get_error(group, rank=1)
         assert (error.rank, error.signal, error.pid) == (1, "SIGKILL", before[1][2])
         assert group.wait_ready(PATIENCE_S) == 2
         after = role.tell()
@@ -321,7 +321,7 @@ class Checkpoints(ExecutorCase):
         first = drawing.draw()
         group.checkpoint(tmp_path / "checkpoint")
         second = drawing.draw()
-        killed(group)
+        kill_and_get_error(group)
         group.wait_ready(PATIENCE_S)
         assert first != second
         assert drawing.draw() == second

@@ -21,14 +21,14 @@ from tests.suite.probes.served import NOTES, serve
 import colocate
 from colocate import Child, ChildDied, First, Role, method
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 
     from colocate import Weights
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
 class Starter(Role):
@@ -44,7 +44,7 @@ class Starter(Role):
         self, first: str = "", name: str = "server", fails: Any = "call", health: Any = None, python: str | None = None
     ) -> int:
         """Start a function."""
-        options: dict[str, Any] = {"health": partial(is_well, health), "hung_after": 0.3} if health else {}
+        options: dict[str, Any] = {"health": partial(is_healthy, health), "hung_after": 0.3} if health else {}
         self.child = self.ctx.start(partial(serve, first=first), name=name, fails=fails, python=python, **options)
         return self.child.pid
 
@@ -229,7 +229,7 @@ class Served(Role):
         return self.ctx.rank
 
 
-def engine(connection: Any) -> None:
+def run_engine(connection: Any) -> None:
     """Have weights of its own, and tell their sum."""
     held: dict[str, Any] = {}
     while (command := connection.recv()) is not None:
@@ -255,7 +255,7 @@ class Engines(Role):
 
     @method(revives=True)
     def begin(self) -> None:
-        self.child, self.how = self.ctx.start(engine), "load"
+        self.child, self.how = self.ctx.start(run_engine), "load"
 
     @method
     def die_next(self) -> None:
@@ -280,7 +280,7 @@ class Engines(Role):
         return self.held
 
 
-class Given(Role):
+class WeightGiver(Role):
     """Has weights of several kinds and sizes."""
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ class User(Role):
         return self.ctx.rank
 
 
-class Recorded(Role):
+class RecordingOrder(Role):
     """Notes in a file what ends when."""
 
     def __init__(self, file: str) -> None:
@@ -344,6 +344,6 @@ class Recorded(Role):
             file.write("close ")
 
 
-def is_well(file: str, child: Child) -> bool:
+def is_healthy(file: str, child: Child) -> bool:
     """Whether a file isn't there that says otherwise."""
     return not Path(file).exists()

@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.suite.children.probes import Engines, Given, Patient, Playing, Recorded, Served, Starter, User
-from tests.suite.marks import of_executor
-from tests.suite.probes.limited import Limited
-from tests.suite.probes.plain import number
-from tests.suite.probes.served import FOREVER, QUITS, SERVER, breaks_up, is_silent, says_up, serve
+from tests.suite.children.probes import Engines, Patient, Playing, RecordingOrder, Served, Starter, User, WeightGiver
+from tests.suite.marks import mark_executor_part
+from tests.suite.probes.limited import LimitedRole
+from tests.suite.probes.plain import return_number
+from tests.suite.probes.served import FOREVER, QUITS, SERVER, fail_to_start, says_up, serve, stay_silent
 
 import colocate
 from colocate import ColocatedGroup, features
@@ -40,14 +40,14 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs, needs_feature
 from colocate.testing.executors.drivers import Scripted, Scripts
 from colocate.testing.gate import Gate
-from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
-from colocate.worker.birth.signals import LEFT
+from colocate.testing.waiting import PATIENCE_S, Processes, find_starter, send_signal, wait_until
+from colocate.worker.birth.signals import IGNORED
 
 PYTHON = sys.executable
 ROOT = repr(str(Path(__file__).parents[3]))
 
 
-def starter_in(group: ColocatedGroup) -> Starter:
+def get_starter(group: ColocatedGroup) -> Starter:
     """Return the view of its role "starter"."""
     return group.role("starter", Starter)
 
@@ -57,11 +57,11 @@ class Children(Scripted):
 
     @pytest.mark.parametrize("waits", ["wait", "ask"])
     @needs(OwnProcess)
-    @of_executor
+    @mark_executor_part
     def test_a_call_that_waits_fails_of_its_end(self, spawn: Spawn, waits: str) -> None:
         """At once, wherever it waits in Python: for a queue, for the child's own answer. The worker goes on."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
-        starter = starter_in(group)
+        starter = get_starter(group)
         pid, worker = starter.serve(), starter.pid()
         with Gate() as gate:
             call = starter.wait.submit(gate.address) if waits == "wait" else starter.ask.submit("hang")
@@ -84,7 +84,7 @@ class Children(Scripted):
 
     def test_what_an_async_call_awaits_is_cancelled(self, spawn: Spawn) -> None:
         """On threads as well, as it is in the hands of an event loop."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         with Gate() as gate:
             call = starter.wait_async.submit(gate.address)
@@ -96,7 +96,7 @@ class Children(Scripted):
         """On its own thread what it awaits is cancelled, and its child's connection breaks; others go on."""
         background = colocate.role(Starter).on(background=True)
         group = spawn({"starter": background, "user": colocate.role(User)}, slots=1)
-        starter, user = starter_in(group), group.role("user", User)
+        starter, user = get_starter(group), group.role("user", User)
         for asks in (False, True):
             pid = starter.serve()
             with Gate() as gate:
@@ -107,11 +107,11 @@ class Children(Scripted):
                 os.kill(pid, signal.SIGKILL)
                 assert isinstance(call.exception(PATIENCE_S), ChildDied)
 
-    @of_executor
+    @mark_executor_part
     def test_the_next_call_fails_of_an_end_between_calls(self, spawn: Spawn) -> None:
         """With the exit code and the last lines; others of the group go on, and stopping it ends the matter."""
         group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
-        starter, user = starter_in(group), group.role("user", User)
+        starter, user = get_starter(group), group.role("user", User)
         os.kill(starter.command([PYTHON, "-c", QUITS], name="quits", ready="the last words")[0], signal.SIGTERM)
         wait_until(lambda: not starter.seen()[0], "the worker has heard of it")
         with pytest.raises(ChildDied, match=r"child 'quits' .* exited with code 3") as caught:
@@ -126,7 +126,7 @@ class Children(Scripted):
     def test_who_uses_the_role_fails_as_well(self, spawn: Spawn) -> None:
         """A call of another role that waits in a method of this one."""
         group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
-        starter, user = starter_in(group), group.role("user", User)
+        starter, user = get_starter(group), group.role("user", User)
         pid = starter.serve()
         with Gate() as gate:
             call = user.wait.submit(gate.address)
@@ -139,7 +139,7 @@ class Children(Scripted):
     @needs(OwnProcess)
     def test_the_call_itself_may_start_it_again(self, spawn: Spawn) -> None:
         """The call is told once, and goes on."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         with Gate() as gate:
             call = starter.recovers.submit(gate.address)
@@ -149,7 +149,7 @@ class Children(Scripted):
 
     def test_its_connection_tells_its_end(self, spawn: Spawn) -> None:
         """On threads, too."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.serve()
         assert starter.asks_again() == ("again", "now")
 
@@ -157,7 +157,7 @@ class Children(Scripted):
     def test_a_call_that_ends_after_it_fails_of_it(self, spawn: Spawn) -> None:
         """Where nothing breaks its wait, as on threads."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
-        starter, graph = starter_in(group), group.owner.owner.graph
+        starter, graph = get_starter(group), group.owner.owner.graph
         pid = starter.serve()
         with Gate() as gate:
             call = starter.pass_gate.submit(gate.address)
@@ -166,10 +166,10 @@ class Children(Scripted):
             wait_until(lambda: "(was killed by SIGKILL" in graph.render(), "it is gone")
         assert isinstance(call.exception(PATIENCE_S), ChildDied)
 
-    @of_executor
+    @mark_executor_part
     def test_one_that_hangs_is_ended_alone(self, spawn: Spawn, tmp_path: Path) -> None:
         """By its health; the call that waits for it fails with its stack, and the worker goes on."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         worker, ill = starter.pid(), tmp_path / "ill"
         starter.serve(health=str(ill))
         starter.ask(1)
@@ -185,7 +185,7 @@ class Children(Scripted):
     @needs(OwnProcess)
     def test_who_could_not_be_asked_does_not_hang(self, spawn: Spawn, tmp_path: Path) -> None:
         """Where the worker itself did nothing for longer than a child may be silent."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.serve(health=str(tmp_path / "ill"))
         starter.keep_the_gil(1.0)
         assert starter.ask(1) == ("", 1)
@@ -195,7 +195,7 @@ class Children(Scripted):
         """With fails="group" as of the death of a worker: without a restart it has failed, with one it goes on."""
         roles = {"starter": colocate.role(Starter, "group")}
         group = spawn(roles, slots=1)
-        starter = starter_in(group)
+        starter = get_starter(group)
         call = starter.ask.submit("exit")
         error = call.exception(PATIENCE_S)
         assert isinstance(error, WorkerDied)
@@ -203,13 +203,13 @@ class Children(Scripted):
         assert "it has had enough" in str(error)
         assert group.state == "failed"
         again = spawn(roles, slots=1, on_failure="restart")
-        assert isinstance(starter_in(again).ask.submit("exit").exception(PATIENCE_S), GroupRestarted)
+        assert isinstance(get_starter(again).ask.submit("exit").exception(PATIENCE_S), GroupRestarted)
         again.wait_ready(PATIENCE_S)
-        assert starter_in(again).ask(1) == ("made", 1)
+        assert get_starter(again).ask(1) == ("made", 1)
 
     def test_what_it_has_started_ends_with_it(self, spawn: Spawn) -> None:
         """Whatever session that is in, however the child ends."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         for end in ("kill", "stop"):
             pid = starter.serve()
             with Processes([pid, starter.ask("spawn")]) as processes:
@@ -217,24 +217,24 @@ class Children(Scripted):
                     os.kill(pid, signal.SIGKILL)
                 else:
                     assert starter.stop() == "stopped"
-                processes.wait()
+                processes.wait_all()
 
-    @of_executor
+    @mark_executor_part
     def test_what_a_batch_system_sends_is_the_drivers(self, spawn: Spawn) -> None:
         """A function goes on, as the worker does, for the last step and the checkpoint; it ends when it is asked."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         assert starter.ask(1) == ("", 1)  # it has begun
-        for sent in LEFT:  # one after the other: Python's faulthandler has a small stack for them
+        for sent in IGNORED:  # one after the other: Python's faulthandler has a small stack for them
             os.kill(pid, sent)
             assert starter.ask(sent) == ("", sent)
         assert starter.stop() == "stopped"
         assert starter.seen()[1] == -signal.SIGTERM
 
-    @of_executor
+    @mark_executor_part
     def test_a_port_as_a_socket(self, spawn: Spawn) -> None:
         """A command that names {fd} gets a socket that listens; others the number of a port that is held for them."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         for words in (["fd", "{fd}"], ["port", "{port}"]):
             url = "http://127.0.0.1:{port}/ready"
             command = [PYTHON, "-c", SERVER, *words]
@@ -245,7 +245,7 @@ class Children(Scripted):
 
     def test_ready_by_a_line(self, spawn: Spawn) -> None:
         """A part of one, or a pattern."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.command([PYTHON, "-c", FOREVER], name="one", ready="last words")
         assert "the last words" in starter.seen()[3]
         starter.command([PYTHON, "-c", FOREVER], name="other", line="^the la.* words$")
@@ -253,17 +253,17 @@ class Children(Scripted):
 
     def test_what_is_never_ready_is_told(self, spawn: Spawn) -> None:
         """In time, with its last output, and it is gone."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(no line like 'never'\)") as caught:
             starter.command([PYTHON, "-c", FOREVER], name="late", line="never", within=0.5)
-        assert not _is_there(caught.value.pid)
+        assert not _exists(caught.value.pid)
         with pytest.raises(ChildDied, match="exited with code 2"):
             starter.command([PYTHON, "-c", "raise SystemExit(2)"], name="gone", ready="never")
         with pytest.raises(ChildDied, match=r"exited with code 1") as caught:
-            starter.start(breaks_up, ready=says_up)
+            starter.start(fail_to_start, ready=says_up)
         assert "ValueError: no engine here" in str(caught.value)
         with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(ready=.*says_up.* hasn't returned\)"):
-            starter.start(is_silent, ready=says_up, within=0.5)
+            starter.start(stay_silent, ready=says_up, within=0.5)
         starter.pid()  # there is none that has died
 
     @pytest.mark.parametrize(
@@ -287,14 +287,14 @@ class Children(Scripted):
     )
     def test_a_wrong_one_is_refused(self, spawn: Spawn, what: object, options: dict[str, object], words: str) -> None:
         """With what to do, before anything is started."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with pytest.raises(RoleError, match=words) as caught:
             starter.start(what, **options)
         assert isinstance(caught.value.__cause__, ConfigError)
 
     def test_times_and_what_is_asked_are_checked(self, spawn: Spawn) -> None:
         """Before anything is started: nothing of the children that are there is held up by a wrong one."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         wrong: Any
         for name, wrong in {"within": (None, -1, math.nan), "hung_after": (None, 0, -1, math.nan, True)}.items():
             for value in wrong:
@@ -311,13 +311,13 @@ class Children(Scripted):
 
     def test_one_of_little_patience_holds_up_no_other(self, spawn: Spawn) -> None:
         """The impatient child is ended itself; the ends of others are seen as ever."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.start([PYTHON, "-c", FOREVER], health="http://127.0.0.1:1/", hung_after=1e-9, fails=None)
         assert starter.run([PYTHON, "-c", "raise SystemExit(7)"])[0] == 7
 
     def test_a_port_that_is_taken(self, spawn: Spawn) -> None:
         """Is refused before anything is started."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             with pytest.raises(RoleError, match=f"port {port} of 127.0.0.1 is taken"):
@@ -329,7 +329,7 @@ class Children(Scripted):
     def test_a_name_that_runs_is_taken(self, spawn: Spawn) -> None:
         """One name is one child of a role; without one each has its own."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
-        starter = starter_in(group)
+        starter = get_starter(group)
         starter.serve()
         with pytest.raises(RoleError, match="has a child of this name that runs: give each a name of its own"):
             starter.serve()
@@ -344,19 +344,19 @@ class Children(Scripted):
 
     def test_a_command_to_its_end(self, spawn: Spawn) -> None:
         """With fails=None nobody minds, and the role waits itself."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         assert starter.run([PYTHON, "-c", "print(6 * 7); raise SystemExit(5)"]) == (5, "42")
         code, last = starter.run([PYTHON, "-c", "print('x' * 10**6, end='the end')"])
         assert (code, last[-7:], len(last)) == (0, "the end", 1 << 14)
 
     def test_a_wait_that_was_too_short(self, spawn: Spawn) -> None:
         """What ends after that has ended by itself."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         assert "hasn't ended within 0.01 s" in starter.wait_too_short()
         with Processes([pid]) as child:
-            send(pid, signal.SIGKILL)
-            child.wait()
+            send_signal(pid, signal.SIGKILL)
+            child.wait_all()
         wait_until(lambda: not starter.seen()[0], "the worker has heard of it")
         with pytest.raises(ChildDied, match="was killed by SIGKILL"):
             starter.pid()
@@ -371,14 +371,16 @@ class Children(Scripted):
     def test_memory_and_tree(self, spawn: Spawn) -> None:
         """A child is a node of the tree and a row of the memory."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
-        starter = starter_in(group)
+        starter = get_starter(group)
         pid = starter.serve()
         size = 64 << 20
         assert starter.ask(("take", size)) == size
         (row,) = [row for row in group.memory().rows() if row["role"] == "starter/server"]
         assert size < row["total"] < 4 * size
         graph = group.owner.owner.graph
-        own_graph = features.module("looking.graph").Graph(group._node)  # others may not have been looked at yet
+        own_graph = features.import_module_of("looking.graph").Graph(
+            group._node
+        )  # others may not have been looked at yet
         nodes = [own_graph.data(memory=True)]
         for node in nodes:  # which grows
             nodes += node["children"]
@@ -394,7 +396,7 @@ class Children(Scripted):
     def test_what_other_roles_have_is_not_its_own(self, spawn: Spawn) -> None:
         """Whoever has a child is found to have no memory of others by it."""
         pytest.importorskip("torch")
-        group = spawn({"engines": colocate.role(Engines), "given": colocate.role(Given)}, slots=1)
+        group = spawn({"engines": colocate.role(Engines), "given": colocate.role(WeightGiver)}, slots=1)
         (slot,) = group.memory().slots
         engines, given_bytes = ({role.role: role.total for role in slot.roles}[name] for name in ("engines", "given"))
         assert engines == 0 < given_bytes
@@ -403,7 +405,7 @@ class Children(Scripted):
     def test_budgets_count_it(self, spawn: Spawn) -> None:
         """With the host's memory of its role."""
         roles = {"starter": colocate.role(Starter).on(host_memory="256MiB")}
-        starter = starter_in(spawn(roles, slots=1))
+        starter = get_starter(spawn(roles, slots=1))
         starter.serve()
         with pytest.raises(MemoryBudgetError, match=r"starter .*children"):
             starter.ask(("take", 512 << 20))
@@ -460,24 +462,24 @@ class Children(Scripted):
         assert [value for value in values if isinstance(value, tuple)] == [("", "a"), ("", "b"), ("", "c")]
         assert [type(value) for value in values if not isinstance(value, tuple)] == [ChildDied, ChildDied]
         assert len(pids := playing.seen()) == 5
-        assert not any(map(_is_there, pids))
+        assert not any(map(_exists, pids))
         with Gate() as gate:
             with playing.play.stream(["a", "b"], gate.address):
                 gate.wait_for(2)
-            assert not any(map(_is_there, playing.seen()))
+            assert not any(map(_exists, playing.seen()))
 
     @needs_feature("weights")
     def test_weights_reach_it(self, spawn: Spawn) -> None:
         """Through its connection: by shared memory, or CUDA IPC. Of a child that dies amid them the sync fails."""
         pytest.importorskip("torch")
-        group = spawn({"given": colocate.role(Given), "engines": colocate.role(Engines)}, slots=1)
-        given_view, engines = group.role("given", Given), group.role("engines", Engines)
+        group = spawn({"given": colocate.role(WeightGiver), "engines": colocate.role(Engines)}, slots=1)
+        given_view, engines = group.role("given", WeightGiver), group.role("engines", Engines)
         for _ in range(2):
             given_view.double()
             assert colocate.sync_weights(given_view, engines).nbytes
             assert engines.sums() == given_view.sums()
         engines.die_next()
-        with pytest.raises(ChildDied, match=r"child 'engine' .* exited with code 1"):
+        with pytest.raises(ChildDied, match=r"child 'run_engine' .* exited with code 1"):
             colocate.sync_weights(given_view, engines)
         with pytest.raises((ChildDied, StaleWeightsError)):
             engines.sums()
@@ -499,7 +501,7 @@ class Children(Scripted):
 
     def test_a_function_in_another_environment(self, spawn: Spawn, tmp_path: Path) -> None:
         """By its interpreter, which has a path of its own, and the same version of colocate."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         assert starter.serve(python=PYTHON)
         assert starter.ask(1) == ("", 1)
         other = tmp_path / "python"
@@ -511,30 +513,30 @@ class Children(Scripted):
         with pytest.raises(ChildDied, match=r"has colocate 0\.0\.1, and the worker .*: install the same one there"):
             starter.start(serve, python=str(other), ready=says_up)
 
-    @of_executor
+    @mark_executor_part
     @needs_feature("functions")
     def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
         """The last first, after `close()` of their role; also where functions have run in the group."""
         file = tmp_path / "ends"
-        group = spawn({"recorded": colocate.role(Recorded, str(file))}, slots=1)
-        group.run(number)
+        group = spawn({"recorded": colocate.role(RecordingOrder, str(file))}, slots=1)
+        group.run(return_number)
         group.close()
         assert file.read_text() == "close ba"
 
     @needs(OwnProcess)
-    @of_executor
+    @mark_executor_part
     def test_the_end_of_a_worker_ends_them(self, spawn: Spawn) -> None:
         """By SIGKILL; and what they have started."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with Processes([starter.serve(), starter.ask("spawn")]) as children:
             os.kill(starter.pid(), signal.SIGKILL)
-            children.wait()
+            children.wait_all()
 
     @pytest.mark.long
-    @of_executor
+    @mark_executor_part
     def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
         """By SIGKILL: of threads as well."""
-        driver = scripts.start(
+        driver = scripts.start_script(
             """
             sys.path.append(ROOT)
             from tests.suite.children.probes import Starter
@@ -544,17 +546,17 @@ class Children(Scripted):
             threading.Event().wait()
             """.replace("ROOT", ROOT)
         )
-        with Processes(driver.hear()) as children:
+        with Processes(driver.read_answer()) as children:
             driver.process.kill()
-            children.wait()
+            children.wait_all()
 
-    @of_executor
+    @mark_executor_part
     def test_functions_of_a_script_and_beside_it(self, scripts: Scripts) -> None:
         """A function of the script, and one of a module beside it, which a command finds as well."""
         (scripts.folder / "helper.py").write_text(
             "def answer():\n    return 42\n\nif __name__ == '__main__':\n    print(answer())\n"
         )
-        driver = scripts.start("""
+        driver = scripts.start_script("""
             import helper
 
             class Asks(colocate.Role):
@@ -571,43 +573,43 @@ class Children(Scripted):
             with CONNECT as runtime:
                 say(runtime.reserve(1, cpus=0).spawn({"asks": colocate.role(Asks)}).role("asks").ask())
             """)
-        assert driver.hear() == [[42, 0, "42"]]
-        assert driver.end()[0] == 0
+        assert driver.read_answer() == [[42, 0, "42"]]
+        assert driver.wait_exit()[0] == 0
 
     @needs_feature("looking")
     def test_audits_know_them(self, spawn: Spawn) -> None:
         """No child is leaked."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
-        starter_in(group).serve()
-        starter_in(group).ask("spawn")
+        get_starter(group).serve()
+        get_starter(group).ask("spawn")
         assert not group.owner.owner.audit()
 
     @pytest.mark.long
     def test_one_that_doesnt_end_by_itself_is_killed(self, spawn: Spawn) -> None:
         """A stopped process hears no SIGTERM."""
-        starter = starter_in(spawn({"starter": colocate.role(Starter)}, slots=1))
+        starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
-        send(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             assert starter.stop() == "stopped"
-        assert not _is_there(pid), time.monotonic() - began
+        assert not _exists(pid), time.monotonic() - began
 
     @needs(OwnProcess)
-    @of_executor
+    @mark_executor_part
     def test_what_a_batch_system_sends(self, spawn: Spawn) -> None:
         """To all processes at once: all of colocate's go on, forks of roles too. A handler of a role's own hears it."""
         sent = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
-        group = spawn({"limited": colocate.role(Limited), "starter": colocate.role(Starter)}, slots=1)
-        limited, starter = group.role("limited", Limited), group.role("starter", Starter)
+        group = spawn({"limited": colocate.role(LimitedRole), "starter": colocate.role(Starter)}, slots=1)
+        limited, starter = group.role("limited", LimitedRole), group.role("starter", Starter)
         starter.serve()
         assert starter.ask(1) == ("", 1)  # it has begun
         worker = starter.pid()
-        below = psutil.Process(starter_of(worker)).children(recursive=True)
+        below = psutil.Process(find_starter(worker)).children(recursive=True)
         pids = [process.pid for process in below if any("colocate" in word for word in process.cmdline()[:5])]
         assert worker in pids
         for pid, process in itertools.product(pids, sent):
-            send(pid, process)
+            send_signal(pid, process)
         assert starter.ask(2) == ("", 2)
         assert starter.pid() == worker
         assert limited.forked(sent) == 3
@@ -615,10 +617,10 @@ class Children(Scripted):
         assert spawn({"starter": colocate.role(Starter)}, slots=1).role("starter", Starter).pid() != worker
 
     @pytest.mark.long
-    @of_executor
+    @mark_executor_part
     def test_what_the_driver_was_started_with(self, scripts: Scripts) -> None:
         """Signals that are ignored or blocked there, by a daemon say, aren't in what roles start, nor in workers."""
-        driver = scripts.start(
+        driver = scripts.start_script(
             """
             sys.path.append(ROOT)
             from tests.suite.children.probes import Starter
@@ -640,14 +642,14 @@ class Children(Scripted):
                         say(error.signal)
             """.replace("ROOT", ROOT)
         )
-        code, output = driver.hear()
+        code, output = driver.read_answer()
         masks = [int(line.split()[1], 16) for line in output.splitlines()]
         # But for the C library's own, which its `posix_spawn` ignores, as by make.
         nobodys = sum(1 << number - 1 for number in range(1, 65) if number not in signal.valid_signals())
         assert (code, [mask & ~nobodys for mask in masks]) == (0, [0, 0])
-        assert driver.hear() == [7, -signal.SIGTERM]
-        assert driver.hear() == "SIGKILL"
-        assert driver.end()[0] == 0
+        assert driver.read_answer() == [7, -signal.SIGTERM]
+        assert driver.read_answer() == "SIGKILL"
+        assert driver.wait_exit()[0] == 0
 
 
 class StartsNothing(Starter):
@@ -657,7 +659,7 @@ class StartsNothing(Starter):
         self.ctx.start(["nothing"], name="nothing")
 
 
-def _is_there(pid: int | None) -> bool:
+def _exists(pid: int | None) -> bool:
     assert pid is not None
     try:
         os.kill(pid, 0)

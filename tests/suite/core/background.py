@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 from tests.suite.probes.background import Beside
 
 import colocate
@@ -27,7 +27,7 @@ class Background(ExecutorCase):
         """Spawn a group with a role of each lane, on two slots."""
         return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
 
-    @of_executor
+    @mark_executor_part
     def test_lanes(self, two_lanes: ColocatedGroup) -> None:
         """Each role's calls are in order among themselves, on a thread of their own, and don't wait for the other's."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
@@ -47,7 +47,7 @@ class Background(ExecutorCase):
         assert blocked.result(PATIENCE_S)
         assert train.read() == [["beside", "blocked"]] * 2
 
-    @of_executor
+    @mark_executor_part
     def test_a_failure_is_of_its_lane(self, two_lanes: ColocatedGroup) -> None:
         """What fails, or is late, on the one lane ends nothing on the other, which doesn't wait for anybody either."""
         for name, other_name in (("train", "roll"), ("roll", "train")):
@@ -199,7 +199,7 @@ class Background(ExecutorCase):
         with pytest.raises(MemoryBudgetError, match="role 'roll'"):
             roll.hold(1 << 13)
 
-    @of_executor
+    @mark_executor_part
     def test_closing(self, spawn: Spawn, tmp_path: Path) -> None:
         """What runs is told, each role's `close` is called where its calls ran, and it is bounded."""
         roles = {"train": colocate.role(Beside, str(tmp_path)), "roll": colocate.role(Beside, str(tmp_path))}
@@ -214,7 +214,7 @@ class Background(ExecutorCase):
         assert sorted(outputs) == ["roll-0", "roll-1", "train-0", "train-1"]
         assert outputs["roll-0"] != outputs["train-0"]
 
-    @of_executor
+    @mark_executor_part
     @needs(OwnProcess)
     def test_death_and_restart(self, spawn: Spawn) -> None:
         """A worker that dies in a background call is told to all; what is rebuilt has its lanes, and isn't paused."""

@@ -17,7 +17,7 @@ from colocate import Call, ColocatedGroup, ColocateError
 from colocate.errors import CallCancelled, CallTimeout, ConfigError, DispatchError, RoleError
 from colocate.testing.executors import calls
 from colocate.testing.executors._base import Spawn, needs_feature
-from colocate.testing.executors.calls import cleared
+from colocate.testing.executors.calls import clear_log
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
@@ -35,7 +35,7 @@ class Calls(calls.Calls):
 
     def test_submit(self, pair: ColocatedGroup) -> None:
         """`submit` returns at once with a Call, which tells its result, its error, and whether it is done."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate:
             call = log.add_at.submit(gate.address, "x")
             gate.wait_for(2)
@@ -71,7 +71,7 @@ class Calls(calls.Calls):
 
         async def main() -> list[Any]:
             echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
-            values = await asyncio.gather(*(_await(echo.first.submit(index)) for index in range(3)))
+            values = await asyncio.gather(*(_await_call(echo.first.submit(index)) for index in range(3)))
             with pytest.raises(RoleError, match="a plain one"):
                 await faulty.fail.submit()
             return values
@@ -91,7 +91,7 @@ class Calls(calls.Calls):
     def test_as_completed(self, pair: ColocatedGroup) -> None:
         """`colocate.as_completed` gives each call once, as it is done, and says when time is up."""
         left_rows, right = pair.role("left", Rows), pair.role("right", Rows)
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate:
             calls = [right.produce.submit(1), left_rows.produce.submit(1)]
             late = log.add_at.submit(gate.address, "late")
@@ -194,7 +194,7 @@ class Calls(calls.Calls):
 
     def test_async_limit(self, pair: ColocatedGroup) -> None:
         """No more overlap than the concurrency allows, and they start in order."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate:
             calls = [log.peak.submit(gate.address) for _ in range(4)]
             gate.wait_for(4)  # two on each of two ranks
@@ -205,7 +205,7 @@ class Calls(calls.Calls):
 
     def test_sync_is_a_barrier(self, pair: ColocatedGroup) -> None:
         """A sync method waits for the async ones before it, and those after it wait for it."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate:
             log.async_add.submit("a", gate.address)
             log.add.submit("b")
@@ -215,7 +215,7 @@ class Calls(calls.Calls):
         assert log.read() == [["begin a", "end a", "b", "begin c", "end c"]] * 2
 
 
-async def _await(call: Call[Any]) -> Any:
+async def _await_call(call: Call[Any]) -> Any:
     return await call
 
 
@@ -224,7 +224,7 @@ class Cancelling(calls.Cancelling):
 
     def test_cancel_queued(self, pair: ColocatedGroup) -> None:
         """A queued call is withdrawn from every rank; those before and after it run."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate:
             first = log.add_at.submit(gate.address, "first")
             second = log.add.submit("second")
@@ -242,7 +242,7 @@ class Cancelling(calls.Cancelling):
 
     def test_cancel_kept(self, pair: ColocatedGroup) -> None:
         """The resident of a cancelled call is of no use, and says why; so does what was to use it."""
-        log, rows = cleared(pair), pair.role("rows", Rows)
+        log, rows = clear_log(pair), pair.role("rows", Rows)
         with Gate() as gate, pair.scope():
             log.add_at.submit(gate.address, "first")
             gate.wait_for(2)

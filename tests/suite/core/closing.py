@@ -15,11 +15,11 @@ from colocate.errors import ClosedError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors import closing
 from colocate.testing.executors._base import Spawn, needs
-from colocate.testing.executors.closing import ROLES, hang, last_of
+from colocate.testing.executors.closing import ROLES, hang_rank, last_rank
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo, Log
-from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send_signal, wait_until
 
 
 class Closing(closing.Closing):
@@ -125,35 +125,35 @@ class Closing(closing.Closing):
         assert closed == ["middle", "newest-of-the-older-pool", "oldest"]
 
 
-def pids_of(group: ColocatedGroup) -> list[int]:
+def worker_pids(group: ColocatedGroup) -> list[int]:
     """The processes of a group's workers."""
     return [pid for pid, _, _ in group.role("echo", Echo).place()]
 
 
-def stop(group: ColocatedGroup, gate: Gate) -> None:
+def stop_rank(group: ColocatedGroup, gate: Gate) -> None:
     """Stop a rank that does nothing."""
-    send(pids_of(group)[-1], signal.SIGSTOP)
+    send_signal(worker_pids(group)[-1], signal.SIGSTOP)
 
 
-def stop_in_a_call(group: ColocatedGroup, gate: Gate) -> None:
+def stop_rank_in_call(group: ColocatedGroup, gate: Gate) -> None:
     """Stop a rank in the middle of a call."""
-    hang(group, gate)
-    send(group._node.workforce.workers[-1].pid or 0, signal.SIGSTOP)
+    hang_rank(group, gate)
+    send_signal(group._node.workforce.workers[-1].pid or 0, signal.SIGSTOP)
 
 
 def hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
     """Have a rank hold the interpreter's lock."""
-    group.role("faulty", Faulty).hold_the_gil.options(ranks=[last_of(group)]).submit(gate.address)
+    group.role("faulty", Faulty).hold_the_gil.options(ranks=[last_rank(group)]).submit(gate.address)
     gate.wait_for()
     gate.open()
 
 
-def die(group: ColocatedGroup, gate: Gate) -> None:
+def kill_rank(group: ColocatedGroup, gate: Gate) -> None:
     """Kill a rank."""
-    os.kill(pids_of(group)[-1], signal.SIGKILL)
+    os.kill(worker_pids(group)[-1], signal.SIGKILL)
 
 
-def wrong_at(close: Callable[..., None]) -> list[Exception]:
+def find_close_problem(close: Callable[..., None]) -> list[Exception]:
     """Return what has gone wrong when something is closed with little grace."""
     try:
         close(grace=0.1)
@@ -168,21 +168,27 @@ class Converging(closing.Converging):
     @needs(OwnProcess)
     def test_faulty_ranks(self) -> None:
         """Stopped, hung, holding the GIL, dead: the pool's close ends all of it, and its slots can be had at once."""
-        faults: list[Callable[[ColocatedGroup, Gate], None]] = [stop, stop_in_a_call, hang, hold_the_gil, die]
+        faults: list[Callable[[ColocatedGroup, Gate], None]] = [
+            stop_rank,
+            stop_rank_in_call,
+            hang_rank,
+            hold_the_gil,
+            kill_rank,
+        ]
         with self.connect_privately(cpus=2) as runtime:
             for fault in faults:
                 pool = runtime.reserve(2, timeout=0)
                 group = pool.spawn(ROLES)
-                processes = Processes(pids_of(group))
+                processes = Processes(worker_pids(group))
                 with Gate() as gate:
                     fault(group, gate)
-                    wrong = wrong_at(pool.close)
-                    if fault is die:  # noticed before, or counted as closed
+                    wrong = find_close_problem(pool.close)
+                    if fault is kill_rank:  # noticed before, or counted as closed
                         assert all(isinstance(error, WorkerDied) for error in wrong)
                     else:
                         assert "did not end within 0.1 s" in str(wrong[0])
-                processes.wait()
-                processes.close()
+                processes.wait_all()
+                processes.release_all()
                 assert (pool.state, group.state) == ("closed", "closed")
 
     @pytest.mark.parametrize("closing", ["group", "pool"])
@@ -202,7 +208,7 @@ class Converging(closing.Converging):
             spawner.start()
             gate.wait_for()
             group = runtime.groups["unborn"]
-            wrong = wrong_at((group if closing == "group" else pool).close)
+            wrong = find_close_problem((group if closing == "group" else pool).close)
             spawner.join(PATIENCE_S)
             assert not spawner.is_alive()
         assert all("did not end within 0.1 s" in str(error) for error in wrong)

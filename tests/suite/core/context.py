@@ -7,7 +7,13 @@ from typing import Any
 
 import attrs
 import pytest
-from tests.suite.probes.settings import Batch, Changing, Placed, places_in, told_by
+from tests.suite.probes.settings import (
+    Batch,
+    DeviceReader,
+    SettingsChanger,
+    list_devices_on_worker,
+    read_settings_on_worker,
+)
 
 import colocate
 from colocate import ColocatedGroup, ColocateError, Runtime
@@ -76,7 +82,7 @@ class Contexts(context.Contexts):
         torch = pytest.importorskip("torch")
         assert (pair._node.services.seed, pair.name) == (0, "pair")
         for name, seeds in SEEDS.items():
-            drawn = [torch.rand(2, generator=_generator(self.device, seed), device=self.device) for seed in seeds]
+            drawn = [torch.rand(2, generator=_make_generator(self.device, seed), device=self.device) for seed in seeds]
             numbers = pair.role(name, Tensors).random_from_start(2)
             assert torch.equal(numbers, torch.cat(drawn).cpu()), name
             if self.device == "cpu":
@@ -87,7 +93,7 @@ class Contexts(context.Contexts):
         torch = pytest.importorskip("torch")
         drawing = spawn({"tensors": colocate.role(Tensors)}, name="drawing").role("tensors", Tensors)
         seeds = [derive_seed(0, "drawing", "tensors", rank) for rank in (0, 1)]
-        generators = [_generator(self.device, seed) for seed in seeds]
+        generators = [_make_generator(self.device, seed) for seed in seeds]
         for failing in (0, 1, 0):  # at first nothing has been drawn at all
             with pytest.raises(RoleError, match="a bad draw"):
                 drawing.random_but(3, failing)
@@ -95,7 +101,7 @@ class Contexts(context.Contexts):
             assert torch.equal(drawing.random(2), torch.cat(expected).cpu())
 
 
-def _generator(device: str, seed: int) -> Any:
+def _make_generator(device: str, seed: int) -> Any:
     import torch
 
     return torch.Generator(device=device).manual_seed(seed)
@@ -132,7 +138,10 @@ class TorchSettings(TensorCase):
     @pytest.fixture
     def group(self, torch: Any, spawn: Spawn, dtype: bool) -> ColocatedGroup:
         """One role that sets it in its constructor, between two that don't."""
-        plain, changing = colocate.role(Changing, dtype=dtype), colocate.role(Changing, changes=True, dtype=dtype)
+        plain, changing = (
+            colocate.role(SettingsChanger, dtype=dtype),
+            colocate.role(SettingsChanger, changes=True, dtype=dtype),
+        )
         return spawn({"first": plain, "changing": changing, "last": plain}, slots=1)
 
     @needs_feature("functions")
@@ -140,36 +149,36 @@ class TorchSettings(TensorCase):
         """A constructor's setting holds in the role's methods, also async ones, and in nobody else's."""
         for _ in range(2):
             for name, expected in (("first", USUAL), ("changing", changed), ("last", USUAL)):
-                role = group.role(name, Changing)
-                assert role.told() == role.soon() == [expected]
-            assert group.run(told_by) == [USUAL]
+                role = group.role(name, SettingsChanger)
+                assert role.read_settings() == role.soon() == [expected]
+            assert group.run(read_settings_on_worker) == [USUAL]
 
     @needs_feature("pipelines")
     def test_between_awaits(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """A setting holds in all of an async method, also in blocks of it and in its tasks, whoever runs meanwhile."""
-        first, changing = group.role("first", Changing), group.role("changing", Changing)
+        first, changing = group.role("first", SettingsChanger), group.role("changing", SettingsChanger)
         with group.pipeline():
             calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]
-            settings = first.told.submit()
+            settings = first.read_settings.submit()
         in_blocks = {**USUAL, **SET, "device": "meta"}
         for call, expected in zip(calls, (in_blocks, changed, USUAL), strict=True):
             assert call.result() == [[expected] * 12]
         assert settings.result() == [USUAL]
-        assert first.told() == [USUAL]
+        assert first.read_settings() == [USUAL]
 
     @needs_feature("functions")
     def test_a_method_sets_it_for_itself(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """What it leaves is forgotten: by its own role's next call, by others', and where it has raised."""
-        first = group.role("first", Changing)
-        assert first.change() == [changed]
-        assert first.told() == [USUAL]
-        first.change()
-        assert group.role("last", Changing).told() == [USUAL]
-        first.change()
-        assert group.run(told_by) == [USUAL]
+        first = group.role("first", SettingsChanger)
+        assert first.change_settings() == [changed]
+        assert first.read_settings() == [USUAL]
+        first.change_settings()
+        assert group.role("last", SettingsChanger).read_settings() == [USUAL]
+        first.change_settings()
+        assert group.run(read_settings_on_worker) == [USUAL]
         with pytest.raises(RoleError, match="on purpose"):
             first.change_and_fail()
-        assert group.role("last", Changing).soon() == [USUAL]
+        assert group.role("last", SettingsChanger).soon() == [USUAL]
 
 
 # torch's device without contents: it needs no hardware, and shows where a tensor was put.
@@ -191,20 +200,20 @@ class Devices(TensorCase):
 
         monkeypatch.setattr(runtime._node.services.executor, "launch", elsewhere)
         with runtime.reserve(2, cpus=0) as pool:
-            yield pool.spawn({"placed": colocate.role(Placed, [torch.ones(1), Batch(torch.ones(1))])})
+            yield pool.spawn({"placed": colocate.role(DeviceReader, [torch.ones(1), Batch(torch.ones(1))])})
 
     @needs_feature("pipelines")
     @needs_feature("functions")
     def test_arguments_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
         """By every dispatch and every way to call: a value of the driver's, a resident, and what was fetched of one."""
-        placed, devices = away.role("placed", Placed), [AWAY] * 2
+        placed, devices = away.role("placed", DeviceReader), [AWAY] * 2
         with placed.make.keep(1) as resident:
             for x in (torch.ones(2, 2), resident.ref, resident.fetch()):
                 assert placed.broadcast(x) == devices
                 assert placed.scattered(x) == devices
                 assert placed.soon(x) == devices
                 assert placed.broadcast({"deep": [x]}) == [{"deep": [AWAY]}] * 2
-                assert away.run(places_in, x) == devices
+                assert away.run(list_devices_on_worker, x) == devices
                 with away.pipeline():
                     device_call = placed.scattered.submit(x)
                 assert device_call.result() == devices
@@ -212,12 +221,12 @@ class Devices(TensorCase):
     @needs_feature("rows")
     def test_rows_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
         """Rows that the driver gives one by one have tensors there, too."""
-        assert away.role("placed", Placed).each([torch.ones(2, 2)] * 2) == [AWAY] * 2
+        assert away.role("placed", DeviceReader).each([torch.ones(2, 2)] * 2) == [AWAY] * 2
 
     @needs_feature("kinds")
     def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
         """In records of one's own, in modules and in TensorDicts, made by the driver or by a role."""
-        placed, devices = away.role("placed", Placed), [AWAY] * 2
+        placed, devices = away.role("placed", DeviceReader), [AWAY] * 2
         assert placed.broadcast(Batch(torch.ones(1))) == devices
         assert placed.broadcast([torch.nn.Linear(1, 1)]) == [[devices]] * 2
         with placed.make_record.keep() as resident:
@@ -227,7 +236,7 @@ class Devices(TensorCase):
 
     def test_some_stay_on_the_host(self, torch: Any, away: ColocatedGroup) -> None:
         """`host=` names parameters that arrive there. A constructor's arguments do, too."""
-        placed = away.role("placed", Placed)
+        placed = away.role("placed", DeviceReader)
         with placed.make.keep(1) as resident:
             for x in (torch.ones(2, 2), resident.ref, resident.fetch()):
                 for lengths in (torch.ones(2, 2), resident.ref, resident.fetch()):

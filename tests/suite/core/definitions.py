@@ -24,7 +24,7 @@ from colocate.errors import RoleError, SerializationError
 from colocate.executor import OwnProcess
 from colocate.testing.executors import definitions
 from colocate.testing.executors._base import needs, needs_feature
-from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
+from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, make_nested
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -85,9 +85,9 @@ class Definitions(definitions.Definitions):
         name = f"colocate_nothing_{dies}"
         words = r"the driver can't answer: .*can't start new thread"
         with without_threads(dies), pytest.raises(RoleError, match=words):
-            pair.run(_imports, name)
+            pair.run(_import_module, name)
         with pytest.raises(RoleError, match=f"No module named '{name}'"):
-            pair.run(_imports, name)
+            pair.run(_import_module, name)
 
     @needs_feature("functions")
     def test_a_name_that_is_bound_anew(self, runtime: Runtime, script: Any) -> None:
@@ -129,17 +129,17 @@ class Definitions(definitions.Definitions):
 
 
 @dataclasses.dataclass
-class Boxed:
+class RefBox:
     """Something in a dataclass."""
 
-    inside: Any
+    content: Any
 
 
-def _imports(ctx: colocate.Context, name: str) -> None:
+def _import_module(ctx: colocate.Context, name: str) -> None:
     importlib.import_module(name)
 
 
-def _imported_later(name: str) -> ModuleType:
+def _import_later(name: str) -> ModuleType:
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
@@ -165,7 +165,7 @@ class Serialization(definitions.Serialization):
 
     def test_modules(self, copying: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
         """Go by the names under which they are found, whatever their class is; one that code has made is refused."""
-        echo, lazy = copying.role("echo", Echo), _imported_later("wave")
+        echo, lazy = copying.role("echo", Echo), _import_later("wave")
         monkeypatch.setitem(sys.modules, "wave", lazy)
         for module in (lazy, os.path, json.decoder):
             assert echo.first(module) is module
@@ -233,7 +233,7 @@ class Serialization(definitions.Serialization):
         """What contains itself, or is nested too deeply, is told as that, not as a RecursionError."""
         echo, rows, faulty = pair.role("echo", Echo), pair.role("rows", Rows), pair.role("faulty", Faulty)
         words = "it contains itself, or is nested too deeply. Give it flat"
-        deep = nested(kind, 5000)
+        deep = make_nested(kind, 5000)
         uses: list[Callable[[], object]] = [
             lambda: echo.first({"x": [deep]}),
             lambda: pair.run(lambda ctx, value: None, {"x": [deep]}),
@@ -248,7 +248,7 @@ class Serialization(definitions.Serialization):
             assert (caught.value.argument, caught.value.method) == ("result", "nest")
         if kind != "tuple":
             with pytest.raises(SerializationError, match=words):
-                echo.first({"x": nested(kind, 0)})
+                echo.first({"x": make_nested(kind, 0)})
             with pytest.raises(SerializationError, match=words):
                 faulty.nest(kind, 0)
         assert echo.first(1) == 1
@@ -261,9 +261,9 @@ class Serialization(definitions.Serialization):
             for value, path in (
                 ({ref}, "value['x'][0][0]"),
                 ({(ref, 1): 1}, "value['x'][0].keys()[0][0]"),
-                (Boxed([1, {"a": ref}]), "value['x'][0].inside[1]['a']"),
-                (Boxed(resident), "value['x'][0].inside"),
-                (Boxed(echo), "value['x'][0].inside"),
+                (RefBox([1, {"a": ref}]), "value['x'][0].content[1]['a']"),
+                (RefBox(resident), "value['x'][0].content"),
+                (RefBox(echo), "value['x'][0].content"),
             ):
                 with pytest.raises(SerializationError, match=r"can't be (sent|pickled)[:;]") as caught:
                     echo.first({"x": [value]})

@@ -269,7 +269,7 @@ class NamedMeshes(dispatch.NamedMeshes):
 
 
 @contextmanager
-def busy(group: ColocatedGroup) -> Iterator[None]:
+def hold_rank(group: ColocatedGroup) -> Iterator[None]:
     """No call made in the block begins before it ends."""
     with Gate() as gate:
         group.role("faulty", Faulty).wait.submit(gate.address)
@@ -285,7 +285,7 @@ class Mixing(ExecutorCase):
         Of those that fit each rank gets the rows that lie beside its own.
         """
         rows, left_rows = pair.role("rows"), pair.role("left", Rows)
-        with busy(pair):
+        with hold_rank(pair):
             uneven = rows.produce_each.keep([1, 4])
             elsewhere = left_rows.produce.keep(5)
             calls = [

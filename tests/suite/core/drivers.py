@@ -15,7 +15,7 @@ from colocate import ColocatedGroup
 from colocate.executor import OwnProcess
 from colocate.testing.executors import drivers
 from colocate.testing.executors._base import needs
-from colocate.testing.executors.drivers import Scripted, Scripts, _others
+from colocate.testing.executors.drivers import Scripted, Scripts, _find_workers
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, wait_until
@@ -41,7 +41,7 @@ class Drivers(drivers.Drivers):
                 return 2
             """)
         )
-        driver = scripts.start("""
+        driver = scripts.start_script("""
             from beside import Beside, helper
 
             SCALE = 10
@@ -67,12 +67,12 @@ class Drivers(drivers.Drivers):
                 group = pool.spawn({**roles, "beside": colocate.role(Beside)})
                 say([group.role("main").value(3), group[Child].value(3), group[Beside].value(0)])
             """)
-        assert driver.hear() == [[33, 33], [-33, -33], [42, 42]]
-        assert driver.end() == (0, "")
+        assert driver.read_answer() == [[33, 33], [-33, -33], [42, 42]]
+        assert driver.wait_exit() == (0, "")
 
     def test_nobody_closed(self, scripts: Scripts) -> None:
         """Interpreter exit closes what nobody closed and reports it with its line."""
-        driver = scripts.start(
+        driver = scripts.start_script(
             """
             runtime = CONNECT  # the line to be named
             group = runtime.reserve(1, cpus=0).spawn(ROLES)
@@ -82,22 +82,22 @@ class Drivers(drivers.Drivers):
             "-W",
             "always::ResourceWarning",
         )
-        pids = _others(driver.hear())
+        pids = _find_workers(driver.read_answer())
         workers = Processes(pids)
-        code, errors = driver.end()
+        code, errors = driver.wait_exit()
         assert code == 0
         line = 1 + (scripts.folder / "script.py").read_text().splitlines().index(
             f"runtime = {scripts.connect}  # the line to be named"
         )
         assert f"script.py:{line} was never closed" in errors
         assert errors.count("never closed") == 1
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
 
     @needs(OwnProcess)
     def test_shared_memory_of_roles(self, scripts: Scripts) -> None:
         """Memory is removed as after any Python program: when a group is closed, a worker or driver is killed."""
-        driver = scripts.start("""
+        driver = scripts.start_script("""
             from multiprocessing import shared_memory
 
             class Sharing(colocate.Role):
@@ -124,7 +124,7 @@ class Drivers(drivers.Drivers):
             shared()
             threading.Event().wait()
             """)
-        memory = [Path("/dev/shm", name) for _ in range(3) for name in driver.hear()]
+        memory = [Path("/dev/shm", name) for _ in range(3) for name in driver.read_answer()]
         exist = [path.exists() for path in memory]
         driver.process.kill()
         assert exist == [False] * 4 + [True] * 2
@@ -165,7 +165,7 @@ class Endings(Scripted):
     @pytest.mark.parametrize("stage", STAGES)
     def test_killed_while(self, scripts: Scripts, pair: ColocatedGroup, stage: str) -> None:
         """By SIGKILL, at each stage."""
-        self._end(scripts, pair, stage, signal.SIGKILL)
+        self._end_driver(scripts, pair, stage, signal.SIGKILL)
 
     @needs(OwnProcess)
     @pytest.mark.long
@@ -173,26 +173,26 @@ class Endings(Scripted):
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
     def test_ended_while(self, scripts: Scripts, pair: ColocatedGroup, number: signal.Signals, stage: str) -> None:
         """By SIGTERM, which ends a Python program on the spot, and by an exception that nobody catches."""
-        self._end(scripts, pair, stage, number)
+        self._end_driver(scripts, pair, stage, number)
 
     @staticmethod
-    def _end(scripts: Scripts, pair: ColocatedGroup, stage: str, number: signal.Signals) -> None:
+    def _end_driver(scripts: Scripts, pair: ColocatedGroup, stage: str, number: signal.Signals) -> None:
         echo = pair.role("echo", Echo)
         with Gate() as gate:
             text = STAGES[stage].replace("GATE", repr(gate.address))
-            driver = scripts.start(text + FOREVER)
+            driver = scripts.start_script(text + FOREVER)
             if stage in BY_GATE:
                 gate.wait_for()
             if stage == "closing":  # what runs by now is what the close waits for
-                driver.go_on()
+                driver.resume()
             if stage not in ("spawning", "calling"):
-                driver.hear()
+                driver.read_answer()
             tenants: Any = [worker.pid for worker in pair._node.workforce.workers]
             children = Processes(child.pid for child in psutil.Process(driver.process.pid).children(recursive=True))
             driver.process.send_signal(number)
             assert echo.echo(1) == [1, 1]
-            children.wait()
-            children.close()
+            children.wait_all()
+            children.release_all()
         with pair.owner.owner.reserve(2, cpus=0) as pool:
             assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(2) == [2, 2]
         assert [worker.pid for worker in pair._node.workforce.workers] == tenants

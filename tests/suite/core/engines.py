@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.suite.probes.engines import BYTES, Alone, Borrower, Engined
+from tests.suite.probes.engines import BYTES, Borrower, EngineUser, LoneEngine
 from tests.suite.probes.sleepers import Dozing
 
 import colocate
@@ -21,8 +21,8 @@ class Engines(ExecutorCase):
     def test_managed_memory(self, spawn: Spawn) -> None:
         """Managed memory counts as the role's, its moves as a sleep's; nobody looks into what is apart, or moves it."""
         pytest.importorskip("torch")
-        group = spawn({"engine": colocate.role(Engined)}, slots=1)
-        engine = group.role("engine", Engined)
+        group = spawn({"engine": colocate.role(EngineUser)}, slots=1)
+        engine = group.role("engine", EngineUser)
         (role,) = group.memory().slots[0].roles
         assert role.device == {"tensors": 2 * BYTES}
         assert group.sleep("engine") == 2 * BYTES
@@ -39,8 +39,8 @@ class Engines(ExecutorCase):
         """A budget counts it; what `managed` says wrongly is told."""
         pytest.importorskip("torch")
         with pytest.raises(colocate.RoleStartError, match=r"tensors 2 MiB"):
-            spawn({"engine": colocate.role(Engined).on(device_memory="1500KiB")}, slots=1)
-        group = spawn({"engine": colocate.role(Engined, wrong=True)}, slots=1)
+            spawn({"engine": colocate.role(EngineUser).on(device_memory="1500KiB")}, slots=1)
+        group = spawn({"engine": colocate.role(EngineUser, wrong=True)}, slots=1)
         with pytest.raises(RoleError, match=r"managed\(\) of role 'engine' returns \{'cash': 1\}.*bytes by tag"):
             group.memory()
 
@@ -49,11 +49,11 @@ class Engines(ExecutorCase):
         """A `close` runs on the lane after the last call, with process groups there; what it raises is printed."""
         pytest.importorskip("torch")
         roles = {
-            "engine": colocate.role(Engined, str(tmp_path / "closed")),
-            "wrong": colocate.role(Engined, None, wrong=True),
+            "engine": colocate.role(EngineUser, str(tmp_path / "closed")),
+            "wrong": colocate.role(EngineUser, None, wrong=True),
         }
         group = spawn(roles)
-        assert group.role("engine", Engined).ranks() == [2, 2]
+        assert group.role("engine", EngineUser).ranks() == [2, 2]
         group.close()
         assert sorted(file.name for file in tmp_path.iterdir()) == ["closed-0", "closed-1"]
         assert {file.read_text() for file in tmp_path.iterdir()} == {"2"}
@@ -72,11 +72,11 @@ class Engines(ExecutorCase):
             engine.borrow("actor", ("weight",))
         with pytest.raises((SleepingError, RoleError), match=r"memory of role 'actor' sleeps \(grads, optimizer\)"):
             engine.borrow("actor")
-        assert group.role("actor", Dozing).asleep() == [["grads", "optimizer"]]
+        assert group.role("actor", Dozing).list_asleep() == [["grads", "optimizer"]]
 
     def test_roles_that_need_a_process(self, spawn: Spawn) -> None:
         """A role has its slot's process to itself; threads are none."""
-        role = colocate.role(Alone)
+        role = colocate.role(LoneEngine)
         with self.connect() as runtime, runtime.reserve(slots=2) as pool:
             if not issubclass(type(runtime._node.services.executor), OwnProcess):
                 with pytest.raises(CapabilityError, match=r"needs a process for each rank"):
@@ -85,4 +85,4 @@ class Engines(ExecutorCase):
             with pytest.raises(ConfigError, match=r"roles 'one' and 'other' each need a process .* slot 1"):
                 pool.spawn({"one": role, "other": role.on(slots=[1])})
             group = pool.spawn({"one": role.on(slots=[0]), "other": role.on(slots=[1])})
-            group.role("other", Alone).nothing()
+            group.role("other", LoneEngine).nothing()

@@ -50,7 +50,7 @@ class Forks(ExecutorCase):
                 echo.echo(resident.ref)
             return ["refused"]
 
-        assert in_a_fork(use_it) == ["refused"]
+        assert run_in_fork(use_it) == ["refused"]
 
     def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
         """A forked child may connect for itself."""
@@ -59,11 +59,11 @@ class Forks(ExecutorCase):
             with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
                 return pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("from the child")
 
-        assert in_a_fork(use_a_new_one) == ["from the child"]
+        assert run_in_fork(use_a_new_one) == ["from the child"]
         assert pair.role("echo", Echo).noop() == [None, None]
 
 
-def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
+def run_in_fork(function: Callable[[], list[str]]) -> list[str]:
     """Return what a function returns in a forked child, as text."""
     read, write = os.pipe()
     child = fork()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.suite.probes.numbers import Switching, seed_there
+from tests.suite.probes.numbers import Switching, seed_on_worker
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec
@@ -17,7 +17,7 @@ from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors import numbers
 from colocate.testing.executors._base import Spawn, needs, needs_feature
-from colocate.testing.probes.numbers import Numbers, draw
+from colocate.testing.probes.numbers import Numbers, draw_numbers
 from colocate.testing.waiting import PATIENCE_S
 
 NEIGHBOURS = {"before": colocate.role(Numbers), "after": colocate.role(Numbers, seed=42)}
@@ -37,7 +37,7 @@ class RandomNumbers(numbers.RandomNumbers):
         after.seed(42)
         group.role("before", Numbers).draws()
         one.draws()
-        group.run(seed_there, 42)
+        group.run(seed_on_worker, 42)
         with group.pipeline():
             drawing, seeding = one.soon.submit(4), after.seed_again_and_again.submit(4)
         seeding.result()
@@ -46,7 +46,7 @@ class RandomNumbers(numbers.RandomNumbers):
             after.seed("no number")  # type: ignore[arg-type]
         crowded = one.draws()
         group.close()
-        with self.again({"one": colocate.role(Numbers)}) as group:
+        with self.spawn_again({"one": colocate.role(Numbers)}) as group:
             alone = group.role("one", Numbers)
             by_itself = [alone.draws() for _ in range(7)]
         assert crowded == by_itself[-1]
@@ -54,7 +54,8 @@ class RandomNumbers(numbers.RandomNumbers):
     @needs(OwnProcess)
     def test_a_role_that_seeds(self, torch: Any, spawn: Spawn) -> None:
         """A role draws what a script draws that seeds and does nothing else, to the last digit."""
-        code = f"from {draw.__module__} import *; seed_all(5); print([draw({self.device!r}) for _ in range(6)])"
+        draws = f"[draw_numbers({self.device!r}) for _ in range(6)]"
+        code = f"from {draw_numbers.__module__} import *; seed_all(5); print({draws})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
         script = json.loads(done.stdout)
         group = spawn({**NEIGHBOURS, "one": colocate.role(Numbers, seed=5)}, slots=1)
@@ -72,13 +73,13 @@ class RandomNumbers(numbers.RandomNumbers):
         def step(group: ColocatedGroup) -> list[Any]:
             return [group.role(name, Numbers).draws()[0][-1] for name in roles]
 
-        with self.again(roles) as group:
+        with self.spawn_again(roles) as group:
             step(group)
             group.checkpoint(tmp_path / "saved")
             expected = [step(group), step(group)]
             group.restore(tmp_path / "saved")
             assert [step(group), step(group)] == expected
-        with self.again(roles) as group:
+        with self.spawn_again(roles) as group:
             group.restore(tmp_path / "saved")
             assert [step(group), step(group)] == expected
 
@@ -113,7 +114,7 @@ class RandomNumbers(numbers.RandomNumbers):
         assert all(one != other for one, other in zip(usual[0], changed[0], strict=True))
         for _ in range(2):
             assert (last.told(), sets.told(), first.told()) == (usual, changed, usual)
-        assert first.switch() == changed
+        assert first.set_switches() == changed
         assert (last.told(), first.told()) == (usual, changed)
 
     @needs(OwnProcess)

@@ -16,8 +16,8 @@ from colocate import Call, ColocatedGroup
 from colocate.errors import CallTimeout, ColocateError, RoleError
 from colocate.testing.executors import order
 from colocate.testing.executors._base import Spawn, needs_feature
-from colocate.testing.executors.calls import cleared
-from colocate.testing.executors.order import ADD, RAISE, error_of
+from colocate.testing.executors.calls import clear_log
+from colocate.testing.executors.order import ADD, RAISE, get_error
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
@@ -29,7 +29,7 @@ class Order(order.Order):
 
     def test_order(self, pair: ColocatedGroup) -> None:
         """Calls run in the order of submission on every rank, whatever their sizes, roles and kinds."""
-        log, echo = cleared(pair), pair.role("echo", Echo)
+        log, echo = clear_log(pair), pair.role("echo", Echo)
         for index in range(20):
             log.add.submit(index if index % 3 else (index, "x" * 200_000))
             echo.noop.keep()
@@ -44,25 +44,25 @@ class Order(order.Order):
 
     def test_failure_comes_at_once(self, pair: ColocatedGroup) -> None:
         """The caller has the first failure while other ranks are still in the call, with their states."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate, Gate() as trigger:
             call = log.at.submit([gate.address, trigger.address], [ADD, RAISE])  # type: ignore[arg-type]
             gate.wait_for()
             trigger.open()
-            error = error_of(call)
+            error = get_error(call)
             assert isinstance(error, RoleError)
             assert (error.rank, error.role, error.method) == (1, "log", "at")
             assert "not back from rank 0" in str(error)
 
     def test_hold(self, pair: ColocatedGroup) -> None:
         """After a failure no rank takes up a further call until all are back; then the queue goes on."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate, Gate() as trigger:
             failing = log.at.submit([gate.address, trigger.address], [ADD, RAISE], "kept on")  # type: ignore[arg-type]
             queued = log.add_and_look.submit(gate.address, "queued")
             gate.wait_for()
             trigger.open()
-            error_of(failing)
+            get_error(failing)
             late = log.add_and_look.submit(gate.address, "late")
             assert not queued.done()
         # On the rank that had failed, too, they began after the gate was opened for the other one.
@@ -72,7 +72,7 @@ class Order(order.Order):
 
     def test_later_call_failed(self, pair: ColocatedGroup) -> None:
         """If it failed there, it is withdrawn from the others; its error has its own cause, and names the first one."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as first, Gate() as second:
             failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
             begun = log.at.submit([None, second.address], [ADD, RAISE], "b")  # type: ignore[arg-type]
@@ -80,8 +80,8 @@ class Order(order.Order):
             first.wait_for()
             second.wait_for()
             first.open()
-            root = error_of(failing)
-        later = error_of(begun)
+            root = get_error(failing)
+        later = get_error(begun)
         assert isinstance(later, RoleError)
         assert isinstance(root, RoleError)
         assert later.rank == 1
@@ -93,7 +93,7 @@ class Order(order.Order):
 
     def test_async_failing(self, pair: ColocatedGroup) -> None:
         """What a rank awaits in a call that has failed elsewhere is cancelled; earlier calls go on to their end."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as mine, Gate() as first, Gate() as second, Gate() as closed:
             going = log.async_at.submit([mine.address] * 2)  # type: ignore[arg-type]
             failing = [
@@ -105,23 +105,23 @@ class Order(order.Order):
             second.wait_for()
             closed.wait_for(2)
             first.open()
-            assert isinstance(error_of(failing[0]), RoleError)
+            assert isinstance(get_error(failing[0]), RoleError)
             second.open()  # in the hold, which waits for the call before
             closed.wait_for_none()
             mine.open()
             going.result(PATIENCE_S)
-            later = error_of(failing[1])
+            later = get_error(failing[1])
             assert isinstance(later, RoleError)
             assert isinstance(later.__cause__, ValueError)
             assert log.read() == [["waited"], ["cancelled", "cancelled", "waited"]]
 
     def test_timeout(self, pair: ColocatedGroup) -> None:
         """A call past its timeout ends with CallTimeout, with each late rank's Python stack; then as any failure."""
-        faulty, log = pair.role("faulty", Faulty), cleared(pair)
+        faulty, log = pair.role("faulty", Faulty), clear_log(pair)
         with Gate() as gate:
             call = faulty.fail_after.options(timeout=1.0).submit([None, gate.address], -1)  # type: ignore[arg-type]
             queued = log.add.submit("queued")
-            error = error_of(call)
+            error = get_error(call)
             assert isinstance(error, CallTimeout)
             assert isinstance(error, TimeoutError)
             assert set(error.stacks) == {1}
@@ -159,8 +159,8 @@ class Order(order.Order):
             queued = log.add.submit("never")
             gate.wait_for()
             trigger.open()
-            root = error_of(failing)
-            error = error_of(queued)
+            root = get_error(failing)
+            error = get_error(queued)
             assert isinstance(error, ColocateError)
             assert "slot 0" in str(error)
             assert "did not come back within 0.1 s" in str(error)
@@ -173,7 +173,7 @@ class Order(order.Order):
             group.close(grace=0)
 
 
-async def _awaited(submit: Callable[[], Call[Any]]) -> weakref.ref[RoleError]:
+async def _await_call(submit: Callable[[], Call[Any]]) -> weakref.ref[RoleError]:
     try:
         await submit()
     except RoleError as error:  # in here: what `asyncio.run` raises is in a cycle with its own frame
@@ -181,7 +181,7 @@ async def _awaited(submit: Callable[[], Call[Any]]) -> weakref.ref[RoleError]:
     raise AssertionError("it went well")
 
 
-def _refused(ask: Callable[[], object]) -> weakref.ref[RoleError]:
+def _get_refusal(ask: Callable[[], object]) -> weakref.ref[RoleError]:
     try:
         ask()
     except RoleError as error:
@@ -199,12 +199,12 @@ class Failures(order.Failures):
         faulty = pair.role("faulty", Faulty)
 
         ways: dict[str, Callable[[], weakref.ref[Any]]] = {
-            "called": lambda: _refused(faulty.fail),
-            "result": lambda: _refused(lambda: faulty.fail.submit().result(PATIENCE_S)),
+            "called": lambda: _get_refusal(faulty.fail),
+            "result": lambda: _get_refusal(lambda: faulty.fail.submit().result(PATIENCE_S)),
             "exception": lambda: weakref.ref(faulty.fail.submit().exception(PATIENCE_S)),
-            "await": lambda: asyncio.run(_awaited(faulty.fail.submit)),
-            "kept": lambda: _refused(lambda: faulty.fail.keep().fetch()),
-            "run": lambda: _refused(lambda: pair.run(_fails)),
+            "await": lambda: asyncio.run(_await_call(faulty.fail.submit)),
+            "kept": lambda: _get_refusal(lambda: faulty.fail.keep().fetch()),
+            "run": lambda: _get_refusal(lambda: pair.run(_raise_error)),
         }
         collecting = gc.isenabled()
         gc.disable()
@@ -223,7 +223,7 @@ class Failures(order.Failures):
         assert text is not None
         lines = [line for line in text.splitlines() if line.strip().startswith("File ")]
         assert lines[0].endswith("in fail")
-        assert lines[-1].endswith("in deep_inside")
+        assert lines[-1].endswith("in raise_deep_inside")
         assert text.rstrip().endswith("ValueError: ('a plain one', 42)")
 
     @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ class Failures(order.Failures):
             pair.role("faulty", Faulty).fail(kind)
         assert name in str(caught.value)
         assert text in str(caught.value)
-        assert "in deep_inside" in str(caught.value.remote_traceback)
+        assert "in raise_deep_inside" in str(caught.value.remote_traceback)
         assert caught.value.__cause__ is not None
         assert name in f"{type(caught.value.__cause__).__name__} {caught.value.__cause__!r}"
         assert pair.role("faulty", Faulty).fine() == [0, 1]
@@ -270,6 +270,6 @@ class Failures(order.Failures):
         assert again.__cause__.args == ("a plain one", 42)
 
 
-def _fails(ctx: colocate.Context) -> None:
+def _raise_error(ctx: colocate.Context) -> None:
     """A function that fails."""
     raise ValueError("a function's")

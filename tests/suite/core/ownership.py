@@ -44,7 +44,7 @@ class Ownership(ExecutorCase):
         pool_name = runtime.reserve(1, cpus=0, name="kept-by-its-owner").name
         node = next(child for child in runtime._node.children.values() if child.name == pool_name)
         assert isinstance(node, Slots)
-        pool = colocate.Pool._of(node)
+        pool = colocate.Pool._wrap(node)
         pool.spawn({"echo": colocate.role(Echo)}, name="still-there").role("echo", Echo).noop()
         gc.collect()
         assert "still-there" in runtime.groups
@@ -132,7 +132,7 @@ class Borrows(ownership.Borrows):
             gate.open()
             assert "user.write_later changed its argument 'value' in place" in str(late.exception(PATIENCE_S))
             assert user.untouched() == [1.0, 1.0]
-            assert not driver.written()
+            assert not driver.was_written()
 
     @needs_feature("rows")
     def test_a_value_goes_with_the_last_of_its_calls(self) -> None:

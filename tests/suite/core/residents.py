@@ -14,7 +14,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident
-from colocate._system.lines import caller
+from colocate._system.lines import find_caller
 from colocate.errors import ClosedError, ColocateError, RoleError
 from colocate.testing.executors import residents
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs_feature
@@ -278,7 +278,7 @@ class KeptFailures(ExecutorCase):
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         faulty = group.role("faulty", Faulty)
         with Gate() as gate:
-            _, location = faulty.wait.submit(gate.address), caller()
+            _, location = faulty.wait.submit(gate.address), find_caller()
             faulty.fail.keep()
             gate.wait_for()
         wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")

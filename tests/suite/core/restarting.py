@@ -18,14 +18,14 @@ from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-def killed(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
+def kill_and_get_error(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
     """Return what is told when a rank is killed in a call."""
     with pytest.raises(GroupRestarted) as caught:
         group.role("lasting", Lasting).kill(rank)
     return caught.value
 
 
-def nothing(ctx: colocate.Context) -> None:
+def do_nothing(ctx: colocate.Context) -> None:
     """Another call of the group's."""
 
 
@@ -78,7 +78,7 @@ class Restarting(ExecutorCase):
         """Nobody goes on with restored roles by accident."""
         group = lasting()
         role = group.role("lasting", Lasting)
-        killed(group)
+        kill_and_get_error(group)
         wait_until(lambda: group.state == "ready", "the group is there again")
         for call in (role.add, role.add.submit, role.add.keep, lambda: group.run(lambda ctx: None)):
             with pytest.raises(GroupRestarted):
@@ -92,7 +92,7 @@ class Restarting(ExecutorCase):
     def test_it_is_tried_a_bounded_number_of_times(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """A group that doesn't come back fails for good with the first cause; the reason is with it."""
         group = lasting(restarts=2, breaks=9)
-        error = killed(group)
+        error = kill_and_get_error(group)
         with pytest.raises(WorkerDied) as caught:
             group.wait_ready(PATIENCE_S)
         assert caught.value == error.__cause__
@@ -123,7 +123,7 @@ class Restarting(ExecutorCase):
         """Closing wins, and whoever waits is told."""
         with Gate() as gate:
             group = lasting(gate=gate.address)
-            killed(group)
+            kill_and_get_error(group)
             gate.wait_for(2)
             with pytest.raises(TimeoutError, match="restarting"):
                 group.wait_ready(0.01)

@@ -20,12 +20,12 @@ from colocate.errors import (
 from colocate.executor import OwnProcess, SharedSlots
 from colocate.testing.executors import sharing
 from colocate.testing.executors._base import needs, needs_feature
-from colocate.testing.executors.sharing import _MIB_FLOATS, _variable, held
+from colocate.testing.executors.sharing import _MIB_FLOATS, _read_variable, holding_view
 from colocate.testing.probes.holders import Holding
 from colocate.testing.probes.plain import Echo
 
 
-def _leave(ctx: colocate.Context) -> None:
+def _exit_process(ctx: colocate.Context) -> None:
     os._exit(1)
 
 
@@ -35,11 +35,13 @@ class Sharing(sharing.Sharing):
     @needs(OwnProcess)
     def test_threads_are_divided(self, runtime: Runtime) -> None:
         """Of the CPUs of a slot each group has its part."""
-        self._share(runtime)
+        self._skip_without_sharing(runtime)
         with self.connect_privately(cpus=4) as other_runtime:
             for groups, count in ((1, 4), (2, 2), (3, 1)):
                 with other_runtime.reserve(1, cpus=4, groups=groups) as pool:
-                    assert pool.spawn({"echo": colocate.role(Echo)}).run(_variable, "OMP_NUM_THREADS") == [str(count)]
+                    assert pool.spawn({"echo": colocate.role(Echo)}).run(_read_variable, "OMP_NUM_THREADS") == [
+                        str(count)
+                    ]
 
     # -- budgets
 
@@ -47,7 +49,7 @@ class Sharing(sharing.Sharing):
     def models(self, runtime: Runtime, reserve: Callable[..., Pool]) -> tuple[ColocatedGroup, ColocatedGroup]:
         """Two groups with a MiB each, and a little, on a slot that has four."""
         pytest.importorskip("torch")
-        self._share(runtime)
+        self._skip_without_sharing(runtime)
         pool = reserve(1, device_memory="4MiB")
         one, other = (pool.spawn({"model": colocate.role(Holding)}, name=name) for name in ("one", "other"))
         return one, other
@@ -56,57 +58,57 @@ class Sharing(sharing.Sharing):
     def test_a_slots_budget_counts_all_groups(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
         """Who comes to have too much is told what the others have; what they let go of, or took along, is free."""
         one, other = models
-        resident, first = held(other).make.keep(_MIB_FLOATS), held(one).make.keep(_MIB_FLOATS // 2)
+        resident, first = holding_view(other).make.keep(_MIB_FLOATS), holding_view(one).make.keep(_MIB_FLOATS // 2)
         for outcome in (resident, first):
             outcome.wait()
         too_much = (
             r"after model\.make, 4\.5 MiB of .* are in use, and the pool's slots may have 4 MiB .*Who has it: model "
             r"2\.5 MiB \(.*\); of group 'other': model 2 MiB \(parameters 1 MiB, buffers 4 KiB, residents 1 MiB\)\. "
         )
-        refused = held(one).make.keep(_MIB_FLOATS)
+        refused = holding_view(one).make.keep(_MIB_FLOATS)
         with pytest.raises(MemoryBudgetError, match=too_much):
             refused.wait()
-        held(other).make(1)  # to others, too, what was refused isn't there
+        holding_view(other).make(1)  # to others, too, what was refused isn't there
         resident.free()
-        held(other).make(1)  # with which the workers are told
-        second = held(one).make.keep(_MIB_FLOATS)
+        holding_view(other).make(1)  # with which the workers are told
+        second = holding_view(one).make.keep(_MIB_FLOATS)
         second.wait()
         pool = other.owner
         other.close()
         with pytest.raises(RoleStartError, match=r"'model', 4\.5 MiB of .* of group 'one': model 2\.5 MiB"):
             pool.spawn({"model": colocate.role(Holding, 2)})
-        held(one).make.keep(_MIB_FLOATS).wait()
+        holding_view(one).make.keep(_MIB_FLOATS).wait()
 
     @needs(OwnProcess)
     @needs_feature("functions")
     def test_the_memory_of_a_worker_that_died(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
         """Memory of the dead is free for the others at once."""
         one, other = models
-        held(other).make.keep(_MIB_FLOATS).wait()
+        holding_view(other).make.keep(_MIB_FLOATS).wait()
         with pytest.raises(WorkerDied):
-            other.run(_leave)
-        held(one).make.keep(2 * _MIB_FLOATS).wait()
+            other.run(_exit_process)
+        holding_view(one).make.keep(2 * _MIB_FLOATS).wait()
 
     @needs(OwnProcess)
     def test_a_wake_looks_at_what_other_groups_hold(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
         """A wake is refused as long as there is no room beside that, and what sleeps makes room."""
         one, other = models
         other.sleep("model")
-        with held(one).make.keep(5 * _MIB_FLOATS // 2) as resident:
+        with holding_view(one).make.keep(5 * _MIB_FLOATS // 2) as resident:
             resident.wait()
             with pytest.raises(
                 MemoryBudgetError,
                 match=r"waking role 'model' needs 1 MiB.*the pool's slots .* of group 'one': model 3\.5",
             ):
                 other.wake("model")
-        held(one).make(1)
+        holding_view(one).make(1)
         other.wake("model")
 
     @needs(OwnProcess)
     def test_turns_beside_another_group(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
         """Who takes turns makes room for what another group has come to hold."""
         pytest.importorskip("torch")
-        self._share(runtime)
+        self._skip_without_sharing(runtime)
         pool = reserve(1, device_memory="4MiB")
         roles = {"model": colocate.role(Holding), "second": colocate.role(Holding)}
         turns = pool.spawn(roles, residency="swap")
@@ -116,7 +118,7 @@ class Sharing(sharing.Sharing):
                 turns.role(role, Holding).make(1)
         assert [role.asleep for role in turns.memory().slots[0].roles] == [0, 0]  # there is room for both
         turns.sleep("second")
-        held(beside_group).make.keep(3 * _MIB_FLOATS // 2).wait()
+        holding_view(beside_group).make.keep(3 * _MIB_FLOATS // 2).wait()
         turns.role("second", Holding).make(1)
         assert [bool(role.asleep) for role in turns.memory().slots[0].roles] == [True, False]
 

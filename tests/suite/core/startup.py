@@ -18,7 +18,7 @@ from tests.suite.probes.plain import Plain, Talker
 
 import colocate
 from colocate import Runtime
-from colocate._api.connection import live
+from colocate._api.connection import live_connections
 from colocate.errors import (
     ColocateError,
     ConfigError,
@@ -56,11 +56,11 @@ class Startup(startup.Startup):
         self, no_leaks: None, runtime: Runtime, error: type[Exception], options: dict[str, Any]
     ) -> None:
         """Wherever it fails, that is what is raised, and everything is closed."""
-        before = set(live)
+        before = set(live_connections)
         with pytest.raises(error) as caught:
             self.spawn_alone({"bad": colocate.role(FailsToStart, (1,))}, **options)
         assert not hasattr(caught.value, "__notes__")
-        assert set(live) == before
+        assert set(live_connections) == before
 
     def test_every_failure(self, spawn: Spawn) -> None:
         """Constructors that raise: one RoleStartError with the error of every rank."""
@@ -72,7 +72,7 @@ class Startup(startup.Startup):
             assert isinstance(role_error, RoleError)
             assert (role_error.group, role_error.role, role_error.rank) == ("unborn", "bad", rank)
             assert isinstance(role_error.__cause__, ValueError)
-            assert "in deep_inside" in str(role_error.remote_traceback)
+            assert "in raise_deep_inside" in str(role_error.remote_traceback)
         assert (error.group, error.role, error.rank) == ("unborn", "bad", 0)
         assert "the constructor of role 'bad' raised ValueError on rank 0" in str(error)
         assert "rank 1" in str(error)

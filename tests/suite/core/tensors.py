@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 from tests.suite.probes.sleepers import Dozing
-from tests.suite.probes.tensors import Trainer, takes_a_step
+from tests.suite.probes.tensors import Trainer, changes_weights
 
 import colocate
 from colocate import CallRecord, ColocatedGroup, FetchRecord, MoveRecord, Runtime, TransferRecord, role
@@ -102,7 +102,7 @@ class Optimizers(TensorCase):
         parameters = list(model.parameters())
         sgd = functools.partial(torch.optim.SGD, lr=1.0)
         adam = torch.optim.Adam(parameters)
-        assert takes_a_step(model, adam)
+        assert changes_weights(model, adam)
         for optimizer in (
             sgd(parameters),
             adam,  # which has state by now
@@ -111,20 +111,20 @@ class Optimizers(TensorCase):
         ):
             assert trainer.step_with(model, optimizer)
         assert trainer.step_with_both([model, sgd(parameters)])
-        assert group.run(lambda ctx, it: takes_a_step(model, it), sgd(parameters)) == [True]
-        with _told(group):
-            assert group.run(lambda ctx, it: takes_a_step(model, sgd(it)), parameters) == [True]
+        assert group.run(lambda ctx, it: changes_weights(model, it), sgd(parameters)) == [True]
+        with _expect_write_error(group):
+            assert group.run(lambda ctx, it: changes_weights(model, sgd(it)), parameters) == [True]
         scheduler = torch.optim.lr_scheduler.StepLR(sgd(parameters), 1)
-        assert group.run(lambda ctx, *it: takes_a_step(it[0], it[1].optimizer), model, scheduler) == [True]
-        assert takes_a_step(*trainer.make())
+        assert group.run(lambda ctx, *it: changes_weights(it[0], it[1].optimizer), model, scheduler) == [True]
+        assert changes_weights(*trainer.make())
         net, listed = trainer.make(listed=True)
-        assert takes_a_step(net, sgd(listed))
+        assert changes_weights(net, sgd(listed))
         with trainer.make.keep() as resident:
-            assert takes_a_step(*resident.fetch())
+            assert changes_weights(*resident.fetch())
             assert trainer.step_with_both(resident.ref)
 
 
-def _told(group: ColocatedGroup) -> AbstractContextManager[object]:
+def _expect_write_error(group: ColocatedGroup) -> AbstractContextManager[object]:
     """In strict mode a step of parameters that are an argument by themselves is told as a write into that."""
     expectation = pytest.raises(RoleError, match="changed its argument 'args' in place")
     return expectation if group._node.services.strict else nullcontext()
@@ -200,7 +200,7 @@ _MORE = 4096
 
 
 @attrs.define(eq=False)
-class _Told:
+class _EventLog:
     """An observer that keeps what it is told."""
 
     runtime: Runtime
@@ -220,18 +220,18 @@ class _Told:
         """A role sleeps, or is awake."""
         self.moves.append(record)
 
-    def settle(self) -> None:
+    def wait_delivered(self) -> None:
         """Wait until what has ended has been told."""
-        self.runtime._node.services.settle()
+        self.runtime._node.services.flush_observers()
 
-    def last(self, method: str) -> CallRecord:
+    def last_call(self, method: str) -> CallRecord:
         """The call of a method that ended last: who has made a value may say so after who has used it."""
-        self.settle()
+        self.wait_delivered()
         return next(call_record for call_record in reversed(self.calls) if call_record.method == method)
 
-    def transfers(self, method: str) -> list[TransferRecord]:
+    def transfers_of(self, method: str) -> list[TransferRecord]:
         """Return what that call got from other workers, by rank; none between threads."""
-        record = self.last(method)
+        record = self.last_call(method)
         spans = {rank: (start, end) for rank, start, end in record.spans}
         for each in record.transfers:
             start, end = spans[each.rank]
@@ -243,10 +243,10 @@ class Transfers(ExecutorCase):
     """Who is told which bytes. Between threads nothing has to travel, so nothing is told."""
 
     @pytest.fixture
-    def told(self, runtime: Runtime) -> Iterator[_Told]:
+    def log(self, runtime: Runtime) -> Iterator[_EventLog]:
         """An observer, as long as the test takes."""
         pytest.importorskip("torch")
-        log = _Told(runtime)
+        log = _EventLog(runtime)
         runtime.observe(log)
         yield log
         runtime._node.services.observers.remove(log)
@@ -256,33 +256,33 @@ class Transfers(ExecutorCase):
         """Whether values have to."""
         return not runtime._node.services.executor.in_process
 
-    def test_from_another_worker(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+    def test_from_another_worker(self, pair: ColocatedGroup, log: _EventLog, travels: bool) -> None:
         """The rank that lacks a value gets it from the worker that made it; the other one has it by reference."""
         resident = pair.role("left_tensors", Tensors).make.keep(_ROWS)
         pair.role("tensors", Tensors).whole(resident.ref)
         assert [
-            (transfer.rank, transfer.role, transfer.method, transfer.source) for transfer in told.transfers("whole")
+            (transfer.rank, transfer.role, transfer.method, transfer.source) for transfer in log.transfers_of("whole")
         ] == ([(1, "left_tensors", "make", 0)] if travels else [])
-        assert all(_BYTES <= transfer.nbytes <= _BYTES + _MORE for transfer in told.last("whole").transfers)
-        assert told.last("whole").handed_over == {"left_tensors": _BYTES}
+        assert all(_BYTES <= transfer.nbytes <= _BYTES + _MORE for transfer in log.last_call("whole").transfers)
+        assert log.last_call("whole").handed_over == {"left_tensors": _BYTES}
 
-    def test_where_it_lies(self, pair: ColocatedGroup, told: _Told) -> None:
+    def test_where_it_lies(self, pair: ColocatedGroup, log: _EventLog) -> None:
         """Parts that lie where they are used go nowhere; what a role has made itself is nobody else's."""
         tensors = pair.role("tensors", Tensors)
         resident = tensors.make.keep(_ROWS)
         tensors.add.keep(resident.ref).wait()
-        assert (told.transfers("add"), told.last("add").handed_over) == ([], {})
+        assert (log.transfers_of("add"), log.last_call("add").handed_over) == ([], {})
         more = pair.role("left_tensors", Tensors).make.keep(_ROWS)
         pair.role("left_tensors", Tensors).echo([more.ref, more.ref])
-        assert (told.transfers("echo"), told.last("echo").handed_over) == ([], {})
+        assert (log.transfers_of("echo"), log.last_call("echo").handed_over) == ([], {})
 
-    def test_from_and_to_the_driver(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+    def test_from_and_to_the_driver(self, pair: ColocatedGroup, log: _EventLog, travels: bool) -> None:
         """The bytes of arguments and results, for all ranks; those of a kept result when it is fetched."""
         import torch
 
         tensors = pair.role("tensors", Tensors)
         tensors.echo(torch.ones(_ROWS))
-        record = told.last("echo")
+        record = log.last_call("echo")
         if travels:
             assert 2 * _BYTES <= record.sent <= 2 * (_BYTES + _MORE)
             assert 2 * _BYTES <= record.received <= 2 * (_BYTES + _MORE)
@@ -290,26 +290,26 @@ class Transfers(ExecutorCase):
             assert (record.sent, record.received) == (0, 0)
         resident = tensors.make.keep(_ROWS)
         resident.wait()
-        assert told.last("make").received == 0
-        assert told.last("make").sent < _MORE
-        assert told.fetches == []
+        assert log.last_call("make").received == 0
+        assert log.last_call("make").sent < _MORE
+        assert log.fetches == []
         resident.fetch()
-        told.settle()
-        assert [(item.role, item.method, item.ranks) for item in told.fetches] == (
+        log.wait_delivered()
+        assert [(item.role, item.method, item.ranks) for item in log.fetches] == (
             [("tensors", "make", (0, 1))] if travels else []
         )
-        assert all(2 * _BYTES <= item.nbytes <= 2 * (_BYTES + _MORE) for item in told.fetches)
-        assert all(item.start <= item.end for item in told.fetches)
+        assert all(2 * _BYTES <= item.nbytes <= 2 * (_BYTES + _MORE) for item in log.fetches)
+        assert all(item.start <= item.end for item in log.fetches)
 
     @needs(OwnProcess)
-    def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
+    def test_sleeps_are_told(self, spawn: Spawn, log: _EventLog) -> None:
         """Sleeps that somebody asks for are told, too, and the wakes by a call; and whether it is all of the role."""
         group = spawn({"one": role(Dozing, 1)})
         one = group.role("one", Dozing)
 
         def moves(nbytes: int, why: str = "asked for") -> list[tuple[int, str, bool]]:
-            told.settle()
-            new_moves, told.moves = told.moves, []
+            log.wait_delivered()
+            new_moves, log.moves = log.moves, []
             assert all(move.role == "one" and move.start <= move.end for move in new_moves)
             assert all(move.why == why for move in new_moves)
             assert sum(move.nbytes for move in new_moves) == nbytes

@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.suite.probes.limited import Late, Limited, is_late
+from tests.suite.probes.limited import Late, LimitedRole, is_late
 from tests.suite.probes.plain import Talker
 
 import colocate
@@ -97,7 +97,7 @@ class Undisturbed(ExecutorCase):
             with Gate() as gate:
                 call = group.role("faulty", Faulty).wait.submit(gate.address)
                 gate.wait_for(1)
-                runtime._node.services.timers.soon(_make_a_mistake)
+                runtime._node.services.timers.call_soon(_raise_mistake)
                 error = call.exception(PATIENCE_S)
             assert isinstance(error, ColocateError)
             assert "met ZeroDivisionError: a mistake. That is a fault of colocate's own" in str(error)
@@ -109,20 +109,20 @@ class Undisturbed(ExecutorCase):
         monkeypatch.setattr(threading, "excepthook", lambda told: None)  # with threads the worker's is this one
         group = spawn({"faulty": colocate.role(Faulty)})
         with pytest.raises(WorkerDied) as caught:
-            group.run(_break_the_transfer)
+            group.run(_break_transfer)
         message = "can't go on: the thread that sends its residents was ended by ZeroDivisionError: a mistake"
         assert message in str(caught.value)
         assert caught.value.rank == 0
 
 
-def _make_a_mistake() -> None:
+def _raise_mistake() -> None:
     raise ZeroDivisionError("a mistake")
 
 
-def _break_the_transfer(ctx: Context) -> None:
+def _break_transfer(ctx: Context) -> None:
     if ctx.rank == 0:
         host: Any = ctx._report.__self__  # type: ignore[union-attr]  # there is no public way to a mistake
-        host._transfer.soon(_make_a_mistake)
+        host._transfer.call_soon(_raise_mistake)
     while not ctx.cancelled:
         threading.Event().wait(0.01)
 
@@ -133,8 +133,8 @@ class Handlers(Scripted):
     @needs_feature("functions")
     def test_a_limit_of_time(self, spawn: Spawn, runtime: Runtime) -> None:
         """A method may limit its time by an alarm. Where its thread isn't the main one the error says what to do."""
-        group = spawn({"limited": colocate.role(Limited)}, slots=1)
-        limited = group.role("limited", Limited)
+        group = spawn({"limited": colocate.role(LimitedRole)}, slots=1)
+        limited = group.role("limited", LimitedRole)
         if isinstance(runtime._node.services.executor, OwnProcess):
             assert limited.score()
             assert limited.score_step()
@@ -146,7 +146,7 @@ class Handlers(Scripted):
     @needs(OwnProcess)
     def test_an_error_of_the_call(self, spawn: Spawn) -> None:
         """What a handler raises is the error of the call, wherever the signal comes, and of no other."""
-        limited = spawn({"limited": colocate.role(Limited)}, slots=1).role("limited", Limited)
+        limited = spawn({"limited": colocate.role(LimitedRole)}, slots=1).role("limited", LimitedRole)
         for call in (limited.overruns, limited.awaits, limited.returns_slowly):
             with pytest.raises(RoleError, match="too late") as caught:
                 call()

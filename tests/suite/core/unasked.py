@@ -13,7 +13,7 @@ import pytest
 
 import colocate
 from colocate import Call
-from colocate._system.lines import caller
+from colocate._system.lines import find_caller
 from colocate.testing.executors import unasked
 from colocate.testing.executors._base import Spawn, needs_feature
 from colocate.testing.gate import Gate
@@ -22,14 +22,14 @@ from colocate.testing.probes.plain import Log
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-async def _awaited_too_short(call: Call[Any]) -> None:
+async def _await_too_briefly(call: Call[Any]) -> None:
     await asyncio.wait_for(call, 0.01)
 
 
 GIVES_UP: dict[str, Callable[[Call[Any]], object]] = {
     "result": lambda call: call.result(0.01),
     "exception": lambda call: call.exception(0.01),
-    "await": lambda call: asyncio.run(_awaited_too_short(call)),
+    "await": lambda call: asyncio.run(_await_too_briefly(call)),
     "wait": lambda call: colocate.wait([call], 0.01),
     "as_completed": lambda call: list(colocate.as_completed([call], 0.01)),
 }
@@ -57,24 +57,24 @@ class UnaskedFailures(unasked.UnaskedFailures):
             caplog.clear()
 
         with Gate() as gate:
-            waits, location = faulty.wait.submit(gate.address), caller()
+            waits, location = faulty.wait.submit(gate.address), find_caller()
             faulty.fail.options(timeout=PATIENCE_S).submit()
             gate.wait_for()
         waits.result(PATIENCE_S)
         told(location, 1)
-        call, location = faulty.fail.submit(), caller()
+        call, location = faulty.fail.submit(), find_caller()
         wait_until(call.done, "it has failed")
         assert not caplog.text
         del call
         told(location, 0)
-        location = caller()
+        location = find_caller()
         with group.pipeline():
             faulty.fail.submit()
         told(location, 2)
-        location = caller()
+        location = find_caller()
         beside_view.fail.submit()
         told(location, 1, "beside.fail")
-        call, location = faulty.fail.submit(), caller()
+        call, location = faulty.fail.submit(), find_caller()
         wait_until(call.done, "it has failed")
         group.close()
         told(location, 0)
@@ -119,7 +119,7 @@ class UnaskedFailures(unasked.UnaskedFailures):
         with Gate() as gate:
             # The worker itself has heard of the close when this ends: it begins nothing more.
             group.role("log", Log).look_until_cancelled.submit(gate.address).add_done_callback(lambda call: None)
-            location = caller()
+            location = find_caller()
             awaited, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]
             gate.wait_for()
             for call in awaited:

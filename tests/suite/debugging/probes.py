@@ -32,9 +32,9 @@ class Stopper(Role):
         if self.ctx.rank in ranks:
             breakpoint()
         total += 10
-        return self.more(total)
+        return self.add_more(total)
 
-    def more(self, value: int) -> int:
+    def add_more(self, value: int) -> int:
         return value + 100
 
     @method

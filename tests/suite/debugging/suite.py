@@ -15,17 +15,17 @@ from typing import Any, Self
 
 import pytest
 from tests.suite.debugging.probes import Stopper
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 
 import colocate
 from colocate import ColocatedGroup
 from colocate.driver import Driver
 from colocate.errors import CallTimeout, ClosedError, ConfigError, RoleError, RoleStartError, WorkerDied
 from colocate.executor import OwnProcess
-from colocate.features.debugging.attach import Attached, attach, stopped_drivers
-from colocate.features.debugging.terminal import send
+from colocate.features.debugging.attach import AttachedTerminal, attach, list_stopped_drivers
+from colocate.features.debugging.terminal import send_message
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
-from colocate.testing.executors.placement import free_ports
+from colocate.testing.executors.placement import find_free_ports
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -37,14 +37,14 @@ class Terminal:
     """What `colocate debug` is, in a test's hands; its end is that of a terminal that is killed."""
 
     def __init__(self, which: str = "1") -> None:
-        attached: list[Attached] = []
+        attached: list[AttachedTerminal] = []
 
         def come() -> bool:
             try:
                 tried = attach(os.getpid(), which)
             except ConfigError:  # nothing has stopped yet
                 return False
-            if tried.stops is None:
+            if tried.stopped_ranks is None:
                 attached.append(tried)
             else:
                 tried.close()
@@ -53,23 +53,23 @@ class Terminal:
         wait_until(come, f"rank {which} is stopped")
         self._attached = attached[0]
         self._attached.sock.settimeout(_SHOWN_WITHIN_S)
-        self.shown = self._until_asked(self._attached.first)
+        self.output = self._read_until_prompt(self._attached.first)
 
-    def put(self, line: str | None) -> str:
+    def type_line(self, line: str | None) -> str:
         """Type a line, None for the end of all; what is shown until the next is wanted, or all is over."""
-        send(self._attached.sock, {"line": line})
-        return self.wait()
+        send_message(self._attached.sock, {"line": line})
+        return self.read_until_prompt()
 
-    def go(self, line: str | None) -> None:
+    def resume(self, line: str | None) -> None:
         """Type a line by which the rank goes on, and wait until it does."""
-        send(self._attached.sock, {"line": line})
-        self.until("goes on")
+        send_message(self._attached.sock, {"line": line})
+        self.read_until("goes on")
 
-    def wait(self) -> str:
+    def read_until_prompt(self) -> str:
         """Return what is shown until a line is wanted."""
-        return self._until_asked({"text": "", "asks": False})
+        return self._read_until_prompt({"text": "", "asks": False})
 
-    def _until_asked(self, told: Any) -> str:
+    def _read_until_prompt(self, told: Any) -> str:
         shown = told["text"]
         while not told["asks"] and (line := self._attached.lines.readline()):
             told = json.loads(line)
@@ -78,7 +78,7 @@ class Terminal:
             shown += told["text"]
         return str(shown)
 
-    def until(self, words: str) -> str:
+    def read_until(self, words: str) -> str:
         """Return what is shown until it has some words."""
         shown = ""
         while words not in shown:
@@ -112,40 +112,40 @@ class Debugging(ExecutorCase):
         """Spawn a group whose ranks stop."""
         return spawn({"stopper": colocate.role(Stopper)})
 
-    @of_executor
+    @mark_executor_part
     def test_a_rank_stops(self, stoppers: ColocatedGroup) -> None:
         """A rank stops where the line is, with its variables, steps, and goes on with what was changed."""
         role = stoppers.role("stopper", Stopper)
         call = role.step.submit(1)
         with Terminal("stopper/1") as terminal:
-            assert "stopper.step on rank 1 of group" in terminal.shown
-            assert terminal.shown.endswith("-> total += 10\n(stopper.step rank 1) ")
-            assert terminal.put("p total").startswith("2\n")
-            assert "-> return self.more(total)" in terminal.put("next")
-            assert "--Call--" in terminal.put("step")
-            assert "-> return value + 100" in terminal.put("next")
-            stack = terminal.put("where")
+            assert "stopper.step on rank 1 of group" in terminal.output
+            assert terminal.output.endswith("-> total += 10\n(stopper.step rank 1) ")
+            assert terminal.type_line("p total").startswith("2\n")
+            assert "-> return self.add_more(total)" in terminal.type_line("next")
+            assert "--Call--" in terminal.type_line("step")
+            assert "-> return value + 100" in terminal.type_line("next")
+            stack = terminal.type_line("where")
             assert stack.count("probes.py") == 2
             assert stack.count(".py(") == 2  # nothing of colocate's
-            terminal.put("!value = 1000")
-            terminal.go("continue")
+            terminal.type_line("!value = 1000")
+            terminal.resume("continue")
         assert call.result(PATIENCE_S) == [111, 1100]
         assert role.step(1, ranks=()) == [111, 112]
 
     def test_steps_out_of_role_code(self, stoppers: ColocatedGroup) -> None:
         """Who steps out of a method goes on: not into what colocate does next, nor into the next call."""
         role = stoppers.role("stopper", Stopper)
-        for method, last in (role.step, "-> return self.more(total)"), (role.step_async, "-> return value"):
+        for method, last in (role.step, "-> return self.add_more(total)"), (role.step_async, "-> return value"):
             call = method.submit(1)
             with Terminal() as terminal:
-                while last not in terminal.shown:
-                    terminal.shown = terminal.put("next")
+                while last not in terminal.output:
+                    terminal.output = terminal.type_line("next")
                 if method is role.step:
-                    assert "--Return--" in terminal.put("next")
-                terminal.go("next")
+                    assert "--Return--" in terminal.type_line("next")
+                terminal.resume("next")
             call.result(PATIENCE_S)
             assert role.step(1, ranks=()) == [111, 112]
-        wait_until(lambda: not stoppers._node.stopped(), "nothing is stopped")
+        wait_until(lambda: not stoppers._node.stopped_slots(), "nothing is stopped")
 
     @pytest.mark.parametrize("how", ["killed", "detached"])
     def test_a_terminal_goes(self, stoppers: ColocatedGroup, how: str) -> None:
@@ -153,15 +153,15 @@ class Debugging(ExecutorCase):
         role = stoppers.role("stopper", Stopper)
         call = role.step.submit(1)
         with Terminal() as terminal:
-            assert "Breakpoint" in terminal.put("break Stopper.more") or "Breakpoint" in terminal.put(
-                "import tests.suite.debugging.probes as p;; break p.Stopper.more"
+            assert "Breakpoint" in terminal.type_line("break Stopper.add_more") or "Breakpoint" in terminal.type_line(
+                "import tests.suite.debugging.probes as p;; break p.Stopper.add_more"
             )
             if how == "detached":
-                terminal.go(None)
+                terminal.resume(None)
         assert call.result(PATIENCE_S) == [111, 112]
         call = role.step.submit(2)
         with Terminal() as terminal:
-            terminal.go("c")
+            terminal.resume("c")
         assert call.result(PATIENCE_S) == [112, 113]
         with pytest.raises(ConfigError, match="no rank of a run of process"):
             attach(os.getpid(), None)
@@ -171,7 +171,7 @@ class Debugging(ExecutorCase):
         call = stoppers.role("stopper", Stopper).stop_often.submit(20)
         for number in range(20):
             with Terminal() as terminal:
-                assert terminal.put("p number").startswith(f"{number}\n")
+                assert terminal.type_line("p number").startswith(f"{number}\n")
         assert call.result(PATIENCE_S) == [0, 1]
 
     def test_several_are_stopped(self, stoppers: ColocatedGroup) -> None:
@@ -181,17 +181,19 @@ class Debugging(ExecutorCase):
             call = role.all_together.submit(gate.address)
             with Terminal("0") as first, Terminal(f"{stoppers.name}/stopper/1") as second:
                 listed = attach(os.getpid(), None)
-                assert listed.stops is not None
-                assert [(stop["rank"], stop["terminal"]) for stop in sorted(listed.stops, key=lambda s: s["rank"])] == [
+                assert listed.stopped_ranks is not None
+                assert [
+                    (stop["rank"], stop["terminal"]) for stop in sorted(listed.stopped_ranks, key=lambda s: s["rank"])
+                ] == [
                     (0, "colocate debug"),
                     (1, "colocate debug"),
                 ]
                 listed.close()
-                assert os.getpid() in stopped_drivers()
+                assert os.getpid() in list_stopped_drivers()
                 for terminal, rank in ((second, 1), (first, 0)):
-                    assert "stopped" in terminal.put("c")
-                    assert terminal.put("p self.ctx.rank").startswith(f"{rank}\n")
-                    terminal.go("c")
+                    assert "stopped" in terminal.type_line("c")
+                    assert terminal.type_line("p self.ctx.rank").startswith(f"{rank}\n")
+                    terminal.resume("c")
             gate.wait_for(2)
         assert call.result(PATIENCE_S) == [(0, False), (1, False)]
 
@@ -203,22 +205,22 @@ class Debugging(ExecutorCase):
 
         def stop_both() -> tuple[colocate.Call[Any], colocate.Call[Any]]:
             calls = stopper.step.submit(1, ranks=(0,)), beside_view.step.submit(2, ranks=(0,))
-            part: Any = group._node.part("debugging")
+            part: Any = group._node.get_part("debugging")
             wait_until(lambda: len(part._stops) == 2, "both are stopped")
             return calls
 
         first, second = stop_both()
         with Terminal("stopper/0") as terminal:
-            terminal.go("continue")
-            assert "beside.step" in terminal.wait()
-            terminal.go("continue")
+            terminal.resume("continue")
+            assert "beside.step" in terminal.read_until_prompt()
+            terminal.resume("continue")
         assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == ([111], [112])
         first, second = stop_both()
         with Terminal("stopper/0") as terminal, Terminal("beside/0") as other:
-            other.go("continue")
+            other.resume("continue")
             assert second.result(PATIENCE_S) == [112]
             assert not first.done()
-            terminal.go("continue")
+            terminal.resume("continue")
         assert first.result(PATIENCE_S) == [111]
 
     def test_a_terminal_that_was_detached_stays(self, spawn: Spawn) -> None:
@@ -228,9 +230,9 @@ class Debugging(ExecutorCase):
                 group = spawn({"stopper": colocate.role(Stopper)}, slots=1)
                 call = group.role("stopper", Stopper).step.submit(1, ranks=(0,))
                 stays = terminals.enter_context(Terminal("0"))
-                stays.go(None)
+                stays.resume(None)
                 assert call.result(PATIENCE_S) == [111]
-                assert stays.wait() == ""
+                assert stays.read_until_prompt() == ""
                 group.close()
 
     def test_a_terminal_that_is_left_while_it_reads(self, stoppers: ColocatedGroup) -> None:
@@ -255,15 +257,15 @@ class Debugging(ExecutorCase):
         ):
             groups = [target_pool.spawn({"stopper": colocate.role(Stopper)}) for target_pool in (other_pool, pool)]
             calls = [group.role("stopper", Stopper).step.submit(1, ranks=(0,)) for group in groups]
-            wait_until(lambda: all(group._node.stopped() for group in groups), "both are stopped")
-            Driver(other_runtime).let_go()
+            wait_until(lambda: all(group._node.stopped_slots() for group in groups), "both are stopped")
+            Driver(other_runtime).release_debuggers()
             after = pool.spawn({"stopper": colocate.role(Stopper, stops=True)}).role("stopper", Stopper)
             assert [call.result(PATIENCE_S) for call in calls] == [[111], [111, 112]]
             assert after.step(1, ranks=(0, 1)) == [111, 112]
         with runtime.reserve(1, cpus=0) as pool:  # with that runtime its end is over
             call = pool.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper).step.submit(1, ranks=(0,))
             with Terminal("0") as terminal:
-                terminal.go("continue")
+                terminal.resume("continue")
             assert call.result(PATIENCE_S) == [111]
 
     def test_what_was_shown_is_forgotten(self, stoppers: ColocatedGroup) -> None:
@@ -272,10 +274,10 @@ class Debugging(ExecutorCase):
         for last in ("continue", None):
             call = role.keep.submit()
             with Terminal() as terminal:
-                terminal.put("where")
-                terminal.put("up")
-                terminal.put("down")
-                terminal.go(last)
+                terminal.type_line("where")
+                terminal.type_line("up")
+                terminal.type_line("down")
+                terminal.resume(last)
             call.result(PATIENCE_S)
             assert role.is_kept() == [False, False]
 
@@ -283,7 +285,7 @@ class Debugging(ExecutorCase):
     @needs_feature("looking")
     def test_deadlines_wait(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
         """A call's time stands still while a rank is stopped, and goes on then; nobody is warned of what is slow."""
-        from colocate.driver import Recent  # of that feature
+        from colocate.driver import RecentCalls  # of that feature
 
         monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
         monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
@@ -293,16 +295,16 @@ class Debugging(ExecutorCase):
         with Terminal() as terminal:
             time.sleep(2 * limit)
             driver = Driver(stoppers.owner.owner)
-            status = driver.glance(Recent(driver.slot_of))
+            status = driver.glance(RecentCalls(driver.slot_of))
             slots = next(entry for entry in status if entry["group"] == stoppers.name)["slots"]
             assert ["stopped" in slot for slot in slots] == [False, True]
-            terminal.go("c")
+            terminal.resume("c")
         assert call.result(PATIENCE_S) == [0, 1]
         assert "has been running" not in caplog.text
         call = role.sleep_after.options(timeout=limit).submit(3600.0)
         with Terminal() as terminal:
             time.sleep(2 * limit)
-            terminal.go("c")
+            terminal.resume("c")
             began = time.monotonic()
         with pytest.raises(CallTimeout):
             call.result(PATIENCE_S)
@@ -330,7 +332,7 @@ class Debugging(ExecutorCase):
         call = stoppers.role("stopper", Stopper).sum.submit(1.0)
         with Terminal() as terminal:
             assert not call.done()
-            terminal.go("c")
+            terminal.resume("c")
         assert call.result(PATIENCE_S) == [2.0, 2.0]
 
     def test_a_hold_waits(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +345,7 @@ class Debugging(ExecutorCase):
             with pytest.raises(RoleError, match="LookupError"):
                 failing.result(PATIENCE_S)
             time.sleep(1.0)
-            terminal.go("c")
+            terminal.resume("c")
         assert call.result(PATIENCE_S) == [111, 112]
         assert role.step(1, ranks=()) == [111, 112]
 
@@ -355,13 +357,13 @@ class Debugging(ExecutorCase):
             began = time.monotonic()
             stoppers.close(grace=PATIENCE_S)
             assert time.monotonic() - began < PATIENCE_S / 2
-            assert "closed" in terminal.until("closed")
+            assert "closed" in terminal.read_until("closed")
         try:
             assert call.result(PATIENCE_S) == [111, 112]
         except ClosedError:
             pass
 
-    @of_executor
+    @mark_executor_part
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_worker_dies(self, stoppers: ColocatedGroup, rank: int) -> None:
         """The one that is stopped, or another: the call ends with WorkerDied, and the terminal is told."""
@@ -373,8 +375,8 @@ class Debugging(ExecutorCase):
             with pytest.raises(WorkerDied) as caught:
                 call.result(PATIENCE_S)
             assert caught.value.rank == rank
-            terminal.until(stoppers.name)
-        wait_until(lambda: not stoppers._node.stopped(), "nothing is stopped")
+            terminal.read_until(stoppers.name)
+        wait_until(lambda: not stoppers._node.stopped_slots(), "nothing is stopped")
 
     @pytest.mark.long
     def test_in_a_constructor(self, runtime: colocate.Runtime, no_leaks: None) -> None:
@@ -385,9 +387,9 @@ class Debugging(ExecutorCase):
         with runtime.reserve(1, cpus=0) as pool, ThreadPoolExecutor(1) as thread:
             started = thread.submit(pool.spawn, {"stopper": colocate.role(Stopper, stops=True)}, timeout=limit)
             with Terminal("0") as terminal:
-                assert "(stopper.__init__ rank 0) " in terminal.shown
+                assert "(stopper.__init__ rank 0) " in terminal.output
                 time.sleep(1.2 * limit)
-                terminal.go("c")
+                terminal.resume("c")
             assert started.result(PATIENCE_S).role("stopper", Stopper).step(1, ranks=()) == [111]
 
     def test_in_a_fork(self, stoppers: ColocatedGroup) -> None:
@@ -428,7 +430,7 @@ class PostMortem(ExecutorCase):
         with self.connect(debug=True) as runtime:
             yield runtime
 
-    @of_executor
+    @mark_executor_part
     def test_where_a_role_raises(self, runtime_that_stops: colocate.Runtime) -> None:
         """The rank stops there, nobody is told before; `quit` gives the error as ever, and a constructor's likewise."""
         with runtime_that_stops.reserve(2, cpus=0) as pool:
@@ -436,10 +438,10 @@ class PostMortem(ExecutorCase):
                 role = group.role("stopper", Stopper)
                 call = role.fail.submit((1,))
                 with Terminal() as terminal:
-                    assert "is stopped by LookupError: 1 at" in terminal.shown
-                    assert terminal.put("p cause").startswith("{'in': 1}")
+                    assert "is stopped by LookupError: 1 at" in terminal.output
+                    assert terminal.type_line("p cause").startswith("{'in': 1}")
                     assert not call.done()
-                    terminal.go("quit")
+                    terminal.resume("quit")
                 with pytest.raises(RoleError, match="LookupError") as caught:
                     call.result(PATIENCE_S)
                 assert isinstance(caught.value.__cause__, LookupError)
@@ -449,8 +451,8 @@ class PostMortem(ExecutorCase):
             with ThreadPoolExecutor(1) as thread:
                 started = thread.submit(pool.spawn, {"stopper": colocate.role(Stopper, fails=(1,))})
                 with Terminal() as terminal:
-                    assert "(stopper.__init__ rank 1) " in terminal.shown
-                    terminal.go(None)
+                    assert "(stopper.__init__ rank 1) " in terminal.output
+                    terminal.resume(None)
                 with pytest.raises(RoleStartError, match="LookupError"):
                     started.result(PATIENCE_S)
 
@@ -467,7 +469,7 @@ class _Editor:
         request = json.dumps({"seq": 1, "type": "request", "command": command, "arguments": arguments}).encode()
         self._socket.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(request), request))
 
-    def told(self, kind: str, what: str) -> dict[str, Any]:
+    def next_message(self, kind: str, what: str) -> dict[str, Any]:
         """Return the next message of a kind: `event` or `command`, and which."""
         while True:
             length = 0
@@ -485,21 +487,21 @@ class _Editor:
 
 
 @contextlib.contextmanager
-def _attached(port: int) -> Iterator[_Editor]:
+def attach_editor(port: int) -> Iterator[_Editor]:
     """Attach an editor, and have it gone at the end."""
     editor = _Editor(port)
     try:
         editor.ask("initialize", adapterID="suite")
-        editor.told("command", "initialize")
+        editor.next_message("command", "initialize")
         editor.ask("attach", justMyCode=False)
-        editor.told("event", "initialized")
+        editor.next_message("event", "initialized")
         editor.ask("configurationDone")
         yield editor
     finally:
         editor.close()
 
 
-def _port(capfd: pytest.CaptureFixture[str]) -> int:
+def _read_port(capfd: pytest.CaptureFixture[str]) -> int:
     """Return the port at which a rank waits for an editor, once it is printed."""
     printed = ""
 
@@ -523,26 +525,26 @@ class Editors(ExecutorCase):
         """The port is one of `ports=`, and is printed; deadlines wait; the call goes on when the editor has gone."""
         pytest.importorskip("debugpy")
         monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
-        first = free_ports(_PORTS)
+        first = find_free_ports(_PORTS)
         with (
             self.connect(ports=f"{first}-{first + _PORTS - 1}") as runtime,
             runtime.reserve(2, cpus=0) as pool,
             pool.spawn({"stopper": colocate.role(Stopper)}) as group,
         ):
             call = group.role("stopper", Stopper).step.options(timeout=1.0).submit(1)
-            port = _port(capfd)
+            port = _read_port(capfd)
             assert first <= port < first + _PORTS
-            with _attached(port) as editor:
-                thread = editor.told("event", "stopped")["threadId"]
+            with attach_editor(port) as editor:
+                thread = editor.next_message("event", "stopped")["threadId"]
                 editor.ask("stackTrace", threadId=thread)
-                frame = editor.told("command", "stackTrace")["stackFrames"][0]
+                frame = editor.next_message("command", "stackTrace")["stackFrames"][0]
                 assert frame["name"] == "step"
                 editor.ask("evaluate", expression="total * 100", frameId=frame["id"])
-                assert editor.told("command", "evaluate")["result"] == "200"
+                assert editor.next_message("command", "evaluate")["result"] == "200"
                 time.sleep(1.5)
                 assert not call.done()
             assert call.result(PATIENCE_S) == [111, 112]
-            wait_until(lambda: not group._node.stopped(), "nothing is stopped")
+            wait_until(lambda: not group._node.stopped_slots(), "nothing is stopped")
 
     def test_none_is_wanted(self, no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """`PYTHONBREAKPOINT=0` stops nothing, on whatever machine."""

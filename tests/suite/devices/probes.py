@@ -15,7 +15,7 @@ class NVMLError(Exception):
     """What NVML raises."""
 
 
-def played_nvml(xids: list[int], *, fails: bool = False) -> Any:
+def make_fake_nvml(xids: list[int], *, fails: bool = False) -> Any:
     """Return a module as pynvml, of two GPUs of which the second one can't tell its power."""
     of: Any = ModuleType("pynvml")
     uuids = ["GPU-0000-aaaa", "GPU-1111-bbbb"]
@@ -56,7 +56,7 @@ class HasNvml(Role):
     @method
     def play(self, *, fails: bool = False) -> None:
         """Have this process find it, with an XID error."""
-        sys.modules["pynvml"] = played_nvml([79], fails=fails)
+        sys.modules["pynvml"] = make_fake_nvml([79], fails=fails)
 
     @method
     def forget(self) -> None:

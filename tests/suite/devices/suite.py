@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 from tests.suite.devices.probes import GIB, HasNvml
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 
 import colocate
 from colocate import ColocatedGroup, DeviceSample
@@ -19,7 +19,7 @@ from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-class Hears:
+class SampleObserver:
     """An observer of GPUs."""
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class Devices(ExecutorCase):
             group.role("gpu", HasNvml).forget()
 
     @pytest.mark.long
-    @of_executor
+    @mark_executor_part
     def test_samples(self, played: ColocatedGroup) -> None:
         """Observers are told each second, of all slots that have a GPU; each XID error once; until it is stopped."""
         played.role("gpu", HasNvml).play()
         runtime: Any = played.owner.owner
-        hears = Hears()
+        hears = SampleObserver()
         runtime.observe(hears)
         stop = Driver(runtime).watch_devices()
         batches = [hears.samples.get(timeout=PATIENCE_S) for _ in range(2)]
@@ -68,11 +68,11 @@ class Devices(ExecutorCase):
         gpu = played.role("gpu", HasNvml)
         gpu.play(fails=True)
         runtime: Any = played.owner.owner
-        hears = Hears()
+        hears = SampleObserver()
         runtime.observe(hears)
         stop = Driver(runtime).watch_devices()
         watch: Any = stop.__self__  # type: ignore[attr-defined]
-        wait_until(lambda: bool(watch._silent), "it has been asked")
+        wait_until(lambda: bool(watch._failed_nodes), "it has been asked")
         gpu.play()
         assert _is_quiet(hears)
         stop()
@@ -88,7 +88,7 @@ class Devices(ExecutorCase):
         assert "devices" not in group._node.parts
 
 
-def _is_quiet(hears: Hears) -> bool:
+def _is_quiet(hears: SampleObserver) -> bool:
     """Whether nothing is told for longer than from one look to the next."""
     while not hears.samples.empty():
         hears.samples.get()

@@ -5,25 +5,25 @@ from __future__ import annotations
 import functools
 
 import pytest
-from tests.suite.marks import of_executor
-from tests.suite.probes.meshes import facts, sum_of_ranks
+from tests.suite.marks import mark_executor_part
+from tests.suite.probes.meshes import sum_ranks, worker_facts
 
 from colocate import ColocatedGroup, Context
 from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, needs
-from colocate.testing.probes.faulty import deep_inside
+from colocate.testing.probes.faulty import raise_deep_inside
 
 
 class Functions(ExecutorCase):
     """What a function gets, gives, and does to the group."""
 
-    @of_executor
+    @mark_executor_part
     def test_run_context(self, pair: ColocatedGroup) -> None:
         """A function gets the worker's context, in which every slot is a rank, and its arguments."""
         nodes = [slot.node for slot in pair.owner.slots]
-        assert pair.run(facts, 1, b=[2]) == [
+        assert pair.run(worker_facts, 1, b=[2]) == [
             {
                 "rank": rank,
                 "world_size": 2,
@@ -47,14 +47,14 @@ class Functions(ExecutorCase):
         def local(ctx: Context) -> int:
             return ctx.rank + offset
 
-        class Called:
+        class TimedCall:
             def __call__(self, ctx: Context) -> int:
                 return ctx.rank + 20
 
         assert pair.run(local) == [10, 11]
         assert pair.run(lambda ctx: ctx.slot) == [0, 1]
-        assert [fact["args"] for fact in pair.run(functools.partial(facts, b=1), 2)] == [(2,)] * 2
-        assert pair.run(Called()) == [20, 21]
+        assert [fact["args"] for fact in pair.run(functools.partial(worker_facts, b=1), 2)] == [(2,)] * 2
+        assert pair.run(TimedCall()) == [20, 21]
         with pytest.raises(TypeError, match=r"runs a function .*, not 3"):
             pair.run(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
@@ -63,7 +63,7 @@ class Functions(ExecutorCase):
 
         def fail(ctx: Context, ranks: tuple[int, ...]) -> int:
             if ctx.rank in ranks:
-                deep_inside("value")
+                raise_deep_inside("value")
             return ctx.rank
 
         for ranks in ((0,), (1,), (0, 1)):
@@ -81,12 +81,12 @@ class Functions(ExecutorCase):
     def test_run_process_group(self, pair: ColocatedGroup) -> None:
         """`ctx.process_group()` has all workers of the group, also after a rank has left a collective."""
         pytest.importorskip("torch")
-        with leaks.shared():
-            assert pair.run(sum_of_ranks) == [1.0, 1.0]
+        with leaks.share_between_tests():
+            assert pair.run(sum_ranks) == [1.0, 1.0]
         with pytest.raises(RoleError, match="rank 1 left") as caught:
-            pair.run(sum_of_ranks, failing=1)
+            pair.run(sum_ranks, failing=1)
         assert caught.value.rank == 1
-        assert pair.run(sum_of_ranks) == [1.0, 1.0]
+        assert pair.run(sum_ranks) == [1.0, 1.0]
 
 
 AREAS = [Functions]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import colocate
 from colocate import Concat, Gather, Role, Scatter, method
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 from colocate.testing.probes.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
 class Block:
@@ -26,16 +26,16 @@ class Block:
         self.name = name
 
 
-def _split(block: Block, sizes: Sequence[int]) -> list[Block]:
+def _split_block(block: Block, sizes: Sequence[int]) -> list[Block]:
     ends = itertools.accumulate(sizes)
     return [Block(block.rows[end - size : end], block.name) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _concat(blocks: Sequence[Block]) -> Block:
+def _concat_blocks(blocks: Sequence[Block]) -> Block:
     return Block([row for block in blocks for row in block.rows], blocks[0].name)
 
 
-colocate.register_batch(Block, length=lambda block: len(block.rows), split=_split, concat=_concat)
+colocate.register_batch(Block, length=lambda block: len(block.rows), split=_split_block, concat=_concat_blocks)
 
 
 class Blocks(Role):

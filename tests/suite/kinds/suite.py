@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 from tests.suite.kinds.probes import Block, Blocks, Packed, Packing
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 
 import colocate
 from colocate import ColocatedGroup
@@ -29,7 +29,7 @@ class OwnRows(ExecutorCase):
             assert blocks.tripled(resident.ref).rows == [9, 18, 27]
 
 
-def _packed(pair: Shared) -> Shared:
+def _make_packed_roles(pair: Shared) -> Shared:
     """Return two slots of the same runtime with roles on tensors in types of their own."""
     packed = colocate.role(Packed)
     roles = {"tensors": packed, "left_tensors": packed.on(slots=[0]), "right_tensors": packed.on(slots=[1])}
@@ -42,12 +42,12 @@ class OwnTypes(TensorCase):
     @pytest.fixture(scope="class")
     @classmethod
     def shared_packed(cls, shared_pair: Shared) -> Shared:
-        return _packed(shared_pair)
+        return _make_packed_roles(shared_pair)
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_packed_copying(cls, shared_packed: Shared, shared_copying: Shared) -> Shared:
-        return shared_packed if shared_copying.runtime is shared_packed.runtime else _packed(shared_copying)
+        return shared_packed if shared_copying.runtime is shared_packed.runtime else _make_packed_roles(shared_copying)
 
     @pytest.fixture
     def packed(self, torch: Any, no_leaks: None, shared_packed: Shared) -> ColocatedGroup:
@@ -58,7 +58,7 @@ class OwnTypes(TensorCase):
     def packed_tensors(self, packed: ColocatedGroup) -> Packed:
         return packed.role("tensors", Packed)
 
-    @of_executor
+    @mark_executor_part
     def test_own_types_sent(self, torch: Any, packed_tensors: Packed) -> None:
         """Values are sent as their leaves, without the graph, and find themselves on the worker's device."""
         mine = Packing({"x": torch.ones(4), "grad": torch.ones(4, requires_grad=True) * 2}, "mine")
@@ -69,7 +69,7 @@ class OwnTypes(TensorCase):
         assert (back.tensors["grad"].tolist(), back.name, back.was_packed) == ([0.0, 3.0] * 2, "made", False)
         assert not back.tensors["grad"].requires_grad
 
-    @of_executor
+    @mark_executor_part
     def test_own_types_kept(self, packed: ColocatedGroup, packed_tensors: Packed) -> None:
         """A kept one has no graph, its bytes are counted and its structure is told; other slots get its leaves."""
         with packed_tensors.made_of_own_type.keep(2) as resident:

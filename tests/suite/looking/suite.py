@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.suite.core.forks import in_a_fork
+from tests.suite.core.forks import run_in_fork
 
 import colocate
 from colocate import Audit, ColocatedGroup, Runtime
@@ -26,16 +26,16 @@ from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-def nodes(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def walk_nodes(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All nodes of a graph."""
     yield data
     for child in data["children"]:
-        yield from nodes(child)
+        yield from walk_nodes(child)
 
 
-def shown(runtime: Runtime) -> set[tuple[str, str]]:
+def list_shown(runtime: Runtime) -> set[tuple[str, str]]:
     """Kind and name of everything that the ownership graph shows."""
-    return {(node["kind"], node["name"]) for node in nodes(runtime.graph.data())}
+    return {(node["kind"], node["name"]) for node in walk_nodes(runtime.graph.data())}
 
 
 class Graphs(ExecutorCase):
@@ -52,7 +52,7 @@ class Graphs(ExecutorCase):
                     graph.render(format, memory=True)
             return [str(pair.name in graph.render("tree"))]
 
-        assert in_a_fork(render) == ["True"]
+        assert run_in_fork(render) == ["True"]
 
     def test_graph(self, runtime: Runtime) -> None:
         """The graph shows what lives, under its one owner, with states and the lines that made it; then it is gone."""
@@ -61,7 +61,7 @@ class Graphs(ExecutorCase):
             resident = group.role("rows", Rows).double.keep([1, 2])
             resident.fetch()
             (ground,) = (node for node in runtime.graph.data()["children"] if node["name"] == "ground")
-            assert [(node["kind"], node["name"]) for node in nodes(ground)] == [
+            assert [(node["kind"], node["name"]) for node in walk_nodes(ground)] == [
                 ("pool", "ground"),
                 ("group", "shown"),
                 ("worker", "0"),
@@ -71,23 +71,23 @@ class Graphs(ExecutorCase):
                 ("role", "one rank 0/1"),
                 ("resident", "rows.double"),
             ]
-            assert [node["state"] for node in nodes(ground) if node["kind"] == "worker"] == ["running"] * 2
-            lines = [node["line"] for node in nodes(ground) if node["kind"] in ("pool", "group", "resident")]
+            assert [node["state"] for node in walk_nodes(ground) if node["kind"] == "worker"] == ["running"] * 2
+            lines = [node["line"] for node in walk_nodes(ground) if node["kind"] in ("pool", "group", "resident")]
             assert all("suite.py:" in line for line in lines)
             resident.free()
-        assert ("pool", "ground") not in shown(runtime)
-        assert ("group", "shown") not in shown(runtime)
+        assert ("pool", "ground") not in list_shown(runtime)
+        assert ("group", "shown") not in list_shown(runtime)
 
     def test_graph_of_calls(self, pair: ColocatedGroup) -> None:
         """A call under way is shown with the ranks that it waits for."""
         with Gate() as gate:
             call = pair.role("faulty", Faulty).fail_after.submit([None, gate.address], -1)  # type: ignore[arg-type]
             gate.wait_for()
-            calls = [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"]
+            calls = [node for node in walk_nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"]
             assert [node["name"] for node in calls] == ["faulty.fail_after"]
             assert "1" in calls[0]["state"]
         call.result(PATIENCE_S)
-        assert [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"] == []
+        assert [node for node in walk_nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"] == []
 
 
 class Auditing(audits.Auditing):
@@ -102,7 +102,9 @@ class Auditing(audits.Auditing):
             while not over.is_set():
                 audits.append(runtime.audit())
 
-        with leaks.shared():  # asked from two threads, a cluster may open a further connection, which it keeps
+        with (
+            leaks.share_between_tests()
+        ):  # asked from two threads, a cluster may open a further connection, which it keeps
             looker = threading.Thread(target=look)
             looker.start()
             try:

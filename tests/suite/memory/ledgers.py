@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import attrs
 import pytest
-from tests.suite.probes.holders import Declaring, Training, Watched
+from tests.suite.probes.holders import Declarer, Training, WatchedHolder
 from tests.suite.probes.plain import Ported
 from tests.suite.probes.sleepers import Dozing, Sharing
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate._system.deadline import Deadline
-from colocate._system.numbers import size_text
+from colocate._system.numbers import format_size
 from colocate.errors import CapabilityError, ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_feature
@@ -31,7 +31,7 @@ _MIB = 2**20
 _SIZES_MIB = (1, 16, 64)
 
 
-class Ledgers(ExecutorCase):
+class LedgerRequests(ExecutorCase):
     """What the memory of workers is used for."""
 
     @pytest.fixture
@@ -76,9 +76,9 @@ class Ledgers(ExecutorCase):
     def test_memory_that_a_role_declares(self, spawn: Spawn) -> None:
         """What can't be found, a role declares; one that can't is told."""
         pytest.importorskip("torch")
-        group = spawn({"declaring": colocate.role(Declaring)})
+        group = spawn({"declaring": colocate.role(Declarer)})
         assert [slot.roles[0].device for slot in group.memory().slots] == [{"declared": 4000}] * 2
-        failing = spawn({"failing": colocate.role(Declaring, fails=True)})
+        failing = spawn({"failing": colocate.role(Declarer, fails=True)})
         with pytest.raises(RoleError, match=r"role 'failing' of group .* could not be looked at.*rank \d can't") as e:
             failing.memory()
         assert "in device_state" in (e.value.remote_traceback or "")
@@ -105,13 +105,13 @@ class Ledgers(ExecutorCase):
     def test_gradients_beside_a_call(self, spawn: Spawn) -> None:
         """Gradients are those of before the call: no other thread may read one while role code lets go of it."""
         pytest.importorskip("torch")
-        group = spawn({"one": colocate.role(Watched)})
-        one = group.role("one", Watched)
+        group = spawn({"one": colocate.role(WatchedHolder)})
+        one = group.role("one", WatchedHolder)
         one.train()
-        assert _gradients(group) == [4000] * 2
-        with _beside(one):
-            assert _gradients(group) == [4000] * 2
-        assert _gradients(group) == [0] * 2
+        assert _gradient_bytes(group) == [4000] * 2
+        with _drop_gradients(one):
+            assert _gradient_bytes(group) == [4000] * 2
+        assert _gradient_bytes(group) == [0] * 2
         assert one.read_elsewhere() == [False] * 2
 
     @needs(OwnProcess)
@@ -140,7 +140,7 @@ class Ledgers(ExecutorCase):
         try:
             with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not said in time"):
                 group.memory(timeout=0.5)
-            answers, why = cast("Any", group._node.part("memory")).asked_each(Deadline(0.5))
+            answers, why = cast("Any", group._node.get_part("memory")).ask_each(Deadline(0.5))
             assert [*answers] == [0]
             assert "worker 1 of group" in str(why)
         finally:
@@ -169,9 +169,9 @@ class Ledgers(ExecutorCase):
         assert len(totals) == sum(slot.process is not None for slot in report.slots)
         for line, slot in zip(totals, report.slots, strict=False):
             assert slot.process is not None
-            whole = f"slot {slot.slot} in all: {size_text(slot.process)} of the host for its process"
+            whole = f"slot {slot.slot} in all: {format_size(slot.process)} of the host for its process"
             assert 0 <= slot.shared_with_forks < slot.process
-            forks = f" ({size_text(slot.shared_with_forks)} of that shared with workers that are forks as it is)"
+            forks = f" ({format_size(slot.shared_with_forks)} of that shared with workers that are forks as it is)"
             assert line == whole + (forks if slot.shared_with_forks else "")
         gpu = {"used": 5 * _MIB, "total": 80 * _MIB, "allocated": 0, "reserved": 0}
         on_gpu = attrs.evolve(report, slots=(attrs.evolve(report.slots[0], gpu=gpu, device="cuda:0"),))
@@ -179,7 +179,7 @@ class Ledgers(ExecutorCase):
 
 
 @contextlib.contextmanager
-def _beside(view: Watched) -> Iterator[None]:
+def _drop_gradients(view: WatchedHolder) -> Iterator[None]:
     """A block beside which a role lets go of its gradients, and goes on with that."""
     with Gate() as gate:
         call = view.let_go.submit(gate.address)
@@ -189,7 +189,7 @@ def _beside(view: Watched) -> Iterator[None]:
         call.result(PATIENCE_S)
 
 
-def _gradients(group: ColocatedGroup) -> list[int]:
+def _gradient_bytes(group: ColocatedGroup) -> list[int]:
     """The bytes of those that the first role has, by slot."""
     return [slot.roles[0].device.get("gradients", 0) for slot in group.memory(PATIENCE_S).slots]
 

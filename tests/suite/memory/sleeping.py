@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.suite.marks import of_executor
-from tests.suite.probes.sleepers import Dozing, Sharing, digest_of
-from tests.suite.probes.trainers import Renewing, alone
+from tests.suite.marks import mark_executor_part
+from tests.suite.probes.sleepers import Dozing, Sharing, digest
+from tests.suite.probes.trainers import Renewing, train_alone
 from tests.suite.probes.unfinished import Accumulating, Hooked, Unfinished
 
 import colocate
@@ -50,7 +50,7 @@ class Dozers(ExecutorCase):
 class Sleeping(Dozers):
     """Memory of roles that sleeps."""
 
-    @of_executor
+    @mark_executor_part
     def test_sleep_and_wake(self, dozing: ColocatedGroup) -> None:
         """Everything comes back as it was: the same objects and bits, tied weights and views with them."""
         actor = dozing.role("actor", Dozing)
@@ -102,13 +102,13 @@ class Sleeping(Dozers):
         before = actor.digest()
         dozing.sleep("actor")
         assert actor.look() == [weights for weights, _ in before]  # it needs no more
-        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
+        assert actor.list_asleep() == [["grads", "optimizer", "cache"]] * 2
         assert actor.digest() == before
-        assert actor.asleep() == [[]] * 2
+        assert actor.list_asleep() == [[]] * 2
         dozing.sleep("actor")
         resident = actor.weights.keep()
         resident.wait()
-        assert actor.asleep() == [[]] * 2
+        assert actor.list_asleep() == [[]] * 2
 
     @needs_feature("checkpoints")
     def test_a_call_that_fails_of_sleep(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ class Sleeping(Dozers):
         for _ in range(2):
             with pytest.raises(SleepingError, match=r"actor\.digest .* sleeps .*optimizer.*: group\.wake\('actor'\)"):
                 actor.digest()
-        assert actor.asleep() == [["grads", "optimizer"]] * 2
+        assert actor.list_asleep() == [["grads", "optimizer"]] * 2
         dozing.wake("actor")
         assert actor.digest() == before
         dozing.sleep("actor", on_call="fail")
-        asleep = actor.asleep()
+        asleep = actor.list_asleep()
         dozing.checkpoint(tmp_path / "checkpoint")
-        assert actor.asleep() == asleep
+        assert actor.list_asleep() == asleep
         with pytest.raises(SleepingError, match=r"actor\.digest .* sleeps"):
             actor.digest()
         dozing.wake("actor")
@@ -142,7 +142,7 @@ class Sleeping(Dozers):
         assert {*before[0]} == {"weights", "grads", "optimizer", "cache"}
         assert dozing.sleep("actor", discard=("grads", "cache")) >= _MOST * 2 * 4 * _MIBS * _MIB
         assert actor.look() == [part["weights"] for part in before]  # the rest sleeps on
-        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
+        assert actor.list_asleep() == [["grads", "optimizer", "cache"]] * 2
         after = [{tag: part[tag] for tag in ("weights", "optimizer")} for part in before]
         assert (actor.parts(), actor.objects()) == (after, where)
         actor.train()
@@ -160,9 +160,9 @@ class Sleeping(Dozers):
         """A role that sleeps or is awake, or a resident: its contents are what they were."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         resident = actor.caches.keep()
-        before, cached = actor.parts(), [digest_of(tensor) for tensor in resident.fetch()]
+        before, cached = actor.parts(), [digest(tensor) for tensor in resident.fetch()]
         dozing.sleep("actor", discard=["cache"])
-        assert [digest_of(tensor) for tensor in resident.fetch()] == cached
+        assert [digest(tensor) for tensor in resident.fetch()] == cached
         assert actor.parts() == before
         resident.free()
         other.share("actor")  # also the gradients of its model
@@ -223,7 +223,7 @@ class Sleeping(Dozers):
         assert "memory of group" in caught.value.__notes__[0]
         with pytest.raises(SleepingError, match=r"actor\.digest needs memory of its role that sleeps.*are needed"):
             actor.digest()
-        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        assert actor.list_asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
         actor.lack_room(None)
         assert actor.digest() == before
 
@@ -246,7 +246,7 @@ class Sleeping(Dozers):
             ["sleep cache", "wake cache", "sleep cache", "wake cache"],
             ["sleep cache", "wake cache"],
         ]
-        assert actor.asleep() == [[]] * 2
+        assert actor.list_asleep() == [[]] * 2
 
     def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
         """Roles and tags that there aren't."""
@@ -266,7 +266,7 @@ class Sleeping(Dozers):
             colocate.role(Dozing).on(sleep="vnm")  # type: ignore[arg-type]
 
 
-def _reach(ctx: colocate.Context) -> int:
+def _touch_memory(ctx: colocate.Context) -> int:
     nbytes: int = ctx.sibling("actor", Dozing).net.weight.nbytes
     return nbytes
 
@@ -298,20 +298,20 @@ class SleepingBeside(Dozers):
         dozing.sleep("actor")
         assert other.total(resident.ref) == [2.0 * _MIB] * 2
         assert len(resident.fetch()) == 2
-        assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
+        assert actor.list_asleep.options(ranks=[0])()  # its method needs nothing awake
 
     @needs_feature("functions")
     def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
         """A sleeping sibling isn't reached by accident: who wants it, a role or a function, is told what to do."""
         other = dozing.role("other", Sharing)
         dozing.sleep("actor")
-        for reach in (lambda: other.share("actor"), lambda: dozing.run(_reach)):
+        for reach in (lambda: other.share("actor"), lambda: dozing.run(_touch_memory)):
             with pytest.raises(RoleError, match=r"memory of role 'actor' sleeps.*group\.wake\('actor'\)") as caught:
                 reach()
             assert isinstance(caught.value.__cause__, SleepingError)
         dozing.wake("actor")
         other.share("actor")
-        assert dozing.run(_reach) == [_MIBS * _MIB] * 2
+        assert dozing.run(_touch_memory) == [_MIBS * _MIB] * 2
 
     @needs_feature("checkpoints")
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ class SleepingBeside(Dozers):
 
         def look() -> tuple[list[list[str]], list[list[int]]]:
             roles = [slot.roles for slot in dozing.memory().slots]
-            return actor.asleep(), [[role.asleep, role.total] for role_memory in roles for role in role_memory]
+            return actor.list_asleep(), [[role.asleep, role.total] for role_memory in roles for role in role_memory]
 
         before = look()
         dozing.checkpoint(tmp_path / "c")  # `Dozing.save` asserts that it is awake
@@ -330,7 +330,7 @@ class SleepingBeside(Dozers):
         digest = actor.digest()
         dozing.sleep("actor")
         dozing.checkpoint(tmp_path / "c")
-        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        assert actor.list_asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
         assert actor.digest() == digest
 
     @needs_feature("process_groups")
@@ -339,7 +339,7 @@ class SleepingBeside(Dozers):
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Renewing, "fsdp2")})
         trainer = group.role("trainer", Renewing)
-        expected, weights = alone()
+        expected, weights = train_alone()
         size = sum(value.nbytes for value in weights.values())
         parts = [slot.roles[0].device["parameters"] for slot in group.memory().slots]
         assert size <= sum(parts) <= 1.25 * size  # torch pads what can't be cut evenly
@@ -370,7 +370,7 @@ class SleepingBeside(Dozers):
             with pytest.raises(RoleError, match="a bad batch"):
                 failed.result(PATIENCE_S)
             assert done.result(PATIENCE_S)
-        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"] if what == "sleep" else []] * 2
+        assert actor.list_asleep() == [["weights", "grads", "optimizer", "cache"] if what == "sleep" else []] * 2
         assert actor.digest() == before
 
 

@@ -77,8 +77,8 @@ class TakingTurns(ExecutorCase):
             group = spawn(roles, slots=1, residency="swap", device_memory="9MiB", step=step)  # there is room for two
             for name in (*roles, "one", "two"):
                 group.role(name, Dozing).train()
-            assert group.role(sleeper, Dozing).asleep() == [["weights", "grads", "optimizer", "cache"]]
-            assert group.role(stays, Dozing).asleep() == [[]]
+            assert group.role(sleeper, Dozing).list_asleep() == [["weights", "grads", "optimizer", "cache"]]
+            assert group.role(stays, Dozing).list_asleep() == [[]]
 
     def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
         """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
@@ -106,7 +106,7 @@ class TakingTurns(ExecutorCase):
             group.sleep("one")  # all that it has
             digests = [group.role(name, Dozing).digest() for name in these * 2]
             assert digests[: len(these)] == digests[len(these) :]
-            most += group.run(most_in_memory)
+            most += group.run(peak_memory)
             group.close()
         assert most[1] - most[0] < mib * _MIB
 
@@ -119,10 +119,10 @@ class TakingTurns(ExecutorCase):
         assert one.look() == two.look()  # for the first time all others make room
         one.train()
         two.train()
-        assert one.asleep() == [["weights", "grads", "optimizer", "cache"]]
+        assert one.list_asleep() == [["weights", "grads", "optimizer", "cache"]]
         one.look()
-        assert one.asleep() == [["grads", "optimizer", "cache"]]
-        assert two.asleep() == [[]]
+        assert one.list_asleep() == [["grads", "optimizer", "cache"]]
+        assert two.list_asleep() == [[]]
 
     def test_a_role_that_residents_keep_awake(self, spawn: Spawn) -> None:
         """Who lacks the room is told of it."""
@@ -165,7 +165,7 @@ class TakingTurns(ExecutorCase):
         assert group.role("one", Dozing).train()
 
 
-def most_in_memory(ctx: Context) -> int:
+def peak_memory(ctx: Context) -> int:
     """The most of this process's memory that was ever in use, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

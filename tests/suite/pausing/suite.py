@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.suite.core.background import BACKGROUND
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 from tests.suite.probes.background import Beside
 
 import colocate
@@ -22,7 +22,7 @@ from colocate.testing.probes.collectives import Collective
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-class Pausing(ExecutorCase):
+class PauseBegun(ExecutorCase):
     """`group.pause` and `group.resume`."""
 
     @pytest.fixture
@@ -65,7 +65,7 @@ class Pausing(ExecutorCase):
             assert step.result(PATIENCE_S) == [2.0, 2.0]
         assert train.sum(1.0) == [2.0, 2.0]
 
-    @of_executor
+    @mark_executor_part
     @pytest.mark.parametrize("name", ["generate", "generate_async"])
     @needs_feature("weights")
     def test_a_generation_is_kept(self, two_lanes: ColocatedGroup, name: str) -> None:
@@ -102,7 +102,7 @@ class Pausing(ExecutorCase):
             two_lanes.resume("roll")
         assert [steps[-1][1] for steps in running.result(PATIENCE_S)] == [True, True]
 
-    @of_executor
+    @mark_executor_part
     @pytest.mark.parametrize("name", ["play", "produce", "produce_async"])
     @needs_feature("weights")
     @needs_feature("rows")
@@ -300,7 +300,7 @@ class Pausing(ExecutorCase):
 class PausesOfDetached(DetachedCase):
     """Another driver takes a group whose background role was paused."""
 
-    @of_executor
+    @mark_executor_part
     @needs_feature("memory")
     @needs(Detachable)
     def test_background_roles_go_on(self, runtime: Runtime, name: str) -> None:
@@ -316,7 +316,7 @@ class PausesOfDetached(DetachedCase):
         train, roll = group.role("train", Beside), group.role("roll", Beside)
         assert train.read() == [[]] * 2
         assert roll.read() == [["first"]] * 2  # each has been woken by now, which has its place in both orders
-        memory: Any = group._node.part("memory")
+        memory: Any = group._node.get_part("memory")
         wait_until(lambda: not memory.sleepers.marks, "the driver knows")  # or another wake waits for `roll` below
         with Gate() as gate:
             running = roll.do.submit("second", gate.address)
@@ -329,4 +329,4 @@ class PausesOfDetached(DetachedCase):
         pool.close()
 
 
-AREAS = [Pausing, PausesOfDetached]
+AREAS = [PauseBegun, PausesOfDetached]

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 from tests.suite.traffic import Traffic
 
 import colocate
 from colocate import Call, ColocatedGroup, Resident
 from colocate.errors import ClosedError, PipelineError, RoleError
 from colocate.testing.executors._base import ExecutorCase, needs_feature
-from colocate.testing.executors.calls import cleared
+from colocate.testing.executors.calls import clear_log
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Axes, Rows
@@ -26,7 +26,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 class Pipelines(ExecutorCase):
     """What `group.pipeline()` sends, refuses and forgets."""
 
-    @of_executor
+    @mark_executor_part
     def test_pipeline_as_without(self, pair: ColocatedGroup) -> None:
         """Calls and residents of the block are what they are without it; residents can be used at once."""
         rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
@@ -60,11 +60,11 @@ class Pipelines(ExecutorCase):
 
     def test_pipeline_order(self, pair: ColocatedGroup) -> None:
         """The calls take their places together, in their own order, when the block ends; others' go out at once."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with pair.pipeline():
             for entry in "abc":
                 log.add.submit(entry)
-            elsewhere(lambda: log.add("another thread's"))
+            run_in_thread(lambda: log.add("another thread's"))
             log.async_add.submit("d")
         assert log.read() == [["another thread's", "a", "b", "c", "begin d", "end d"]] * 2
 
@@ -77,7 +77,7 @@ class Pipelines(ExecutorCase):
             refused: dict[str, Callable[[], object]] = {
                 r"echo\.noop would wait.*\.submit": echo.noop,
                 r"echo\.noop would wait.*before or after the block": echo.noop.options(timeout=1),
-                r"function who would wait": lambda: pair.run(who),
+                r"function worker_id would wait": lambda: pair.run(worker_id),
                 r"echo\.first is sent when the block .* at .*suite\.py:\d+ ends": call.result,
                 r"echo\.first is sent": call.exception,
                 r"echo\.first is sent when": lambda: colocate.wait([call]),
@@ -93,7 +93,7 @@ class Pipelines(ExecutorCase):
 
     def test_pipeline_exception(self, pair: ColocatedGroup) -> None:
         """An exception in the block sends nothing: its calls and residents have failed and say why."""
-        log, rows = cleared(pair), pair.role("rows", Rows)
+        log, rows = clear_log(pair), pair.role("rows", Rows)
         sent: list[tuple[Call[Any], Resident[Any], Call[Any]]] = []
 
         def block() -> None:
@@ -145,7 +145,7 @@ class Pipelines(ExecutorCase):
             freed.free()
             del resident
             gc.collect()
-            elsewhere(lambda: echo.noop())  # takes along what may be forgotten by now
+            run_in_thread(lambda: echo.noop())  # takes along what may be forgotten by now
             echo.tracked.keep().free()
             echo.tracked.keep()
         assert [use.result(PATIENCE_S) for use in uses] == [[4, 8], [12, 16]]
@@ -155,7 +155,7 @@ class Pipelines(ExecutorCase):
 
     def test_pipeline_nested(self, pair: ColocatedGroup) -> None:
         """A block inside a block is sent with the outer one; if it fails alone, its own calls are not."""
-        log = cleared(pair)
+        log = clear_log(pair)
 
         def inner(fails: bool) -> Call[Any]:
             with pair.pipeline():
@@ -192,7 +192,7 @@ class Pipelines(ExecutorCase):
             ours, use = rows.double.keep([1, 2]), rows.double.submit(theirs.ref)
             with pytest.raises(PipelineError, match=r"axes\.doubled would be sent before rows\.double"):
                 axes.doubled.submit(ours.ref)
-            refused = elsewhere(lambda: rows.double.submit(ours.ref).exception())
+            refused = run_in_thread(lambda: rows.double.submit(ours.ref).exception())
             assert isinstance(refused, PipelineError)
         assert use.result(PATIENCE_S) == [4, 8]
         assert axes.doubled(ours.ref) == [4, 8]
@@ -227,12 +227,12 @@ class Pipelines(ExecutorCase):
         assert max(traffic.sent_bytes) < 2 * tensor.nbytes
 
 
-def who(ctx: colocate.Context) -> int:
+def worker_id(ctx: colocate.Context) -> int:
     """Return which worker it is."""
     return ctx.rank
 
 
-def elsewhere(do: Callable[[], object]) -> object:
+def run_in_thread(do: Callable[[], object]) -> object:
     """Do something in another thread, and wait; what it returned or raised."""
     results: list[object] = []
 

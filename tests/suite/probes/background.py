@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import Role, Scatter, method
 from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 
     from colocate import Weights
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
 _STEP_S = 0.002

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import ColocateError, PerRank, Role, method, needs
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 from colocate.testing.probes.collectives import Collective
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
 class Own(Role):
@@ -34,8 +34,8 @@ class Launched(Role):
         import torch.distributed as dist
 
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        self.found = {name: int(os.environ[name]) for name in names}
-        dist.init_process_group("gloo", rank=self.found["RANK"], world_size=self.found["WORLD_SIZE"])
+        self.variables = {name: int(os.environ[name]) for name in names}
+        dist.init_process_group("gloo", rank=self.variables["RANK"], world_size=self.variables["WORLD_SIZE"])
         dist.init_process_group(**wanted)
         self.by_torch = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()
@@ -44,14 +44,14 @@ class Launched(Role):
     def facts(self) -> tuple[dict[str, int], tuple[int, int], bool]:
         """The variables, what torch says, and whether they name the rendezvous."""
         named = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return self.found, self.by_torch, named == (self.ctx.rendezvous.host, self.ctx.rendezvous.port)
+        return self.variables, self.by_torch, named == (self.ctx.rendezvous.host, self.ctx.rendezvous.port)
 
 
 class Meeting(Role):
     """Uses the rendezvous."""
 
     def __init__(self) -> None:
-        self.found = self.ctx.rendezvous
+        self.rendezvous = self.ctx.rendezvous
 
     @method(dispatch=PerRank("text"))
     def put(self, text: str) -> None:
@@ -65,11 +65,11 @@ class Meeting(Role):
     def _store(self) -> Any:
         import torch.distributed as dist
 
-        return dist.TCPStore(self.found.host, self.found.port, is_master=False)  # type: ignore[attr-defined]
+        return dist.TCPStore(self.rendezvous.host, self.rendezvous.port, is_master=False)  # type: ignore[attr-defined]
 
 
 @needs("process_group")
-class Together(Collective):
+class GroupRequest(Collective):
     """Says that it uses process groups."""
 
 

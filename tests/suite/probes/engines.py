@@ -10,12 +10,12 @@ from tests.suite.probes.sleepers import Dozing
 
 import colocate
 from colocate import Role, method
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 BYTES = 1 << 20
 
@@ -28,12 +28,12 @@ class Engine:
         self.awake = True
 
 
-class Engined(Role):
+class EngineUser(Role):
     """Has an engine."""
 
     def __init__(self, file: str | None = None, wrong: bool = False) -> None:
         self.engine, self.file, self.wrong = Engine(self.ctx.device), file, wrong
-        self.own = torch.ones(BYTES // 4, device=self.ctx.device)
+        self.own_tensor = torch.ones(BYTES // 4, device=self.ctx.device)
 
     def managed(self) -> Mapping[str, Any]:
         return {"cash": 1} if self.wrong else {"cache": BYTES if self.engine.awake else 0}
@@ -78,7 +78,7 @@ class Borrower(Role):
 
 
 @colocate.needs("process")
-class Alone(Role):
+class LoneEngine(Role):
     """Changes what is its whole process's."""
 
     @method

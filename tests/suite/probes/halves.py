@@ -12,7 +12,7 @@ from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes.lasting import Lasting
 
 
-class Halved(Lasting):
+class HalfSaver(Lasting):
     """Takes its count, and writes it when a gate is open.
 
     Args:
@@ -55,7 +55,7 @@ class Halved(Lasting):
         return written
 
 
-class Going(Lasting):
+class LateSaver(Lasting):
     """What its `save` returns goes on by itself.
 
     Args:
@@ -68,7 +68,7 @@ class Going(Lasting):
         self.how, self.gate = how, gate
         self.pool = ThreadPoolExecutor(2)
 
-    def write(self, directory: str, taken: int) -> None:
+    def write_state(self, directory: str, taken: int) -> None:
         """Behind the gate."""
         pass_gate(self.gate)
         Path(directory, str(self.ctx.rank)).write_text(str(taken))
@@ -76,12 +76,12 @@ class Going(Lasting):
     def save(self, directory: str) -> Any:
         """Take the state at once: it is there when this returns."""
         if self.how == "thread":
-            thread = Thread(target=self.write, args=(directory, self.count))
+            thread = Thread(target=self.write_state, args=(directory, self.count))
             thread.start()
             return [thread]
-        future = self.pool.submit(self.write, directory, self.count)
+        future = self.pool.submit(self.write_state, directory, self.count)
         if self.how == "attribute":
-            self.left = future
+            self.pending = future
             return None
         return future
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import colocate
 from colocate import Role, method
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 from colocate.testing.probes.holders import _MIB
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
-class Watched(Role):
+class WatchedHolder(Role):
     """Has a gradient, and knows who reads it."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Training(Role):
         return sum(parameter.nbytes for parameter in self.net.parameters())
 
 
-class Declaring(Role):
+class Declarer(Role):
     """Says itself what it holds."""
 
     def __init__(self, fails: bool = False) -> None:

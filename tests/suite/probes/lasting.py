@@ -17,7 +17,7 @@ from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes.lasting import Lasting
 
 
-class Called(Lasting):
+class TimedCall(Lasting):
     """A role whose `save` and `restore` may be called by its callers, too.
 
     Args:
@@ -39,7 +39,7 @@ class Called(Lasting):
             pass_gate(self.gate)
 
 
-class Later(Lasting):
+class LaterSaver(Lasting):
     """A role whose files are written when `save` has returned; on rank 0 once a gate is open.
 
     Args:
@@ -53,13 +53,13 @@ class Later(Lasting):
         self.pool = ThreadPoolExecutor(1)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.looping: Thread | None = None
-        self.left: object = None
+        self.pending: object = None
 
     @method
     def become(self, how: str, gate: Address | None = None) -> None:
         self.how, self.gate = how, gate
 
-    def write(self, directory: str) -> None:
+    def write_state(self, directory: str) -> None:
         if self.gate is not None and self.how == "nothing":
             pass_gate(self.gate)
             return  # the folder is gone
@@ -75,23 +75,23 @@ class Later(Lasting):
 
     def save(self, directory: str) -> Any:
         if self.how in ("future", "fails"):
-            return self.pool.submit(self.write, directory)
+            return self.pool.submit(self.write_state, directory)
         if self.how == "attribute":
-            self.left = self.pool.submit(self.write, directory)
+            self.pending = self.pool.submit(self.write_state, directory)
             return None
         if self.how == "several":
-            return [self.pool.submit(self.write, directory), (None, {"one": self.pool.submit(int)}), self.count]
+            return [self.pool.submit(self.write_state, directory), (None, {"one": self.pool.submit(int)}), self.count]
         if self.how == "response":
-            return Response(self.pool.submit(int), self.pool.submit(self.write, directory))
+            return Response(self.pool.submit(int), self.pool.submit(self.write_state, directory))
         if self.how == "coroutine":
-            return asyncio.to_thread(self.write, directory)
+            return asyncio.to_thread(self.write_state, directory)
         if self.how == "tasks":
-            return self._begins(directory)
+            return self._start_write(directory)
         if self.how == "another loop":
             self.loop = asyncio.new_event_loop()
             self.looping = Thread(target=self.loop.run_forever)
             self.looping.start()
-            return asyncio.run_coroutine_threadsafe(self._begun(directory), self.loop).result()
+            return asyncio.run_coroutine_threadsafe(self._write_started(directory), self.loop).result()
         if self.how == "process":
             return subprocess.Popen([sys.executable, "-c", f"open('{directory}/{self.ctx.rank}', 'w').write('0')"])
         if self.how == "parts":  # as torch.distributed.checkpoint writes them, and what is whole last
@@ -100,7 +100,7 @@ class Later(Lasting):
             return None
         if self.how == "bad process":
             return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-        thread = Thread(target=self.write, args=(directory,))
+        thread = Thread(target=self.write_state, args=(directory,))
         thread.start()
         if self.how == "amid":
             while not Path(directory, str(self.ctx.rank)).exists():
@@ -115,11 +115,11 @@ class Later(Lasting):
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
 
-    async def _begins(self, directory: str) -> None:
-        self.left = asyncio.create_task(asyncio.to_thread(self.write, directory))
+    async def _start_write(self, directory: str) -> None:
+        self.pending = asyncio.create_task(asyncio.to_thread(self.write_state, directory))
 
-    async def _begun(self, directory: str) -> asyncio.Task[None]:
-        return asyncio.create_task(asyncio.to_thread(self.write, directory))
+    async def _write_started(self, directory: str) -> asyncio.Task[None]:
+        return asyncio.create_task(asyncio.to_thread(self.write_state, directory))
 
 
 @attrs.frozen
@@ -171,7 +171,7 @@ class Distributed(Resizable):
         Path(directory, ".metadata").touch()
 
 
-class Passing(Role):
+class PassingSaver(Role):
     """Counts, and can't be saved."""
 
     def __init__(self) -> None:
@@ -183,14 +183,14 @@ class Passing(Role):
         return self.count
 
 
-class HalfSaved(Passing):
+class HalfSaved(PassingSaver):
     """Saves itself, and can't be restored."""
 
     def save(self, directory: str) -> None:
         """Nothing."""
 
 
-class Seeded(Role):
+class SeededRole(Role):
     """Tells the seeds of its calls."""
 
     @method

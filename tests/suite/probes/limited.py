@@ -21,25 +21,25 @@ class Late(Exception):
     """An error of taking too long."""
 
 
-def late(number: int, frame: FrameType | None) -> None:
+def raise_late(number: int, frame: FrameType | None) -> None:
     """Say so. A handler."""
     raise Late("too late")
 
 
 def set_alarm(seconds: float = LATE_S) -> None:
     """Limit what follows."""
-    signal.signal(signal.SIGALRM, late)
+    signal.signal(signal.SIGALRM, raise_late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def work_on() -> None:
+def work_forever() -> None:
     """Compute for as long as nobody stops it."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         pass
 
 
-def is_late(work: Callable[[], object] = work_on) -> bool:
+def is_late(work: Callable[[], object] = work_forever) -> bool:
     """Whether some work is stopped by an alarm, as timeout decorators have it."""
     set_alarm()
     try:
@@ -59,11 +59,11 @@ class Raises:
         return int, (1,)
 
 
-def _end_when_told(connection: Connection) -> None:
+def _wait_for_end(connection: Connection) -> None:
     os._exit(connection.recv())
 
 
-class Limited(Role):
+class LimitedRole(Role):
     """Sets alarms."""
 
     def __init__(self) -> None:
@@ -81,12 +81,12 @@ class Limited(Role):
     @method(collect=First())
     def overruns(self) -> None:
         set_alarm()
-        work_on()
+        work_forever()
 
     @method(collect=First())
     def returns_slowly(self) -> Raises:
         """A signal while what a method has returned is packed."""
-        signal.signal(signal.SIGALRM, late)
+        signal.signal(signal.SIGALRM, raise_late)
         return Raises()
 
     @method(collect=First())
@@ -105,7 +105,7 @@ class Limited(Role):
         """The exit code of a fork to which signals come, a DataLoader's worker say; 3 if it goes on."""
         context = multiprocessing.get_context("fork")
         local_end, remote_end = context.Pipe()
-        process = context.Process(target=_end_when_told, args=(remote_end,))
+        process = context.Process(target=_wait_for_end, args=(remote_end,))
         process.start()
         for number in sent:
             os.kill(process.pid or 0, number)

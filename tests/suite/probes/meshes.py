@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Row = tuple[int, tuple[int, ...]]
 
 
-def facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def worker_facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return what a function knows of its worker, and what it was given."""
     return {
         "rank": ctx.rank,
@@ -29,7 +29,7 @@ def facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, Any]:
     }
 
 
-def sum_of_ranks(ctx: colocate.Context, failing: int | None = None) -> float:
+def sum_ranks(ctx: colocate.Context, failing: int | None = None) -> float:
     """The sum of the ranks, by a collective that one of them may leave."""
     import torch
     import torch.distributed as dist

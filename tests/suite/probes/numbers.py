@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from colocate import Context, Role, method
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 from colocate.testing.probes.numbers import seed_all
 
 if TYPE_CHECKING:
     import numpy
     import torch
 else:
-    numpy, torch = optional("numpy"), optional("torch")
+    numpy, torch = import_optional("numpy"), import_optional("torch")
 
 
-def seed_there(ctx: Context, seed: int) -> None:
+def seed_on_worker(ctx: Context, seed: int) -> None:
     """The same, as a function on a worker."""
     seed_all(seed)
 
 
-def switches() -> list[Any]:
+def read_switches() -> list[Any]:
     """How torch's switches for a whole process are."""
     return [
         torch.are_deterministic_algorithms_enabled(),
@@ -36,7 +36,7 @@ def switches() -> list[Any]:
     ]
 
 
-def switch() -> None:
+def set_switches() -> None:
     """Set each of them."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_anomaly_enabled(True)
@@ -53,16 +53,16 @@ class Switching(Role):
 
     def __init__(self, sets: bool = False) -> None:
         if sets:
-            switch()
+            set_switches()
 
     @method
     def told(self) -> list[Any]:
-        return switches()
+        return read_switches()
 
     @method
-    def switch(self) -> list[Any]:
-        switch()
-        return switches()
+    def set_switches(self) -> list[Any]:
+        set_switches()
+        return read_switches()
 
     @method
     def newer(self) -> list[Any]:

@@ -47,14 +47,14 @@ class Plain:
         return self.start
 
 
-def _never(*_: Any, **__: Any) -> NoReturn:
+def _raise_never(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("it is no method for colocate")
 
 
 class Machine:
     """What can be called, and is no method."""
 
-    __call__ = _never
+    __call__ = _raise_never
 
 
 class Ported(Role):
@@ -66,15 +66,15 @@ class Ported(Role):
 
     @property
     def managed(self) -> Any:
-        return _never()
+        return _raise_never()
 
     @cached_property
     def wake(self) -> Any:
-        return _never()
+        return _raise_never()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("apart", "renew", "plan"):
-            return _never
+            return _raise_never
         raise AttributeError(name)
 
     @method
@@ -82,6 +82,6 @@ class Ported(Role):
         return self.device_state
 
 
-def number(ctx: Context) -> int:
+def return_number(ctx: Context) -> int:
     """A function for `group.run`."""
     return 1

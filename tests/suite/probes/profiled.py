@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import PerRank, Role, method
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
 class Timed(Role):
@@ -75,29 +75,29 @@ class Timed(Role):
         """Have this worker write its next profile only once the gate is open, on its second rank."""
         from colocate.features.profiling.worker import Session
 
-        written = Session.written
+        written = Session.write_trace
 
         def late(*args: Any) -> Any:
-            Session.written = written  # type: ignore[method-assign]
+            Session.write_trace = written  # type: ignore[method-assign]
             pass_gate(gate)
             return written(*args)
 
         if self.ctx.rank == 1:
-            Session.written = late  # type: ignore[method-assign, assignment]
+            Session.write_trace = late  # type: ignore[method-assign, assignment]
 
     @method
     def refuse_next(self) -> None:
         """Have this worker's next profile not begin, on its second rank, as where another one of torch's goes on."""
         from colocate.features.profiling.worker import Session
 
-        begin = Session.begin
+        begin = Session.start_profiler
 
         def refuse(session: Session) -> None:
-            Session.begin = begin  # type: ignore[method-assign]
+            Session.start_profiler = begin  # type: ignore[method-assign]
             raise RuntimeError("another one goes on")
 
         if self.ctx.rank == 1:
-            Session.begin = refuse  # type: ignore[method-assign, assignment]
+            Session.start_profiler = refuse  # type: ignore[method-assign, assignment]
 
     @method
     def hooks(self) -> int:
@@ -105,7 +105,7 @@ class Timed(Role):
         from colocate.worker.context import WorkerContext
 
         contexts = [context for context in gc.get_objects() if isinstance(context, WorkerContext)]
-        hooks = [hook for context in contexts for hook in (*context.enters, *context.leaves)]
+        hooks = [hook for context in contexts for hook in (*context.before_call_hooks, *context.after_call_hooks)]
         return sum("profiling" in str(getattr(hook, "__module__", "")) for hook in hooks)
 
     @method
@@ -114,7 +114,7 @@ class Timed(Role):
         return "profiling" in str(getattr(torch.distributed.Work.wait, "__module__", ""))
 
 
-class Shifted(Timed):
+class ShiftedTimed(Timed):
     """Whose process has another time than the driver's, on its second rank."""
 
     def __init__(self, by: float) -> None:

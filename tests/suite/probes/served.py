@@ -59,12 +59,12 @@ def says_up(child: Any) -> bool:
     return is_up
 
 
-def breaks_up(connection: Any) -> None:
+def fail_to_start(connection: Any) -> None:
     """Fail before the first word."""
     raise ValueError("no engine here")
 
 
-def is_silent(connection: Any) -> None:
+def stay_silent(connection: Any) -> None:
     """Say nothing."""
     threading.Event().wait()
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate import Concat, Context, Gather, PerRank, Role, Scatter, method
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
-def told() -> dict[str, Any]:
+def read_settings() -> dict[str, Any]:
     """Return what torch computes with when nothing is said."""
     tensor = torch.ones(1)
     return {
@@ -30,12 +30,12 @@ def told() -> dict[str, Any]:
     }
 
 
-def told_by(ctx: Context) -> dict[str, Any]:
+def read_settings_on_worker(ctx: Context) -> dict[str, Any]:
     """The same, as a plain function on a worker."""
-    return told()
+    return read_settings()
 
 
-def change(dtype: bool) -> list[Any]:
+def change_settings(dtype: bool) -> list[Any]:
     """Set what is for the thread, and what is for the process if that is wanted: what has been begun for good."""
     blocks: list[Any] = [torch.inference_mode(), torch.autocast("cpu", torch.float16)]
     for block in blocks:
@@ -47,30 +47,30 @@ def change(dtype: bool) -> list[Any]:
     return blocks
 
 
-class Changing(Role):
+class SettingsChanger(Role):
     """Sets something in its constructor, or in a method."""
 
     def __init__(self, changes: bool = False, dtype: bool = False) -> None:
         self._dtype = dtype
-        self._blocks = change(dtype) if changes else []
+        self._blocks = change_settings(dtype) if changes else []
 
     @method
-    def told(self) -> dict[str, Any]:
-        return told()
+    def read_settings(self) -> dict[str, Any]:
+        return read_settings()
 
     @method
-    def change(self) -> dict[str, Any]:
-        self._blocks += change(self._dtype)
-        return told()
+    def change_settings(self) -> dict[str, Any]:
+        self._blocks += change_settings(self._dtype)
+        return read_settings()
 
     @method
     def change_and_fail(self) -> None:
-        self._blocks += change(self._dtype)
+        self._blocks += change_settings(self._dtype)
         raise ValueError("on purpose")
 
     @method(concurrency=2)
     async def soon(self) -> dict[str, Any]:
-        return told()
+        return read_settings()
 
     @method(concurrency=3)
     async def across(self, block: bool) -> list[dict[str, Any]]:
@@ -86,14 +86,14 @@ class Changing(Role):
         return facts
 
     async def _across(self) -> list[dict[str, Any]]:
-        facts = [told()]
+        facts = [read_settings()]
         for _ in range(3):
             await asyncio.sleep(0)
-            facts.append(told())
+            facts.append(read_settings())
         return facts
 
     def save(self, directory: str) -> None:
-        self.saved = told()
+        self.saved = read_settings()
         Path(directory, str(self.ctx.rank)).touch()
 
     def restore(self, directory: str) -> None:
@@ -108,53 +108,53 @@ class Batch:
     texts: tuple[str, ...] = ()
 
 
-def places(value: Any) -> Any:
+def list_devices(value: Any) -> Any:
     """The devices of the tensors in a value, in its structure."""
     if isinstance(value, dict):
-        return {key: places(item) for key, item in value.items()}
+        return {key: list_devices(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [places(item) for item in value]
+        return [list_devices(item) for item in value]
     if isinstance(value, Batch):
-        return places(value.tokens)
+        return list_devices(value.tokens)
     if hasattr(value, "parameters"):
         return [str(parameter.device) for parameter in value.parameters()]
     return str(value.device) if hasattr(value, "device") else value
 
 
-def places_in(ctx: Context, value: Any) -> Any:
+def list_devices_on_worker(ctx: Context, value: Any) -> Any:
     """The same, as a plain function on a worker."""
-    return places(value)
+    return list_devices(value)
 
 
-class Placed(Role):
+class DeviceReader(Role):
     """Looks at its arguments, and nothing else."""
 
     def __init__(self, given: Any = None) -> None:
-        self.given = places(given)
+        self.argument_devices = list_devices(given)
 
     @method
     def constructed(self) -> Any:
-        return self.given
+        return self.argument_devices
 
     @method
     def broadcast(self, x: Any) -> Any:
-        return places(x)
+        return list_devices(x)
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def scattered(self, x: Any) -> Any:
-        return places(x)
+        return list_devices(x)
 
     @method(dispatch=PerRank("x"))
     def each(self, x: Any) -> Any:
-        return places(x)
+        return list_devices(x)
 
     @method(dispatch=Scatter("x", "lengths"), collect=Gather(), host=("lengths", "more"))
     def mixed(self, x: Any, lengths: Any, *, more: Any = None) -> Any:
-        return places([x, lengths, more])
+        return list_devices([x, lengths, more])
 
     @method(concurrency=2)
     async def soon(self, x: Any) -> Any:
-        return places(x)
+        return list_devices(x)
 
     @method(collect=Concat())
     def make(self, rows: int) -> torch.Tensor:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import colocate
 from colocate import Role, method
-from colocate._system.room import free_memory
+from colocate._system.room import read_free_memory
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 _MIB = 2**20
 
@@ -35,26 +35,26 @@ class Dozing(Role):
         self.net.register_buffer("scale", torch.ones(1024, device=device))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3, momentum=0.9)
         self.cache = [torch.randn(mib * _MIB // 4, device=device, generator=generator)]
-        self.seen: dict[str, Any] = {"view": self.net.weight.detach()[3:]}
-        self._told: list[str] = []
+        self.views: dict[str, Any] = {"view": self.net.weight.detach()[3:]}
+        self._hook_calls: list[str] = []
         self._failing: dict[str, BaseException] = {}
         if hooks:
             self.sleep, self.wake = self._sleep, self._wake
 
     def _sleep(self, tags: Sequence[str]) -> None:
-        self._tell("sleep", tags)
+        self._record_hook("sleep", tags)
 
     def _wake(self, tags: Sequence[str]) -> None:
-        self._tell("wake", tags)
+        self._record_hook("wake", tags)
 
-    def _tell(self, hook: str, tags: Sequence[str]) -> None:
+    def _record_hook(self, hook: str, tags: Sequence[str]) -> None:
         if hook in self._failing:
             raise self._failing[hook]
-        self._told.append(f"{hook} {' '.join(tags)}")
+        self._hook_calls.append(f"{hook} {' '.join(tags)}")
 
     @method(awake=())
     def told(self) -> list[str]:
-        return self._told
+        return self._hook_calls
 
     @method(awake=())
     def fail_hook(self, rank: int, error: BaseException | None, hook: str = "sleep") -> None:
@@ -94,7 +94,7 @@ class Dozing(Role):
         """Digest the weights, by whatever refers to them, and all the rest."""
         rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
         rest += [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        return self._weights(), digest_of(*(tensor for tensor in rest if tensor is not None))
+        return self._weights(), digest(*(tensor for tensor in rest if tensor is not None))
 
     @method
     def parts(self) -> dict[str, str]:
@@ -102,7 +102,7 @@ class Dozing(Role):
         momentum = [state["momentum_buffer"] for state in self.optimizer.state.values()]
         grads = [] if self.net.weight.grad is None else [self.net.weight.grad]
         parts = {"grads": grads, "optimizer": momentum, "cache": self.cache}
-        digests = {tag: digest_of(*part) for tag, part in parts.items() if any(tensor.any() for tensor in part)}
+        digests = {tag: digest(*part) for tag, part in parts.items() if any(tensor.any() for tensor in part)}
         return {"weights": self._weights(), **digests}
 
     @method
@@ -113,9 +113,9 @@ class Dozing(Role):
     @method
     def look_by_array(self) -> float:
         """Have an array of the weights from now on; the sum of what it shows."""
-        if "array" not in self.seen:
-            self.seen["array"] = self.net.weight.detach().cpu().numpy()[:, 1:]
-        return float(self.seen["array"].sum())
+        if "array" not in self.views:
+            self.views["array"] = self.net.weight.detach().cpu().numpy()[:, 1:]
+        return float(self.views["array"].sum())
 
     @method(awake=())
     def is_on_gpu(self) -> bool:
@@ -157,19 +157,19 @@ class Dozing(Role):
         self.cache.clear()
 
     @method(awake=())
-    def asleep(self) -> list[str]:
-        return asleep(self.ctx)
+    def list_asleep(self) -> list[str]:
+        return list_asleep(self.ctx)
 
     @method(awake=())
     def lack_room(self, rank: int | None) -> None:
         """Have a rank find no free memory; None for all of them finding it again."""
-        _sleeper(self.ctx).free = (lambda: 0) if self.ctx.rank == rank else free_memory
+        _find_sleeper(self.ctx).read_free_memory = (lambda: 0) if self.ctx.rank == rank else read_free_memory
 
     def _weights(self) -> str:
-        return digest_of(self.net.weight, self.tied.weight, *self.seen.values())
+        return digest(self.net.weight, self.tied.weight, *self.views.values())
 
     def save(self, directory: str) -> None:
-        assert not asleep(self.ctx)
+        assert not list_asleep(self.ctx)
         if "save" in self._failing:
             raise self._failing["save"]
         Path(directory, str(self.ctx.rank)).touch()
@@ -182,21 +182,21 @@ class Watching(Dozing):
     """Looks what of another role sleeps, when it is constructed and when it trains."""
 
     def __init__(self, other: str, mib: int) -> None:
-        self._other = other
-        self._seen = [self._look()]
+        self._other_role = other
+        self._observations = [self._look()]
         super().__init__(mib)
 
     @method
     def train(self) -> str:
-        self._seen.append(self._look())
+        self._observations.append(self._look())
         return self._train()
 
     @method(awake=())
     def has_seen(self) -> list[list[str]]:
-        return self._seen
+        return self._observations
 
     def _look(self) -> list[str]:
-        return list(_sleeper(self.ctx).asleep.tags(self._other))
+        return list(_find_sleeper(self.ctx).asleep.sleeping_tags(self._other_role))
 
 
 class Sharing(Role):
@@ -210,7 +210,7 @@ class Sharing(Role):
 
     @method
     def digest(self) -> str:
-        return digest_of(self.net.weight)
+        return digest(self.net.weight)
 
     @method
     def fail_at(self, gate: Address) -> None:
@@ -222,17 +222,17 @@ class Sharing(Role):
         return float(sum(value.sum().item() for value in values))
 
 
-def asleep(ctx: colocate.Context) -> list[str]:
+def list_asleep(ctx: colocate.Context) -> list[str]:
     """Return what of a role's memory sleeps in this worker."""
-    return list(_sleeper(ctx).asleep.tags(ctx.role))
+    return list(_find_sleeper(ctx).asleep.sleeping_tags(ctx.role))
 
 
-def _sleeper(ctx: colocate.Context) -> Any:
+def _find_sleeper(ctx: colocate.Context) -> Any:
     reach: Any = ctx._reach
-    return reach.__self__.part("memory").sleeper
+    return reach.__self__.get_feature("memory").sleeper
 
 
-def digest_of(*values: Any) -> str:
+def digest(*values: Any) -> str:
     """Digest the bytes of tensors and arrays."""
     checksum = 0
     for value in values:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, PerRank, Role, method
 from colocate.testing.gate import pass_gate_async
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
-def takes_a_step(model: Any, optimizer: Any) -> bool:
+def changes_weights(model: Any, optimizer: Any) -> bool:
     """Whether a step of an optimizer changes a model's weights."""
     before = [weight.detach().clone() for weight in model.parameters()]
     optimizer.zero_grad()
@@ -34,16 +34,16 @@ class Trainer(Role):
 
     @method(collect=First())
     def step(self) -> bool:
-        return takes_a_step(self.model, self.optimizer)
+        return changes_weights(self.model, self.optimizer)
 
     @method(collect=First())
     def step_with(self, model: Any, optimizer: Any) -> bool:
         """With arguments; what can be called makes the optimizer."""
-        return takes_a_step(model, optimizer() if callable(optimizer) else optimizer)
+        return changes_weights(model, optimizer() if callable(optimizer) else optimizer)
 
     @method(collect=First())
     def step_with_both(self, both: Any) -> bool:
-        return takes_a_step(*both)
+        return changes_weights(*both)
 
     @method(collect=First())
     def make(self, listed: bool = False) -> Any:
@@ -52,62 +52,62 @@ class Trainer(Role):
         return model, list(model.parameters()) if listed else torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def _through_operators(value: Any) -> None:
+def _write_by_operators(value: Any) -> None:
     value["x"].add_(1.0)
 
 
-def _through_data(value: Any) -> None:
+def _write_by_data(value: Any) -> None:
     value["x"].data[0] = 7.0
 
 
-def _other_data(value: Any) -> None:
+def _replace_data(value: Any) -> None:
     value["x"].data = torch.full((3,), 7.0)
 
 
-def _through_numpy(value: Any) -> None:
+def _write_by_numpy(value: Any) -> None:
     value["x"].numpy()[...] = 7.0
 
 
-def _through_a_view(value: Any) -> None:
+def _write_by_view(value: Any) -> None:
     value["x"].detach().view(3, 1).numpy()[1, 0] = 7.0
 
 
-def _into_an_integer_tensor(value: Any) -> None:
+def _write_integer_tensor(value: Any) -> None:
     value["pair"][0].data.zero_()
 
 
-def _into_an_array(value: Any) -> None:
+def _write_array(value: Any) -> None:
     value["pair"][1][...] = 7
 
 
-def _into_a_view_of_an_array(value: Any) -> None:
+def _write_array_view(value: Any) -> None:
     value["pair"][1].reshape(4)[3] = 7
 
 
-def _deep_inside(value: Any) -> None:
+def _write_deep(value: Any) -> None:
     value["deep"]["list"][1][0].numpy()[0] = 7.0
 
 
-def _other_item(value: Any) -> None:
+def _replace_item(value: Any) -> None:
     value["deep"]["list"].append(1)
 
 
-def _other_key(value: Any) -> None:
+def _replace_key(value: Any) -> None:
     value["deep"]["name"] = "changed"
 
 
 WRITES: Mapping[str, Callable[[Any], None]] = {
-    "operators": _through_operators,
-    "data": _through_data,
-    "other data": _other_data,
-    "numpy": _through_numpy,
-    "a view": _through_a_view,
-    "an integer tensor": _into_an_integer_tensor,
-    "an array": _into_an_array,
-    "a view of an array": _into_a_view_of_an_array,
-    "deep inside": _deep_inside,
-    "another item": _other_item,
-    "another key": _other_key,
+    "operators": _write_by_operators,
+    "data": _write_by_data,
+    "other data": _replace_data,
+    "numpy": _write_by_numpy,
+    "a view": _write_by_view,
+    "an integer tensor": _write_integer_tensor,
+    "an array": _write_array,
+    "a view of an array": _write_array_view,
+    "deep inside": _write_deep,
+    "another item": _replace_item,
+    "another key": _replace_key,
 }
 
 
@@ -115,12 +115,12 @@ class Mourned(Role):
     """Makes values and uses them in each way there is, and knows which of them are still there."""
 
     def __init__(self) -> None:
-        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.refs: list[weakref.ref[torch.Tensor]] = []
 
     @method(collect=Concat())
     def make(self) -> torch.Tensor:
         tensor = torch.arange(4.0)
-        self.made.append(weakref.ref(tensor))
+        self.refs.append(weakref.ref(tensor))
         return tensor
 
     @method
@@ -147,7 +147,7 @@ class Mourned(Role):
     def left(self) -> int:
         """How many of those made are still there."""
         gc.collect()
-        return sum(ref() is not None for ref in self.made)
+        return sum(ref() is not None for ref in self.refs)
 
 
 class Writer(Role):

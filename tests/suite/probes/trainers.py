@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import colocate
 from colocate import Role, method, needs
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 Kind = Literal["none", "ddp", "ddp in the default group", "fsdp2", "tp", "fsdp1", "ddp in its own group", "own mesh"]
 Where = Literal["before", "forward", "backward", "after", "update"]
@@ -45,21 +45,21 @@ def make_model(seed: int = 0) -> torch.nn.Module:
     return Scaled(linear(FEATURES, 16), torch.nn.Tanh(), linear(16, FEATURES), torch.nn.Tanh(), linear(FEATURES, 1))
 
 
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and what they are to become."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(ROWS, FEATURES, generator=generator)
     return x, x.sum(dim=1, keepdim=True).sin()
 
 
-def alone() -> tuple[list[float], dict[str, Any]]:
+def train_alone() -> tuple[list[float], dict[str, Any]]:
     """The losses and weights of the model trained in one process."""
     net = make_model()
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     losses = []
     for number in range(STEPS):
         optimizer.zero_grad()
-        x, y = batch(number)
+        x, y = make_batch(number)
         loss = ((net(x) - y) ** 2).mean()
         loss.backward()
         optimizer.step()
@@ -135,7 +135,7 @@ class Trainer(Role):
             pass_gate(gate)
         fails = failing in (self.ctx.rank, EVERYWHERE)
         self.optimizer.zero_grad()
-        x, y = (rows.to(self.ctx.device) for rows in batch(number))
+        x, y = (rows.to(self.ctx.device) for rows in make_batch(number))
         if self.kind != "tp":  # whose ranks share each row
             x, y = x[self.ctx.rank :: self.ctx.world_size], y[self.ctx.rank :: self.ctx.world_size]
         if fails and where == "before":
@@ -253,7 +253,7 @@ class Rebuilding(Renewing):
         return self.rebuilt
 
 
-class Broken(Trainer):
+class WorkerBroken(Trainer):
     """Can't."""
 
     def renew(self) -> None:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import Role, method, needs
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 _FEATURES = 256
 _MIB = 2**20
@@ -63,16 +63,16 @@ class Hooked(Role):
             torch.nn.init.normal_(parameter, std=0.02, generator=generator)
         first: Any = self.net[0]
         last: Any = self.net[2]
-        self.heard: list[str] = []
-        self.net.register_forward_pre_hook(lambda *_: self._hear("forward begins"))
-        self.net.register_forward_hook(lambda *_: self._hear("forward ends"))
-        self.net.register_full_backward_hook(lambda *_: self._hear("backward ends"))
+        self.hook_calls: list[str] = []
+        self.net.register_forward_pre_hook(lambda *_: self._record_hook("forward begins"))
+        self.net.register_forward_hook(lambda *_: self._record_hook("forward ends"))
+        self.net.register_full_backward_hook(lambda *_: self._record_hook("backward ends"))
         first.weight.register_hook(self._clip)
         # As one does that has no memory for all gradients at once: they are used as soon as they are there.
         self.at_once = torch.optim.Adam(last.parameters(), lr=0.1)
         last.weight.register_post_accumulate_grad_hook(self._update)
         self.optimizer = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
-        self.optimizer.register_step_post_hook(lambda *_: self._hear("step"))
+        self.optimizer.register_step_post_hook(lambda *_: self._record_hook("step"))
         self.loss: Any = None
 
     @method
@@ -89,17 +89,17 @@ class Hooked(Role):
         self.loss = None
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in self.net.parameters()], self.heard
+        return [parameter.detach().clone() for parameter in self.net.parameters()], self.hook_calls
 
-    def _hear(self, what: str) -> None:
-        self.heard.append(what)
+    def _record_hook(self, what: str) -> None:
+        self.hook_calls.append(what)
 
     def _clip(self, gradient: Tensor) -> Tensor:
-        self._hear("gradient")
+        self._record_hook("gradient")
         return gradient.clamp(-1e-3, 1e-3)
 
     def _update(self, weight: Tensor) -> None:
-        self._hear("update")
+        self._record_hook("update")
         self.at_once.step()
         weight.grad = None
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.suite.probes.collectives import Careless, Launched, Meeting, Together
+from tests.suite.probes.collectives import Careless, GroupRequest, Launched, Meeting
 
 import colocate
 from colocate import ColocatedGroup, Runtime
@@ -46,11 +46,11 @@ class ProcessGroups(collectives.ProcessGroups):
         """A role that says it makes them, or has torch's default one, isn't started where its ranks are threads."""
         pytest.importorskip("torch")
         if isinstance(runtime._node.services.executor, OwnProcess):
-            assert spawn({"role": colocate.role(Together)}).role("role", Together).sum(1.0) == [2.0, 2.0]
+            assert spawn({"role": colocate.role(GroupRequest)}).role("role", GroupRequest).sum(1.0) == [2.0, 2.0]
             return
         with pytest.raises(CapabilityError, match="wants the environment of torchrun"):
             spawn({"launched": colocate.role(Launched).on(env="torchrun")}, slots=1)
-        for role in (colocate.role(Together), colocate.role(Collective).on(default_group=True)):
+        for role in (colocate.role(GroupRequest), colocate.role(Collective).on(default_group=True)):
             with pytest.raises(CapabilityError, match="role 'role' makes process groups of its 2 ranks") as caught:
                 spawn({"role": role})
             assert caught.value.capability == "OwnProcess"
@@ -69,7 +69,7 @@ class ProcessGroups(collectives.ProcessGroups):
     def test_rendezvous(self, spawn: Spawn) -> None:
         """Constructors know where the slots meet; a store listens there."""
         pytest.importorskip("torch")
-        with leaks.shared():
+        with leaks.share_between_tests():
             meeting = spawn({"meeting": colocate.role(Meeting)}, slots=1).role("meeting", Meeting)
             meeting.put(["alone"])  # type: ignore[arg-type]
             assert meeting.take() == [["alone"]]

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.suite.probes.trainers import EVERYWHERE, STEPS, Broken, Kind, Rebuilding, Renewing, Trainer, Where, alone
+from tests.suite.probes.trainers import (
+    EVERYWHERE,
+    STEPS,
+    Kind,
+    Rebuilding,
+    Renewing,
+    Trainer,
+    Where,
+    WorkerBroken,
+    train_alone,
+)
 
 import colocate
 from colocate import ColocatedGroup
@@ -26,7 +36,7 @@ NOT_RENEWED: dict[Kind, str] = {
 """What says that a model can't be renewed, by how it is shared."""
 
 
-def rarely(*values: Any) -> list[Any]:
+def mark_long(*values: Any) -> list[Any]:
     """Cases that are much like others: a run that is to be quick leaves them out (`-m "not long"`)."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in values]
 
@@ -36,7 +46,7 @@ Failures = Mapping[int, tuple[int, Where]]
 FIRST: Failures = {0: (0, "before"), 1: (1, "backward"), 2: (EVERYWHERE, "backward")}
 LATER: Failures = {1: (0, "forward"), 2: (EVERYWHERE, "after"), 3: (1, "backward")}
 
-BOTH = ["ddp", *rarely("ddp in the default group"), "fsdp2", *rarely("tp")]
+BOTH = ["ddp", *mark_long("ddp in the default group"), "fsdp2", *mark_long("tp")]
 
 
 class Renewals(ExecutorCase):
@@ -44,7 +54,7 @@ class Renewals(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", BOTH)
-    @pytest.mark.parametrize("failures", [FIRST, *rarely(LATER)], ids=["first", "later"])
+    @pytest.mark.parametrize("failures", [FIRST, *mark_long(LATER)], ids=["first", "later"])
     def test_failed_steps_are_done_again(self, spawn: Spawn, kind: Kind, failures: Failures) -> None:
         """One rank raises, or all do: the step is repeated, and all that follows is as if nothing had happened."""
         np, _ = pytest.importorskip("numpy"), pytest.importorskip("torch")
@@ -65,7 +75,7 @@ class Renewals(ExecutorCase):
                 assert failing in (error.rank, EVERYWHERE)
                 assert "Failure" in str(error)
             losses.append(sum(trainer.step(number)) / 2)
-        expected, weights = alone()
+        expected, weights = train_alone()
         assert losses == pytest.approx(expected, rel=1e-4)
         for arrays in trainer.weights():
             for name, value in weights.items():
@@ -74,7 +84,7 @@ class Renewals(ExecutorCase):
         assert trainer.updates() == [(len(failures), {STEPS})] * 2
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", [*rarely("ddp", "ddp in the default group", "tp"), "fsdp2"])
+    @pytest.mark.parametrize("kind", [*mark_long("ddp", "ddp in the default group", "tp"), "fsdp2"])
     @needs_feature("pipelines")
     def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
         """One rank raises when the others can make their update: then there is no common state to go on with."""
@@ -107,7 +117,7 @@ class Renewals(ExecutorCase):
             trainer.step(2)
         assert group.wait_ready(PATIENCE_S) == 2
         losses += [sum(trainer.step(number)) / 2 for number in range(2, STEPS)]
-        assert losses == pytest.approx(alone()[0], rel=1e-4)
+        assert losses == pytest.approx(train_alone()[0], rel=1e-4)
 
     @needs(OwnProcess)
     def test_without_a_hook(self, spawn: Spawn) -> None:
@@ -120,7 +130,7 @@ class Renewals(ExecutorCase):
     def test_a_hook_that_raises(self, spawn: Spawn) -> None:
         """The hook's error is what the group fails of, after the failure that had led to it."""
         pytest.importorskip("torch")
-        group = spawn({"trainer": colocate.role(Broken, "fsdp2")})
+        group = spawn({"trainer": colocate.role(WorkerBroken, "fsdp2")})
         error = self._fail(group)
         assert "renew() of role 'trainer' raised" in str(error)
         assert "this model can't go on" in str(error)
@@ -138,7 +148,7 @@ class Renewals(ExecutorCase):
     @pytest.mark.parametrize(
         ("kind", "device", "torch_is_known"),
         [
-            *rarely(("ddp in its own group", None, True), ("ddp", None, False), ("tp", None, False)),
+            *mark_long(("ddp in its own group", None, True), ("ddp", None, False), ("tp", None, False)),
             ("own mesh", "meta", True),
             ("fsdp2", None, False),
         ],
@@ -151,9 +161,9 @@ class Renewals(ExecutorCase):
         losses = []
         for number in range(STEPS):
             if number in (1, 3):
-                self._fail_amid(trainer, number)
+                self._fail_during(trainer, number)
             losses.append(sum(trainer.step(number)) / 2)
-        expected, weights = alone()
+        expected, weights = train_alone()
         assert losses == pytest.approx(expected, rel=1e-4)
         for arrays in trainer.weights():
             for name, value in weights.items():
@@ -161,7 +171,7 @@ class Renewals(ExecutorCase):
         assert trainer.updates() == [(2, {STEPS})] * 2
         assert trainer.made_anew() == [2, 2]
 
-    def _fail_amid(self, trainer: Any, number: int) -> None:
+    def _fail_during(self, trainer: Any, number: int) -> None:
         with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it
             call = trainer.step.submit(number, 0, "backward", gate.address)
             gate.wait_for(2)

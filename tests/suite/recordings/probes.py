@@ -149,7 +149,7 @@ class Player(Role):
         assert (Path(directory) / f"rank-{self.ctx.rank}").read_text(encoding="utf-8") == "state"
 
 
-class Kept(Player):
+class ResidentRecord(Player):
     """A player whose checkpoints have the buffer."""
 
     def save(self, directory: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.suite.core.restarting import killed
-from tests.suite.recordings.probes import Answer, Critic, Giver, Kept, Player, Steady, Taker
+from tests.suite.core.restarting import kill_and_get_error
+from tests.suite.recordings.probes import Answer, Critic, Giver, Player, ResidentRecord, Steady, Taker
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec
@@ -26,7 +26,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 torch = pytest.importorskip("torch")
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other)  # type: ignore[no-any-return]
 
 
@@ -59,14 +59,14 @@ class Recordings(ExecutorCase):
         assert [call.method for call in recorded.calls] == names
         assert [call.place for call in recorded.calls] == [*range(6)]
         first, second = recorded["generate"]
-        assert _equal(torch.cat([value["ids"] for value in first.values()]), gave["ids"])
+        assert _are_equal(torch.cat([value["ids"] for value in first.values()]), gave["ids"])
         assert [text for value in first.values() for text in value["text"]] == gave["text"]
-        assert _equal(torch.cat([value["ids"] for value in second.values()]), gave_kept["ids"])
+        assert _are_equal(torch.cat([value["ids"] for value in second.values()]), gave_kept["ids"])
         assert [call.values()[0].tolist() for call in recorded["buffer"]] == [[2.0, 2.0], [3.0, 3.0]]
         (answer,) = recorded["answer"]
         assert [answer_item.text for answer_item in answer.values()] == ["yes", "yes"]
         assert isinstance(answer.value(1), Answer)
-        assert _equal(answer.value(1).numbers, answers[1].numbers)
+        assert _are_equal(answer.value(1).numbers, answers[1].numbers)
         assert first.arguments(0)["temperature"] == [["", "2.0"]]
         assert first.arguments(0) != second.arguments(0)
 
@@ -187,7 +187,7 @@ class Recordings(ExecutorCase):
         recording = colocate.load_recording(tmp_path / "it")
         generate, answer, lucky = recording["player"].calls
         inputs = [generate.inputs(rank) for rank in generate.ranks]
-        assert _equal(torch.cat([arguments["prompts"] for arguments in inputs]), torch.arange(5.0))
+        assert _are_equal(torch.cat([arguments["prompts"] for arguments in inputs]), torch.arange(5.0))
         assert [arguments["temperature"] for arguments in inputs] == [2.0, 2.0]
         assert (answer.inputs(1), lucky.inputs(0)) == ({"text": "yes"}, {"rank": 0})
         with pytest.raises(ConfigError, match="what it was given isn't recorded: name the role in runtime"):
@@ -227,7 +227,7 @@ class Recordings(ExecutorCase):
             role.foreign.keep()
         first, second, later, lucky, foreign = colocate.load_recording(tmp_path / "it")["player"].calls
         for call, value in ((first, gave), (second, gave_kept)):
-            assert _equal(call.joined()["ids"], value["ids"])
+            assert _are_equal(call.joined()["ids"], value["ids"])
             assert call.joined()["text"] == value["text"]
         assert later.joined() == numbers
         with pytest.raises(SerializationError, match="it has raised OutOfLuckError: out of luck: rank 1"):
@@ -296,7 +296,7 @@ class Recordings(ExecutorCase):
         assert len(recorded["generate"][0].values()) == 2
 
 
-def _steps(group: ColocatedGroup, count: int = 3) -> list[Any]:
+def _run_steps(group: ColocatedGroup, count: int = 3) -> list[Any]:
     """Call both roles in all ways, and return what came of it."""
     player, critic = group.role("player", Player), group.role("critic", Critic)
     values: list[Any] = []
@@ -321,7 +321,7 @@ def _steps(group: ColocatedGroup, count: int = 3) -> list[Any]:
 class Replays(ExecutorCase):
     """`role(...).on(replay=...)`: a recording in the place of a role."""
 
-    def _recorded(self, spawn: Spawn, folder: Path, do: Callable[[ColocatedGroup], Any], **options: Any) -> Any:
+    def _record_player(self, spawn: Spawn, folder: Path, do: Callable[[ColocatedGroup], Any], **options: Any) -> Any:
         """Record what a group's player gives, and return what came of it; the group is closed."""
         group = spawn({"player": colocate.role(Player), "critic": colocate.role(Critic)}, name="group", **options)
         with group.owner.owner.record(group["player"], folder):
@@ -329,16 +329,16 @@ class Replays(ExecutorCase):
         group.owner.close()
         return result
 
-    def _replayed(self, spawn: Spawn, replay: Any, marks: Path | None = None, **options: Any) -> ColocatedGroup:
+    def _replay_player(self, spawn: Spawn, replay: Any, marks: Path | None = None, **options: Any) -> ColocatedGroup:
         player = colocate.role(Player, None if marks is None else str(marks)).on(replay=replay)
         return spawn({"player": player, "critic": colocate.role(Critic)}, name="group", **options)
 
     def test_it_answers_as_the_role_did(self, spawn: Spawn, tmp_path: Path) -> None:
         """What a role gave, and what others made of that, is the same, and its class is never constructed."""
-        before = self._recorded(spawn, tmp_path / "it", _steps)
+        before = self._record_player(spawn, tmp_path / "it", _run_steps)
         (marks := tmp_path / "marks").mkdir()
-        again = self._replayed(spawn, tmp_path / "it", marks)
-        assert _steps(again) == before
+        again = self._replay_player(spawn, tmp_path / "it", marks)
+        assert _run_steps(again) == before
         assert "replayed" in again.owner.owner.graph.render("json")
         assert not [*marks.iterdir()]
 
@@ -352,9 +352,9 @@ class Replays(ExecutorCase):
             assert "it is odd" in words
             return words.partition(" on rank")[0]  # whichever was first
 
-        before = self._recorded(spawn, tmp_path / "it", fail)
+        before = self._record_player(spawn, tmp_path / "it", fail)
         assert before.endswith("Player.odd.<locals>.OddError")
-        assert fail(self._replayed(spawn, tmp_path / "it")) == before
+        assert fail(self._replay_player(spawn, tmp_path / "it")) == before
 
     @needs_feature("rows")
     def test_rows_come_as_they_ended(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -374,9 +374,9 @@ class Replays(ExecutorCase):
                     values.append((row, str(value.__cause__) if isinstance(value, Exception) else value))
                 return values
 
-        before = self._recorded(spawn, tmp_path / "it", lambda group: read(group, (2, 0, 3, 1)))
+        before = self._record_player(spawn, tmp_path / "it", lambda group: read(group, (2, 0, 3, 1)))
         assert [row for row, _ in before] == [2, 0, 3, 1]
-        again = self._replayed(spawn, colocate.Replay(tmp_path / "it", loose=True))
+        again = self._replay_player(spawn, colocate.Replay(tmp_path / "it", loose=True))
         assert read(again, None) == before
         wait_until(lambda: "player.play, call 0: argument gates[0]" in caplog.text, "it is told that they differ")
 
@@ -392,8 +392,8 @@ class Replays(ExecutorCase):
                 values += [*rows]
             return values, player.produce.keep([1, 2, 3]).fetch(), player.produce([5, 6])
 
-        before = self._recorded(spawn, tmp_path / "it", read)
-        group = self._replayed(spawn, tmp_path / "it")
+        before = self._record_player(spawn, tmp_path / "it", read)
+        group = self._replay_player(spawn, tmp_path / "it")
         values, resident, whole = read(group)
         assert (values, resident, whole) == before
 
@@ -406,12 +406,12 @@ class Replays(ExecutorCase):
             player.generate(torch.arange(4.0), temperature=2.0)
             player.later(1)
 
-        self._recorded(spawn, tmp_path / "it", do)
-        group = self._replayed(spawn, tmp_path / "it")
+        self._record_player(spawn, tmp_path / "it", do)
+        group = self._replay_player(spawn, tmp_path / "it")
         with pytest.raises(ReplayError, match=r"player\.generate, call 0: argument prompts is float32\[2\] with other"):
             group.role("player", Player).generate(torch.ones(4))
         group.close()
-        player = self._replayed(spawn, tmp_path / "it").role("player", Player)
+        player = self._replay_player(spawn, tmp_path / "it").role("player", Player)
         player.generate(torch.arange(4.0))
         with pytest.raises(ReplayError, match=r"call 1: argument temperature is 3\.0, and was 2\.0"):
             player.generate(torch.arange(4.0), temperature=3.0)
@@ -423,8 +423,8 @@ class Replays(ExecutorCase):
             group.role("player", Player).generate(torch.arange(4.0))
             group.role("player", Player).later(1)
 
-        self._recorded(spawn, tmp_path / "it", do)
-        player = self._replayed(spawn, tmp_path / "it").role("player", Player)
+        self._record_player(spawn, tmp_path / "it", do)
+        player = self._replay_player(spawn, tmp_path / "it").role("player", Player)
         with pytest.raises(ReplayError, match=r"answer wasn't recorded in .*: it has generate \(1\), later \(1\)"):
             player.answer("yes")
         with pytest.raises(ReplayError, match=r"player\.later, call 0 comes where generate, call 0, was recorded"):
@@ -432,19 +432,19 @@ class Replays(ExecutorCase):
 
     def test_it_ends_with_the_recording(self, spawn: Spawn, tmp_path: Path) -> None:
         """A call after the last one that was recorded is an error."""
-        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
-        player = self._replayed(spawn, tmp_path / "it").role("player", Player)
+        self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        player = self._replay_player(spawn, tmp_path / "it").role("player", Player)
         assert player.later(1) == [1, 1]
         with pytest.raises(ReplayError, match=r"call 1 wasn't recorded in .*: it ends with call 0 of that method"):
             player.later(1)
 
     def test_what_is_refused_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
         """A recording that isn't there, or of another number of ranks."""
-        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         with pytest.raises(ConfigError, match="is of 2 ranks, and the role has 1"):
-            self._replayed(spawn, tmp_path / "it", slots=1)
+            self._replay_player(spawn, tmp_path / "it", slots=1)
         with pytest.raises(ConfigError, match="there is no recording in"):
-            self._replayed(spawn, tmp_path / "other")
+            self._replay_player(spawn, tmp_path / "other")
         with pytest.raises(ConfigError, match="has no role 'critic'"):
             spawn({"critic": colocate.role(Critic).on(replay=tmp_path / "it")})
         with pytest.raises(ConfigError, match=r"it is a folder, or a colocate\.Replay"):
@@ -462,8 +462,8 @@ class Replays(ExecutorCase):
             values.append(critic.value(player.generate(torch.arange(4.0))).tolist())
             return values
 
-        before = self._recorded(spawn, tmp_path / "it", do)
-        again = self._replayed(spawn, tmp_path / "it")
+        before = self._record_player(spawn, tmp_path / "it", do)
+        again = self._replay_player(spawn, tmp_path / "it")
         other = spawn({"taker": colocate.role(Player)})
         assert do(again) == before
         again.restore(tmp_path / f"point-{again.owner.name}")
@@ -482,8 +482,8 @@ class Replays(ExecutorCase):
     @needs_feature("memory")
     def test_it_holds_nothing_and_sleeps(self, spawn: Spawn, tmp_path: Path) -> None:
         """A replayed role has no memory, and sleeps."""
-        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
-        group = self._replayed(spawn, tmp_path / "it")
+        self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        group = self._replay_player(spawn, tmp_path / "it")
         assert group.sleep("player") == group.wake("player")
         assert all(role.total == 0 for slot in group.memory().slots for role in slot.roles if role.role == "player")
         assert group.role("player", Player).later(1) == [1, 1]
@@ -492,7 +492,9 @@ class Replays(ExecutorCase):
     @pytest.mark.parametrize("how", ["wait", "keep", "abort"])
     def test_it_pauses(self, spawn: Spawn, tmp_path: Path, how: Any) -> None:
         """A pause of a replayed role is accepted, and changes nothing of the answers that come when it goes on."""
-        self._recorded(spawn, tmp_path / "it", lambda group: [group["player"].later(number) for number in range(3)])
+        self._record_player(
+            spawn, tmp_path / "it", lambda group: [group["player"].later(number) for number in range(3)]
+        )
         player = colocate.role(Player).on(replay=tmp_path / "it", background=True)
         group = spawn({"player": player, "critic": colocate.role(Critic)}, name="group")
         role = group.role("player", Player)
@@ -504,8 +506,8 @@ class Replays(ExecutorCase):
 
     def test_siblings(self, spawn: Spawn, tmp_path: Path) -> None:
         """Role code that wants the object of a replayed role is told that there is none."""
-        self._recorded(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
-        critic = self._replayed(spawn, tmp_path / "it").role("critic", Critic)
+        self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
+        critic = self._replay_player(spawn, tmp_path / "it").role("critic", Critic)
         with pytest.raises(RoleError, match=r"role 'player' is replayed from .*, and has no '_bias'"):
             critic.look()
 
@@ -517,8 +519,8 @@ class Replays(ExecutorCase):
             torch.manual_seed(7)
             return [number for _ in range(3) for number in (player.default(), critic.default())]
 
-        before = self._recorded(spawn, tmp_path / "it", do, slots=1)
-        assert do(self._replayed(spawn, tmp_path / "it", slots=1)) == before
+        before = self._record_player(spawn, tmp_path / "it", do, slots=1)
+        assert do(self._replay_player(spawn, tmp_path / "it", slots=1)) == before
 
 
 class Comparisons(ExecutorCase):
@@ -529,12 +531,12 @@ class Comparisons(ExecutorCase):
         """A recording of some calls."""
         group = spawn({"player": colocate.role(Player)}, name="group")
         with group.owner.owner.record(group["player"], tmp_path / "it"):
-            self._calls(group)
+            self._make_calls(group)
         group.owner.close()
         return tmp_path / "it"
 
     @staticmethod
-    def _calls(group: ColocatedGroup) -> None:
+    def _make_calls(group: ColocatedGroup) -> None:
         player = group.role("player", Player)
         for step in range(3):
             player.generate(torch.full((4,), float(step)))
@@ -545,7 +547,7 @@ class Comparisons(ExecutorCase):
     def test_the_same(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Nothing is told of what is as it was."""
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
-        self._calls(group)
+        self._make_calls(group)
         table = {row.method: row for row in colocate.comparison(group["player"])}
         assert (table["generate"].calls, table["generate"].numbers) == (6, 3 * (4 + 4))
         assert all((row.differ, row.arguments, row.missing) == (0, 0, 0) for row in table.values())
@@ -554,7 +556,7 @@ class Comparisons(ExecutorCase):
     def test_what_differs(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
         """The first difference is told with call, path, count and size; a table has all."""
         group = spawn({"player": colocate.role(Player, bias=2.0).on(compare=recorded)}, name="group")
-        self._calls(group)
+        self._make_calls(group)
         words = (
             r"player\.generate, call 0: its value\['ids'\]\[0\] was \S+, and is \S+; "
             r"2 of 4 differ, by 2 at most, relatively"
@@ -750,7 +752,7 @@ class Comparisons(ExecutorCase):
         assert (generate.arguments, generate.differ) == (2, 2)
 
 
-def _all_kinds(group: ColocatedGroup) -> None:
+def _call_all_kinds(group: ColocatedGroup) -> None:
     steady, batch = group.role("steady", Steady), torch.arange(9.0)
     steady.double(batch)
     steady.double.keep(batch).fetch()
@@ -776,14 +778,16 @@ class OtherRanks(ExecutorCase):
         """A recording of all kinds of calls on two ranks."""
         group = spawn({"steady": colocate.role(Steady)}, name="group")
         with group.owner.owner.record(group["steady"], tmp_path / "it"):
-            _all_kinds(group)
+            _call_all_kinds(group)
         group.owner.close()
         return tmp_path / "it"
 
-    def _compared(self, spawn: Spawn, compare: Any, slots: int, bias: float = 0.0, **options: Any) -> dict[str, Any]:
+    def _compare_ranks(
+        self, spawn: Spawn, compare: Any, slots: int, bias: float = 0.0, **options: Any
+    ) -> dict[str, Any]:
         role = colocate.role(Steady, bias).on(compare=compare, **options)
         group = spawn({"steady": role}, slots=slots, name="group")
-        _all_kinds(group)
+        _call_all_kinds(group)
         return {row.method: row for row in colocate.comparison(group["steady"])}
 
     @needs_feature("balance")
@@ -792,7 +796,7 @@ class OtherRanks(ExecutorCase):
         self, spawn: Spawn, recorded_on_two: Path, slots: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Whatever is joined, kept or yielded is the same; each call counts once."""
-        table = self._compared(spawn, recorded_on_two, slots)
+        table = self._compare_ranks(spawn, recorded_on_two, slots)
         assert {row.first for row in table.values()} == {None}
         assert {name: (row.calls, row.differ, row.missing, row.arguments) for name, row in table.items()} == {
             **dict.fromkeys(table, (1, 0, 0, 0)),
@@ -809,7 +813,7 @@ class OtherRanks(ExecutorCase):
         self, spawn: Spawn, recorded_on_two: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The first difference is told with call and path, in what the caller gets."""
-        table = self._compared(spawn, recorded_on_two, 4, bias=1.0)
+        table = self._compare_ranks(spawn, recorded_on_two, 4, bias=1.0)
         assert (table["double"].differ, table["double"].different, table["double"].absolute) == (2, 2, 1.0)
         words = (
             r"steady\.double, call 0: its value\['twice'\]\[5\] was 10.0, and is 11.0; 1 of 18 differ, by 1 at most, "
@@ -877,11 +881,11 @@ class OtherRanks(ExecutorCase):
         assert "row 8: its value was 8.0, and is 7.0" in str(play.first)
 
 
-def _ranks(folder: Path) -> list[Sequence[int]]:
+def _recorded_ranks(folder: Path) -> list[Sequence[int]]:
     return [call.ranks for call in colocate.load_recording(folder)["player"].calls]
 
 
-def _restarting(spawn: Spawn, player: RoleSpec[Any], **options: Any) -> ColocatedGroup:
+def _spawn_restarting(spawn: Spawn, player: RoleSpec[Any], **options: Any) -> ColocatedGroup:
     roles = {"player": player, "lasting": colocate.role(Lasting)}
     return spawn(roles, name="group", on_failure="restart", **options)
 
@@ -892,7 +896,7 @@ class Restarts(ExecutorCase):
     @pytest.fixture
     def counted(self, spawn: Spawn, tmp_path: Path) -> Path:
         """A recording of a role that gives 1, 2, 3, 4, for ever the same arguments."""
-        group = _restarting(spawn, colocate.role(Player))
+        group = _spawn_restarting(spawn, colocate.role(Player))
         with group.owner.owner.record(group["player"], tmp_path / "it"):
             for _ in range(4):
                 group.role("player", Player).buffer()
@@ -902,11 +906,11 @@ class Restarts(ExecutorCase):
     @needs(OwnProcess)
     def test_a_recording_ends_with_it(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """What comes after a restart isn't recorded; this is told, also to who would be answered by it."""
-        group = _restarting(spawn, colocate.role(Player))
+        group = _spawn_restarting(spawn, colocate.role(Player))
         with group.owner.owner.record(group["player"], tmp_path / "it"):
             group.role("player", Player).buffer()
-            wait_until(lambda: _ranks(tmp_path / "it") == [(0, 1)], "it is written")
-            killed(group)
+            wait_until(lambda: _recorded_ranks(tmp_path / "it") == [(0, 1)], "it is written")
+            kill_and_get_error(group)
             group.wait_ready(PATIENCE_S)
             group.role("player", Player).buffer()
         assert "with which the recording of player has ended" in caplog.text
@@ -915,13 +919,13 @@ class Restarts(ExecutorCase):
         assert recorded.ended == "its group was restarted"
         group.owner.close()
         words = r"it ends with call 0 of that method, as its group was restarted"
-        group = _restarting(spawn, colocate.role(Player).on(replay=tmp_path / "it"))
+        group = _spawn_restarting(spawn, colocate.role(Player).on(replay=tmp_path / "it"))
         group.role("player", Player).buffer()
         with pytest.raises(ReplayError, match=words):
             group.role("player", Player).buffer()
         group.owner.close()
         for slots in (2, 1):
-            group = _restarting(spawn, colocate.role(Player).on(compare=tmp_path / "it"), slots=slots)
+            group = _spawn_restarting(spawn, colocate.role(Player).on(compare=tmp_path / "it"), slots=slots)
             for _ in range(2):
                 group.role("player", Player).buffer()
             (buffer,) = colocate.comparison(group["player"])
@@ -933,14 +937,14 @@ class Restarts(ExecutorCase):
     @pytest.mark.parametrize("restores", [False, True])
     def test_a_replay_goes_on(self, spawn: Spawn, counted: Path, tmp_path: Path, restores: bool) -> None:
         """From a checkpoint on the calls after that are answered; without one, all from the first on."""
-        group = _restarting(spawn, colocate.role(Player).on(replay=counted))
+        group = _spawn_restarting(spawn, colocate.role(Player).on(replay=counted))
         player = group.role("player", Player)
 
         def values(count: int) -> list[float]:
             return [float(player.buffer()[0][0]) for _ in range(count)]
 
         assert values(1) == [1.0]
-        killed(group)
+        kill_and_get_error(group)
         group.wait_ready(PATIENCE_S)
         assert values(2) == [1.0, 2.0]
         group.checkpoint(tmp_path / "point")
@@ -948,7 +952,7 @@ class Restarts(ExecutorCase):
         if restores:
             group.restore(tmp_path / "point")
         else:
-            killed(group)
+            kill_and_get_error(group)
             group.wait_ready(PATIENCE_S)
         assert values(2) == [3.0, 4.0]
 
@@ -957,12 +961,12 @@ class Restarts(ExecutorCase):
     @pytest.mark.parametrize("slots", [2, 1])
     def test_a_comparison_goes_on(self, spawn: Spawn, counted: Path, tmp_path: Path, slots: int) -> None:
         """Calls are compared with what they were, also those that come again; so a table is of what counts."""
-        group = _restarting(spawn, colocate.role(Kept).on(compare=counted), slots=slots)
-        player = group.role("player", Kept)
+        group = _spawn_restarting(spawn, colocate.role(ResidentRecord).on(compare=counted), slots=slots)
+        player = group.role("player", ResidentRecord)
         player.buffer()
         group.checkpoint(tmp_path / "point")
         player.buffer()
-        killed(group)
+        kill_and_get_error(group)
         group.wait_ready(PATIENCE_S)
         for _ in range(3):
             player.buffer()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 from tests.suite.rows.reading import OUT, RowsCase
 
 import colocate
@@ -22,10 +22,10 @@ from colocate.testing.waiting import PATIENCE_S
 _SIZE = 1024  # elements of a row, so that its memory travels beside the pickle
 
 
-def total(value: Any) -> float:
+def sum_numbers(value: Any) -> float:
     """Sum a value's numbers."""
     if isinstance(value, dict):
-        return sum(map(total, value.values()))
+        return sum(map(sum_numbers, value.values()))
     return float(sum(value)) if isinstance(value, (list, bytearray)) else float(value.sum())
 
 
@@ -60,7 +60,7 @@ class Buffering(Role):
             raise ValueError(how)
         if how == "die" and self.ctx.generation == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return total(row) + total(beside)
+        return sum_numbers(row) + sum_numbers(beside)
 
     @method(dispatch=Scatter("batch"))
     def fill(self, batch: list[int]) -> Iterator[tuple[int, Any]]:
@@ -82,7 +82,7 @@ class Buffering(Role):
     @method(dispatch=Scatter("rows"), collect=Concat())
     def totals(self, rows: list[Any]) -> list[float]:
         """Sum each row."""
-        return [*map(total, rows)]
+        return [*map(sum_numbers, rows)]
 
     @method(collect=First())
     def step(self) -> Any:
@@ -111,16 +111,16 @@ class Buffers(RowsCase):
         """The view of the role."""
         return shared_buffering.get().role("buffering", Buffering)
 
-    @of_executor
+    @mark_executor_part
     @pytest.mark.parametrize("kind", ["array", "tensor", "mapping"])
     @pytest.mark.parametrize("how", ["", "raise"])
     def test_rows_are_taken_when_the_call_is_written(self, buffering: Buffering, kind: str, how: str) -> None:
         """Rows that are sent later, and again, are those that the caller gave; so is what all rows get."""
         add = buffering.add.options(retry=1) if how else buffering.add
         for begin in (add.stream, add.submit):
-            rows, overwrite = _rows(kind, 3 * OUT)
+            rows, overwrite = _make_rows(kind, 3 * OUT)
             with Gate() as gate:
-                other, expected = _rows("array", 2)[0], _expected(rows, kind)
+                other, expected = _make_rows("array", 2)[0], _expected_sums(rows, kind)
                 call: Any = begin(rows, other, gate.address, how)
                 gate.wait_for(4)
                 overwrite()
@@ -134,9 +134,9 @@ class Buffers(RowsCase):
         """The workers of a restarted group are given the rows, and what all rows get, as both were."""
         pytest.importorskip("torch")
         buffering = spawn({"buffering": colocate.role(Buffering)}, on_failure="restart").role("buffering", Buffering)
-        rows, overwrite = _rows("array", 3 * OUT)
+        rows, overwrite = _make_rows("array", 3 * OUT)
         with Gate() as gate:
-            other, expected = _rows("array", 2)[0], _expected(rows, "array")
+            other, expected = _make_rows("array", 2)[0], _expected_sums(rows, "array")
             stream = buffering.add.options(retry=1).stream(rows, other, gate.address, "die")
             gate.wait_for(4)
             overwrite()
@@ -144,30 +144,30 @@ class Buffers(RowsCase):
             gate.open()
             assert [value for _, value in sorted(stream)] == expected
 
-    @of_executor
+    @mark_executor_part
     def test_values_of_one_buffer(self, buffering: Buffering) -> None:
         """Each row has its own values, called, submitted, streamed and kept; so has each call."""
         batch = [*range(12)]
-        sizes = total({"array": [1] * _SIZE, "view": [1] * _SIZE, "ids": [1], "inside": [1] * 4})
+        sizes = sum_numbers({"array": [1] * _SIZE, "view": [1] * _SIZE, "ids": [1], "inside": [1] * 4})
         expected = [sizes * number for number in batch]
         for fill in (buffering.fill, buffering.fill_later, buffering.fill_row):
-            assert [*map(total, fill(batch))] == expected
-            assert [*map(total, fill.submit(batch).result(PATIENCE_S))] == expected
-            assert [total(value) for _, value in sorted(fill.stream(batch), key=_index)] == expected
+            assert [*map(sum_numbers, fill(batch))] == expected
+            assert [*map(sum_numbers, fill.submit(batch).result(PATIENCE_S))] == expected
+            assert [sum_numbers(value) for _, value in sorted(fill.stream(batch), key=_index_row)] == expected
         for resident in (buffering.fill.keep(batch), buffering.fill_later.keep(batch)):
             assert buffering.totals(resident.ref) == expected
-            assert [*map(total, resident.fetch())] == expected
+            assert [*map(sum_numbers, resident.fetch())] == expected
         calls = [buffering.step.submit() for _ in range(6)]
         calls[-1].result(PATIENCE_S)
-        totals = [total(call.result(PATIENCE_S)) for call in calls]
+        totals = [sum_numbers(call.result(PATIENCE_S)) for call in calls]
         assert [after - before for before, after in itertools.pairwise(totals)] == [sizes] * 5
 
 
-def _index(row: tuple[int, Any]) -> int:
+def _index_row(row: tuple[int, Any]) -> int:
     return row[0]
 
 
-def _rows(kind: str, count: int) -> tuple[Any, Callable[[], object]]:
+def _make_rows(kind: str, count: int) -> tuple[Any, Callable[[], object]]:
     """Return rows, and what writes other values into their memory."""
     import numpy as np
     import torch
@@ -183,7 +183,7 @@ def _rows(kind: str, count: int) -> tuple[Any, Callable[[], object]]:
     return rows[kind], overwrite
 
 
-def _expected(rows: Any, kind: str) -> list[float]:
+def _expected_sums(rows: Any, kind: str) -> list[float]:
     arrays = rows.values() if kind == "mapping" else [rows]
-    total_beside = total(_rows("array", 2)[0])
-    return [sum(map(total, parts)) + total_beside for parts in zip(*arrays, strict=True)]
+    total_beside = sum_numbers(_make_rows("array", 2)[0])
+    return [sum(map(sum_numbers, parts)) + total_beside for parts in zip(*arrays, strict=True)]

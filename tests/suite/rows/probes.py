@@ -20,15 +20,15 @@ from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 PLACES, MANY = 2, 40
 
 
-def _refuse() -> object:
+def _raise_refusal() -> object:
     raise ValueError("not here")
 
 
-async def _fail() -> None:
+async def _raise_failure() -> None:
     raise KeyError("no such tool")
 
 
-async def _pass_in_any_case(gate: Address) -> None:
+async def _pass_gate_always(gate: Address) -> None:
     while not is_open(gate):
         with contextlib.suppress(asyncio.CancelledError):
             await pass_gate_async(gate)
@@ -43,10 +43,10 @@ class Unreadable:
     """Can be sent, and not rebuilt."""
 
     def __reduce__(self) -> Any:
-        return _refuse, ()
+        return _raise_refusal, ()
 
 
-class Ringing:
+class RingingRow:
     """Raises a signal while it is rebuilt on the main thread, where that is asked for: `rings` has its number."""
 
     rings: ClassVar[list[signal.Signals]] = []
@@ -110,7 +110,7 @@ class Playing(Role):
         match row:
             case "task group":  # Python before 3.13 leaves its count of cancellations at one
                 async with asyncio.TaskGroup() as tools:
-                    tools.create_task(_fail())
+                    tools.create_task(_raise_failure())
             case "swallowed":
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -136,9 +136,9 @@ class Playing(Role):
         return row
 
     @method(rows="row", concurrency=PLACES)
-    async def ring(self, row: int) -> Ringing:
+    async def ring(self, row: int) -> RingingRow:
         """Return what may raise a signal on the driver."""
-        return Ringing(row)
+        return RingingRow(row)
 
     @method(rows="row", concurrency=PLACES)
     async def swallow(self, row: str, gate: Address) -> str:
@@ -148,7 +148,7 @@ class Playing(Role):
                 await asyncio.sleep(0)
             raise KeyError(row)
         self.log.append(("waits", self.ctx.row))
-        await _pass_in_any_case(gate)
+        await _pass_gate_always(gate)
         return row
 
     @method(rows="row", concurrency=MANY)
@@ -301,7 +301,7 @@ class Yielding(Role):
     @method(dispatch=Scatter("batch"))
     async def swallow(self, batch: list[str], gate: Address) -> AsyncIterator[tuple[int, str]]:
         """As that of `Playing`."""
-        await _pass_in_any_case(gate)
+        await _pass_gate_always(gate)
         for index, value in enumerate(batch):
             yield index, value
 

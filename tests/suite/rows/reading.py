@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.suite.rows.probes import PLACES, Playing, Ringing, Yielding
+from tests.suite.rows.probes import PLACES, Playing, RingingRow, Yielding
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._signals.deferred import settle
+from colocate._signals.deferred import wait_until_done
 from colocate.errors import CallTimeout, ClosedError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
@@ -64,7 +64,7 @@ class Alarm(Exception):
 
 
 @contextlib.contextmanager
-def alarms() -> Iterator[None]:
+def raise_on_alarm() -> Iterator[None]:
     """A block in which SIGUSR1 raises."""
 
     def ring(number: int, frame: object) -> None:
@@ -74,11 +74,11 @@ def alarms() -> Iterator[None]:
     try:
         yield
     finally:
-        Ringing.rings.clear()
+        RingingRow.rings.clear()
         signal.signal(signal.SIGUSR1, before)
 
 
-def by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
+def read_by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
     """Return what each of some threads reads of a stream, and what they are told at its end."""
     results: list[tuple[list[int], type | None]] = []
 
@@ -99,7 +99,7 @@ def by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> l
     return results
 
 
-def by_tasks(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
+def read_by_tasks(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
     """The same of tasks."""
 
     async def read() -> tuple[list[int], type | None]:
@@ -122,7 +122,7 @@ def by_tasks(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> lis
 class Reading(RowsCase):
     """Several readers of one stream, and interruptions."""
 
-    @pytest.mark.parametrize("by", [by_threads, by_tasks])
+    @pytest.mark.parametrize("by", [read_by_threads, read_by_tasks])
     def test_several_read_one_stream(self, playing: Playing, by: Callable[..., Any]) -> None:
         """Each row goes to one of them, and all are told of its end, of what has ended it, and when it is closed."""
         results = by(playing.play.stream(list(range(10 * OUT))))
@@ -149,12 +149,12 @@ class Reading(RowsCase):
         rows, got = list(range(3 * OUT)), list[int]()
 
         def interrupted(asks: Callable[[], Any]) -> Any:
-            Ringing.rings.append(number)
+            RingingRow.rings.append(number)
             with pytest.raises((Alarm, KeyboardInterrupt)):
                 asks()
             return asks()
 
-        with alarms():
+        with raise_on_alarm():
             stream = playing.ring.stream(rows)
             while len(got) < len(rows):
                 got.append(interrupted(lambda: next(stream))[0])
@@ -209,7 +209,7 @@ class Reading(RowsCase):
         held.wait(PATIENCE_S)
         try:
             got = [next(stream)[0] for _ in range(OUT)]
-            assert settle(0.0)  # else each has a thread that waits for that
+            assert wait_until_done(0.0)  # else each has a thread that waits for that
         finally:
             goes_on.set()
             holder.join(PATIENCE_S)

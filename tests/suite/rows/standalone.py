@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from tests.suite.rows.buffers import Buffering, total
+from tests.suite.rows.buffers import Buffering, sum_numbers
 
 import colocate
 from colocate import Role, Scatter, method
@@ -19,15 +19,15 @@ class Playing(Role):
     """Has methods whose rows end one by one."""
 
     def __init__(self) -> None:
-        self.most = self.inside = 0
+        self.highest_count = self.running_count = 0
 
     @method(rows="row", concurrency=2)
     async def play(self, row: int, factor: int = 1) -> int:
         """Take a row; a negative one raises."""
-        self.inside += 1
-        self.most = max(self.most, self.inside)
+        self.running_count += 1
+        self.highest_count = max(self.highest_count, self.running_count)
         await asyncio.sleep(0.002 if row == 0 else 0)
-        self.inside -= 1
+        self.running_count -= 1
         if row < 0:
             raise ValueError(row)
         assert self.ctx.row is not None
@@ -60,7 +60,7 @@ class StandaloneRows(ExecutorCase):
         """All run when it is called, so many at once; they come in the order in which they ended."""
         playing = Playing()
         assert playing.play([0, 1, 2, 3], factor=10) == [0, 11, 22, 33]
-        assert playing.most == 2
+        assert playing.highest_count == 2
         assert playing.play.submit([4]).result() == [4]
         assert [index for index, _ in playing.play.stream([0, 1, 2, 3])] == [1, 2, 3, 0]
         assert playing.double([1, 2]) == [2, 4]
@@ -102,11 +102,11 @@ class StandaloneRows(ExecutorCase):
         """Each row has its own values, though all have run when the first is read."""
         pytest.importorskip("torch")
         batch, buffering = [*range(6)], Buffering()
-        one = total(buffering.fill([1])[0])
+        one = sum_numbers(buffering.fill([1])[0])
         for fill in (buffering.fill, buffering.fill_later, buffering.fill_row):
             for values in (fill(batch), fill.submit(batch).result(), dict(fill.stream(batch)).values()):
-                assert [*map(total, values)] == [one * number for number in batch]
-        assert [*map(total, buffering.fill.keep(batch).fetch())] == [one * number for number in batch]
+                assert [*map(sum_numbers, values)] == [one * number for number in batch]
+        assert [*map(sum_numbers, buffering.fill.keep(batch).fetch())] == [one * number for number in batch]
 
         class Odd(Role):
             @method(dispatch=Scatter("rows"))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.suite.marks import of_executor
-from tests.suite.probes.plain import number
+from tests.suite.marks import mark_executor_part
+from tests.suite.probes.plain import return_number
 from tests.suite.rows.buffers import Buffers
 from tests.suite.rows.probes import MANY, PLACES, Playing, StartsAgain, Yielding
 from tests.suite.rows.reading import OUT, Reading, RowsCase
@@ -45,7 +45,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 class Streams(RowsCase):
     """`@method(rows=...)`, methods that yield, `view.m.stream`."""
 
-    @of_executor
+    @mark_executor_part
     def test_all_ways_to_call(self, playing: Playing) -> None:
         """Each row runs once, on some rank; values come in order, or as they end with the indices of the rows."""
         rows = list(range(20))
@@ -58,7 +58,7 @@ class Streams(RowsCase):
         assert list(playing.play.stream([])) == []
         assert Counter([row for log in playing.logged() for row in log]) == Counter(rows * 3)
 
-    @of_executor
+    @mark_executor_part
     def test_async_for(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """Streams are read by `async for` as well, several at once by several tasks."""
         yielding = streaming.role("yielding", Yielding)
@@ -119,7 +119,7 @@ class Streams(RowsCase):
             assert len(list(method.stream(list(range(2 * 3 * AHEAD))))) == 2 * 3 * AHEAD
             assert yielding.state() == [(3 * AHEAD, "at its end")] * 2
 
-    @of_executor
+    @mark_executor_part
     def test_closed(self, playing: Playing) -> None:
         """Rows that haven't begun never do, those that run are cancelled, and the lane goes on."""
         with Gate() as gate:
@@ -187,7 +187,7 @@ class Streams(RowsCase):
             lambda: playing.logged.keep().wait(),
             lambda: colocate.wait([playing.logged.submit()]),
             lambda: list(colocate.as_completed([playing.logged.submit()])),
-            lambda: streaming.run(number),
+            lambda: streaming.run(return_number),
             lambda: streaming.checkpoint(tmp_path),
             lambda: streaming.wake("playing"),
         ):
@@ -261,7 +261,7 @@ class Streams(RowsCase):
         finally:
             gc.enable()
 
-    @of_executor
+    @mark_executor_part
     def test_a_row_that_raises(self, playing: Playing) -> None:
         """The row's error names it; the rows that run are cancelled, no others begin, and no rank is held."""
         with Gate() as gate:
@@ -384,7 +384,7 @@ class Streams(RowsCase):
         assert [entry for entry in log if entry.startswith("fail")] == ["fail ending", "fail ended"]
         assert len(log) == 6
 
-    @of_executor
+    @mark_executor_part
     @needs_feature("pipelines")
     @needs_feature("balance")
     def test_rows_that_a_method_yields(self, streaming: ColocatedGroup) -> None:
@@ -443,7 +443,7 @@ class Streams(RowsCase):
         assert yielding.one() == 1
 
     @needs(OwnProcess)
-    @of_executor
+    @mark_executor_part
     def test_a_worker_that_dies(self, spawn: Spawn, tmp_path: Path) -> None:
         """The rows that had ended stay; the others have that error, or it is raised."""
         group = spawn({"playing": colocate.role(Playing)})
@@ -455,7 +455,7 @@ class Streams(RowsCase):
             playing.die([None])
 
     @needs(OwnProcess)
-    @of_executor
+    @mark_executor_part
     def test_rows_go_to_the_workers_of_a_restarted_group(self, spawn: Spawn, tmp_path: Path) -> None:
         """With `retry`, rows that had not ended; and other calls are told of the restart as ever."""
         group = spawn({"playing": colocate.role(Playing)}, on_failure="restart")
@@ -567,7 +567,7 @@ class Streams(RowsCase):
             values = playing.wait.options(timeout=0.1, on_error="return")([None, True], gate.address)
             assert isinstance(values[1], CallTimeout)
 
-    @of_executor
+    @mark_executor_part
     def test_the_group_is_closed(self, spawn: Spawn) -> None:
         """Who reads a stream is told; nothing waits for rows that nobody reads."""
         for name in ("play", "all", "later"):

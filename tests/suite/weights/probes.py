@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import colocate
 from colocate import Concat, Role, Scatter, Weights, method
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 Fault = Literal[
     "raises",
@@ -63,7 +63,7 @@ def make_net(width: int, seed: int, device: Any) -> Any:
     return net.to(device)
 
 
-class _HasNet(Role):
+class _NetRole(Role):
     def __init__(self, width: int = 8, seed: int = 0, sharded: bool = False) -> None:
         self.net = make_net(width, seed, self.ctx.device)
         if sharded:
@@ -72,7 +72,7 @@ class _HasNet(Role):
             fully_shard(self.net, mesh=self.ctx.device_mesh())
         self.fault: Fault | None = None
         self.cache = torch.ones(1 << 18, device=self.ctx.device)
-        self.kept: list[Any] = []
+        self.stored: list[Any] = []
         self.gate: Address | None = None
 
     @method(awake=())
@@ -124,7 +124,7 @@ class _HasNet(Role):
         self.net.load_state_dict(torch.load(f"{directory}/{self.ctx.rank}"))
 
 
-class _Said:
+class _NamedWeights:
     """Weights, and what was said of them, whether or not that is true."""
 
     def __init__(self, weights: Iterator[Any], specs: Any) -> None:
@@ -134,7 +134,7 @@ class _Said:
         return self.weights
 
 
-class Giver(_HasNet):
+class Giver(_NetRole):
     """Has weights that it changes."""
 
     @method
@@ -159,11 +159,11 @@ class Giver(_HasNet):
         if self.fault == "none":
             return None
         if self.fault in ("waits", "ends badly"):
-            return self._together(weights)
-        wrong = self._wrong(weights)
-        return wrong if self.fault in ("twice", "nothing") else _Said(wrong, weights.specs)
+            return self._yield_together(weights)
+        wrong = self._spoil(weights)
+        return wrong if self.fault in ("twice", "nothing") else _NamedWeights(wrong, weights.specs)
 
-    def _together(self, weights: Any) -> Iterator[Any]:
+    def _yield_together(self, weights: Any) -> Iterator[Any]:
         """Yield each weight when all ranks have come to it; the names are known when all have come."""
         for name, tensor in weights:
             torch.distributed.barrier(self.ctx.process_group())
@@ -172,7 +172,7 @@ class Giver(_HasNet):
             self.fault = "waits"
             raise Failure("behind the weights")
 
-    def _wrong(self, weights: Any) -> Iterator[Any]:
+    def _spoil(self, weights: Any) -> Iterator[Any]:
         scratch = torch.empty(1 << 18, device=self.ctx.device)
         for number, (name, tensor) in enumerate(weights):
             if self.fault == "scratch":
@@ -193,7 +193,7 @@ class Giver(_HasNet):
                 tensor.data.neg_()
 
 
-class Taker(_HasNet):
+class Taker(_NetRole):
     """Gets another role's weights."""
 
     @method(awake=("weights",))
@@ -224,11 +224,11 @@ class Taker(_HasNet):
                 tensor.data.add_(1)
         elif self.fault == "keeps aside":
             for _, tensor in weights:
-                self.kept.append(tensor.data[:1])
+                self.stored.append(tensor.data[:1])
         elif self.fault == "buffers":
             self.net.load_state_dict(dict(weights))
         elif self.fault == "keeps":
-            self.kept = [tensor for _, tensor in weights]
+            self.stored = [tensor for _, tensor in weights]
         else:
             colocate.torch.load_weights(self.net, weights)
 
@@ -270,20 +270,20 @@ class Checked(Taker):
         return weights
 
 
-class Halves(_HasNet):
+class Halves(_NetRole):
     """Has a part of each weight's rows on each of its ranks, as an engine with tensor parallelism; gives back whole."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
-        self.parts = {name: self._part(tensor) for name, tensor in self.net.state_dict().items()}
+        self.parts = {name: self._own_part(tensor) for name, tensor in self.net.state_dict().items()}
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.detach().chunk(self.ctx.world_size)[self.ctx.rank].clone()
 
     def load_weights(self, weights: Weights, version: int) -> None:
         for name, tensor in weights:
             if name != "0.bias" or self.fault != "shard":
-                self.parts[name].copy_(self._part(tensor))
+                self.parts[name].copy_(self._own_part(tensor))
 
     def named_weights(self) -> Any:
         for name, part in self.parts.items():
@@ -296,7 +296,7 @@ class Swapper(Giver, Taker):
     """Gives weights, and gets some."""
 
 
-class Sharer(_HasNet):
+class Sharer(_NetRole):
     """Has another role's very weights."""
 
     @method
@@ -314,21 +314,21 @@ class Plain(Role):
     """Gives weights of its own that no module has, or gets some, and computes with these before; it has a module."""
 
     def __init__(self, value: float = 0.0) -> None:
-        self.own = {name: torch.full((1 << 18,), value, device=self.ctx.device) for name in ("one", "other")}
+        self.tensors = {name: torch.full((1 << 18,), value, device=self.ctx.device) for name in ("one", "other")}
         self.net = torch.nn.Linear(8, 8)
 
     @method
     def look(self) -> list[float]:
-        return [float(tensor.mean()) for tensor in self.own.values()]
+        return [float(tensor.mean()) for tensor in self.tensors.values()]
 
     def named_weights(self) -> Any:
-        return iter([(name, tensor / tensor.max()) for name, tensor in self.own.items()])
+        return iter([(name, tensor / tensor.max()) for name, tensor in self.tensors.items()])
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        for tensor in self.own.values():
+        for tensor in self.tensors.values():
             tensor.zero_()
         for name, tensor in weights:
-            self.own[name].add_(tensor)
+            self.tensors[name].add_(tensor)
 
 
 class Unsaved(Taker):
@@ -376,7 +376,7 @@ class Learner(Role):
         colocate.torch.load_weights(self.net, weights)
 
 
-def _scaled(as_tensor: bool) -> torch.nn.Module:
+def _make_scaled(as_tensor: bool) -> torch.nn.Module:
     """Return a layer with a scale that is no weight, as quantised ones have it."""
 
     class Scaled(torch.nn.Linear):
@@ -398,7 +398,7 @@ class Scaling(Role):
     """Has a module with extra state, as source and as target."""
 
     def __init__(self, as_tensor: bool = False, left_out: bool = False) -> None:
-        self.net, self._left_out = torch.nn.Sequential(_scaled(as_tensor)), left_out
+        self.net, self._left_out = torch.nn.Sequential(_make_scaled(as_tensor)), left_out
 
     @method(awake=("weights",))
     def named_weights(self) -> Any:
@@ -414,11 +414,11 @@ class Declared(Role):
     """Says that it needs less of its memory than it does."""
 
     def __init__(self) -> None:
-        self.own = {"one": torch.ones(1 << 18, device=self.ctx.device)}
+        self.tensors = {"one": torch.ones(1 << 18, device=self.ctx.device)}
 
     @method(awake=("weights",))
     def named_weights(self) -> Any:
-        return iter(self.own.items())
+        return iter(self.tensors.items())
 
 
 class Asker(Role):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.suite.marks import of_executor
+from tests.suite.marks import mark_executor_part
 from tests.suite.weights.probes import (
     Asker,
     Checked,
@@ -49,11 +49,11 @@ from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-def _sums(role: Any) -> list[list[float]]:
+def _sum_weights(role: Any) -> list[list[float]]:
     return [sums for sums, _ in role.look()]
 
 
-def shown(group: ColocatedGroup) -> str:
+def show_tree(group: ColocatedGroup) -> str:
     """The tree of all that a group's runtime owns."""
     return group.owner.owner.graph.render()  # type: ignore[no-any-return]
 
@@ -95,7 +95,7 @@ class WeightSyncs(ExecutorCase):
     def test_weights_in_a_slot(self, both: ColocatedGroup) -> None:
         """The target has the source's weights, tied ones with them, and says how often it got some."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
-        assert _sums(giver) != _sums(taker)
+        assert _sum_weights(giver) != _sum_weights(taker)
         for version in (1, 2):
             done = colocate.sync_weights(giver, taker)
             assert (done.version, done.by) == (version, ("reference",))
@@ -132,7 +132,7 @@ class WeightSyncs(ExecutorCase):
             sync = colocate.sync_weights.submit(giver, taker)
             after = taker.look.submit()
             giver.step.submit()
-        before = _sums(giver)
+        before = _sum_weights(giver)
         assert sync.result(PATIENCE_S).version == 2
         weight_sums = [sums for sums, _ in after.result(PATIENCE_S)]
         assert all(
@@ -155,12 +155,12 @@ class WeightSyncs(ExecutorCase):
         giver.step()
         group.memory()  # which knows that of a worker
         assert re.search(
-            r"role taker rank 0/2 .*weights version 1, \d+ s old, not in sync: the role whose", shown(group)
+            r"role taker rank 0/2 .*weights version 1, \d+ s old, not in sync: the role whose", show_tree(group)
         )
         with pytest.raises(StaleWeightsError, match=r"taker\.generate .*version 1 .*has written into them"):
             taker.generate()
         assert colocate.sync_weights(giver, taker).version == 2
-        assert "not in sync" not in str(group.memory()) + shown(group)
+        assert "not in sync" not in str(group.memory()) + show_tree(group)
         assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
         with pytest.raises(ConfigError, match="shares the tensors"):
             colocate.sync_weights(giver, taker, dtype="bfloat16")
@@ -214,7 +214,7 @@ class WeightSyncs(ExecutorCase):
         colocate.sync_weights(one, other)
         colocate.sync_weights(other, one)
         group.checkpoint(tmp_path / "whole")
-        before = _sums(one)
+        before = _sum_weights(one)
         one.step()
         other.fail(0, "raises")
         with pytest.raises(RoleError, match="Failure"):
@@ -228,9 +228,9 @@ class WeightSyncs(ExecutorCase):
             with pytest.raises(StaleWeightsError, match=r"restored since from a checkpoint\. "):
                 one.step()
             colocate.sync_weights(other, one)
-            assert _sums(one) == before
+            assert _sum_weights(one) == before
             colocate.sync_weights(one, other)
-            assert _sums(other) == before
+            assert _sum_weights(other) == before
             group.restore(tmp_path / "half")
             with pytest.raises(StaleWeightsError, match="where it was stale: a sync of one to it has failed"):
                 colocate.sync_weights(other, one)
@@ -249,13 +249,13 @@ class WeightSyncs(ExecutorCase):
         hub = group.role("hub", Unsaved)
         colocate.sync_weights(group.role("giver", Giver), hub)
         colocate.sync_weights(group.role("giver", Giver), group.role("late", Unsaved))
-        before = _sums(hub)
+        before = _sum_weights(hub)
         group.checkpoint(tmp_path / "saved")
         group.restore(tmp_path / "saved")
         with pytest.raises(StaleWeightsError, match=r"other roles were restored since .* it has no restore\(\)\. "):
             hub.generate()
         colocate.sync_weights(hub, group.role("taker", Taker))
-        assert _sums(group.role("taker", Taker)) == before
+        assert _sum_weights(group.role("taker", Taker)) == before
         other = spawn(roles, slots=1, restore=tmp_path / "saved")
         taker = other.role("taker", Taker)
         expected = taker.look()
@@ -354,8 +354,8 @@ class WeightSyncs(ExecutorCase):
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         done = colocate.sync_weights(giver, taker, names={"1.weight": None}, dtype="bfloat16")
         assert done.nbytes == 2 * (8 * 8 + 8 + 8)
-        assert _sums(taker) == [pytest.approx(sums, rel=2e-2, abs=0.1) for sums in _sums(giver)]
-        assert _sums(taker) != _sums(giver)
+        assert _sum_weights(taker) == [pytest.approx(sums, rel=2e-2, abs=0.1) for sums in _sum_weights(giver)]
+        assert _sum_weights(taker) != _sum_weights(giver)
 
     @needs_feature("memory")
     @pytest.mark.parametrize("role", ["giver", "taker"])
@@ -372,12 +372,12 @@ class WeightSyncs(ExecutorCase):
             with pytest.raises(StaleWeightsError, match=r"a sync of giver to it has failed when \d of 4 had come"):
                 taker.generate()
         wait_until(lambda: ", not in sync: a sync has failed since" in str(both.memory()), "the table says it")
-        assert re.search(r"role taker rank 0/2 .*weights version 1, \d+ s old, not in sync: a sync", shown(both))
+        assert re.search(r"role taker rank 0/2 .*weights version 1, \d+ s old, not in sync: a sync", show_tree(both))
         assert giver.look()[0][1] == 0
         both.role(role).fail(1, None)
         assert colocate.sync_weights(giver, taker).version == 2
         assert taker.look() == [(sums, 2) for sums, _ in giver.look()]
-        wait_until(lambda: "not in sync" not in shown(both), "it isn't")
+        wait_until(lambda: "not in sync" not in show_tree(both), "it isn't")
 
     @pytest.mark.parametrize(
         ("role", "fault", "text"),
@@ -461,7 +461,7 @@ class WeightSyncs(ExecutorCase):
         assert colocate.sync_weights(giver, taker).version == 1
         asleep = [role.asleep for slot in both.memory().slots for role in slot.roles]
         assert asleep == [1 << 20] * 4
-        assert _sums(taker) == _sums(giver)
+        assert _sum_weights(taker) == _sum_weights(giver)
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("role", ["giver", "taker"])
@@ -503,13 +503,13 @@ class WeightSyncs(ExecutorCase):
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         with pytest.raises(StaleWeightsError, match="from sync"):
             taker.generate()
-        assert "no weights yet, not in sync: it was declared" in shown(group)
+        assert "no weights yet, not in sync: it was declared" in show_tree(group)
         assert colocate.sync_weights(giver, taker).version == 1
         group.checkpoint(tmp_path / "saved")
         group.restore(tmp_path / "saved")
         with pytest.raises(StaleWeightsError, match="was restored since from a checkpoint"):
             taker.generate()
-        assert "not in sync: the group was restored from a checkpoint since" in shown(group)
+        assert "not in sync: the group was restored from a checkpoint since" in show_tree(group)
         assert colocate.sync_weights(giver, taker).version == 2
         with pytest.raises(GroupRestarted):
             giver.restart(1)
@@ -526,10 +526,10 @@ class WeightSyncs(ExecutorCase):
         group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         taker.fail(1, "skips")
-        unsynced = _sums(taker)[1]
+        unsynced = _sum_weights(taker)[1]
         done = colocate.sync_weights(giver, taker)
         assert (done.version, done.by) == (1, ("shared", "peers"))
-        assert taker.look() == [(_sums(giver)[0], 1), (unsynced, 1)]
+        assert taker.look() == [(_sum_weights(giver)[0], 1), (unsynced, 1)]
 
     def test_a_target_that_keeps_what_travelled(self, spawn: Spawn) -> None:
         """Keeping is refused from another slot, too: what the target was given may be others' as well."""
@@ -550,7 +550,7 @@ class WeightSyncs(ExecutorCase):
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         giver.step()
         assert colocate.sync_weights(giver, taker).by == ("reference",)
-        assert _sums(taker) == _sums(giver)
+        assert _sum_weights(taker) == _sum_weights(giver)
         giver.fail(1, "raises")
         with pytest.raises(RoleError, match=r"raised .*Failure on rank 1"):
             colocate.sync_weights(giver, taker)
@@ -574,7 +574,7 @@ class WeightSyncs(ExecutorCase):
 class WeightSyncsBetween(ExecutorCase):
     """A role's weights in a role on other slots, and in another group."""
 
-    @of_executor
+    @mark_executor_part
     @pytest.mark.parametrize("slots", [1, 3])
     def test_weights_between_groups(self, spawn: Spawn, slots: int) -> None:
         """Two ranks have them, and one or three get them, in buckets of any size."""
@@ -602,7 +602,7 @@ class WeightSyncsBetween(ExecutorCase):
         with pytest.raises(RoleError, match=r"named_weights of group-\d+\.giver writes into a tensor"):
             colocate.sync_weights(giver, taker)
 
-    @of_executor
+    @mark_executor_part
     @needs(OwnProcess)
     def test_what_weights_travel_through(self, spawn: Spawn) -> None:
         """A target has nothing of it behind a sync, however that has ended, and a source has no more each time.
@@ -636,7 +636,7 @@ class WeightSyncsBetween(ExecutorCase):
         with pytest.raises(StaleWeightsError, match="had come"):
             taker.generate()
         sync()
-        assert _sums(taker) == _sums(giver) * 2
+        assert _sum_weights(taker) == _sum_weights(giver) * 2
 
     @needs(OwnProcess)
     def test_what_travels_within_a_machine_is_written_once(self, spawn: Spawn) -> None:
@@ -648,7 +648,7 @@ class WeightSyncsBetween(ExecutorCase):
         colocate.sync_weights(giver, taker)
         first, second = giver.mapped()
         assert (first > before[0], second) == (True, before[1])
-        assert _sums(taker) == _sums(giver)[:1] * 3
+        assert _sum_weights(taker) == _sum_weights(giver)[:1] * 3
 
     def test_a_sync_between_groups_has_its_place_at_once(self, spawn: Spawn) -> None:
         """In both, however late the thread is that sends later what was called where the framework was at work."""
@@ -657,7 +657,7 @@ class WeightSyncsBetween(ExecutorCase):
         other = spawn({"taker": colocate.role(Taker)}, slots=1)
         giver, taker = one.role("giver", Giver), other.role("taker", Taker)
         later = threading.Event()
-        one._node.services.timers.soon(lambda: later.wait(PATIENCE_S))
+        one._node.services.timers.call_soon(lambda: later.wait(PATIENCE_S))
         sync = colocate.sync_weights.submit(giver, taker)
         after = taker.generate.submit()
         later.set()
@@ -670,7 +670,7 @@ class WeightSyncsBetween(ExecutorCase):
         group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         assert colocate.sync_weights(giver, taker).by == ("reference", "peers")
-        assert _sums(taker) == _sums(giver) * 2
+        assert _sum_weights(taker) == _sum_weights(giver) * 2
         sharer = spawn({"taker": colocate.role(Sharer)}, slots=1).role("taker", Sharer)
         with pytest.raises(ConfigError, match=r"isn't in the same worker"):
             colocate.sync_weights(giver, sharer)
@@ -686,7 +686,7 @@ class WeightSyncsBetween(ExecutorCase):
         for rank in range(2):
             taker.fail(rank, "waits")
         colocate.sync_weights(giver, taker, bucket="1B")
-        assert _sums(taker) == _sums(giver) * 2
+        assert _sum_weights(taker) == _sum_weights(giver) * 2
         both = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)})
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         giver.fail(0, "waits")
@@ -694,9 +694,9 @@ class WeightSyncsBetween(ExecutorCase):
         with pytest.raises(RoleError, match=r"Failure on rank 1 of .*: behind the weights"):
             colocate.sync_weights(giver, taker)
         assert colocate.sync_weights(giver, taker).version == 1
-        assert _sums(taker) == _sums(giver)
+        assert _sum_weights(taker) == _sum_weights(giver)
 
-    @of_executor
+    @mark_executor_part
     @pytest.mark.parametrize("role", ["giver", "taker"])
     def test_a_failure_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:
         """The other one hears of it at once, and both go on, also within one of them."""
@@ -718,7 +718,7 @@ class WeightSyncsBetween(ExecutorCase):
             assert colocate.sync_weights(source, taker).version == version
             assert taker.look() == [(source.look()[0][0], version)] * 2
 
-    @of_executor
+    @mark_executor_part
     @needs(OwnProcess)
     @pytest.mark.parametrize("role", ["giver", "taker"])
     def test_a_death_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:
@@ -810,7 +810,7 @@ class WeightChecks(ExecutorCase):
         taker.fail(1, None)
         assert colocate.sync_weights(giver, taker, check=True).version == 2
 
-    @of_executor
+    @mark_executor_part
     def test_weights_that_differ_between_groups(self, spawn: Spawn) -> None:
         """What arrives is compared with what was sent, and what is there with what has come, of any dtype."""
         pytest.importorskip("torch")

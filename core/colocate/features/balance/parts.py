@@ -8,30 +8,30 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from colocate._system.imported import imported
-from colocate._system.numbers import plural
-from colocate._values.batch import Beside, check_sets, count_rows, is_deferred, same_rows, take
-from colocate._values.dispatch import Arguments, Scatter, whole
+from colocate._system.imported import find_imported
+from colocate._system.numbers import format_count
+from colocate._values.batch import AlignedRows, check_same_rows, check_sets, count_rows, is_deferred, take_leaf
+from colocate._values.dispatch import Arguments, Scatter, use_placeholders
 from colocate._values.kinds import Memo
-from colocate._values.leaves import take_apart
-from colocate._values.plain import Partition, even_sizes
+from colocate._values.leaves import split_structure
+from colocate._values.plain import Partition, split_evenly
 from colocate.errors import DispatchError
 
 
-def chosen(value: Any, name: str, count: int, of: int) -> Partition | None:
+def choose_partition(value: Any, name: str, count: int, of: int) -> Partition | None:
     """Partition rows into `count` parts of nearly equal cost; return None if contiguous parts are as good."""
-    costs = row_costs(value, name)
+    costs = read_row_costs(value, name)
     check_sets(f"the parameter {name!r}", len(costs), of, name)
-    return balanced(costs, count, of)
+    return balance_rows(costs, count, of)
 
 
-def row_costs(value: Any, parameter: str) -> list[int]:
+def read_row_costs(value: Any, parameter: str) -> list[int]:
     """Return the cost of each row, which is a given whole number or the number of true values in the mask's row.
 
     Raises:
         DispatchError: The value is neither whole numbers from 0 up nor a mask.
     """
-    numpy, torch = imported("numpy"), imported("torch")
+    numpy, torch = find_imported("numpy"), find_imported("torch")
     costs: Any = value
     if (torch is not None and isinstance(value, torch.Tensor) and not value.is_nested) or (
         numpy is not None and isinstance(value, numpy.ndarray)
@@ -49,17 +49,17 @@ def row_costs(value: Any, parameter: str) -> list[int]:
     return costs if {*map(type, costs)} <= {int} else list(map(int, costs))
 
 
-def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
+def balance_rows(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
     """Return `count` parts of the rows with nearly equal cost. Each set of `of` consecutive rows stays together.
 
     This is the largest differencing method (Karmarkar and Karp 1982): its largest part is at most 4/3 - 1/(3 count)
-    times as large as the optimum's. Return None if contiguous parts of as many rows (`even_sizes`) are as good.
+    times as large as the optimum's. Return None if contiguous parts of as many rows (`split_evenly`) are as good.
     """
     if count == 1:
         return None
     sets = [sum(costs[start : start + of]) for start in range(0, len(costs), of)]
     # Each set costs at least 1 after scaling, so that sets without a cost are spread, too.
-    # The extra costs of all sets together are less than one real unit of cost.
+    # The sum of these additions (1 per set) is less than one unit of the original cost.
     scale = 4 * count * len(sets) + 1
     # The heap holds partial partitions, each with the cost and sets of every part, the largest part first.
     # The least even partition is popped first.
@@ -75,7 +75,7 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
         joined = sorted(((a + b, x + y) for (a, x), (b, y) in pairs), key=lambda part: part[0], reverse=True)
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], first, joined))
     parts = sorted(sorted(part) for _, part in heap[0][2]) if heap else []
-    ends = accumulate(even_sizes(len(sets), count), initial=0)
+    ends = accumulate(split_evenly(len(sets), count), initial=0)
     largest = max((sum(sets[index_of_set] for index_of_set in part) for part in parts), default=0)
     if all(sum(sets[start:stop]) <= largest for start, stop in pairwise(ends)):
         return None
@@ -84,30 +84,30 @@ def balanced(costs: Sequence[int], count: int, of: int = 1) -> Partition | None:
     ]
 
 
-def pick(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> list[dict[str, Any]]:
+def pick_parts(scatter: Scatter, values: Arguments, by: str, partition: Partition) -> list[dict[str, Any]]:
     """Return the parts of all arguments for a partition of rows, which was made from the parameter `by`."""
     total, count, memo = sum(map(len, partition)), len(partition), Memo()
     if scatter.empty == "error" and not all(partition):
-        raise scatter.skipped(by, total, count)
+        raise scatter.make_skipped_error(by, total, count)
     parts: list[dict[str, Any]] = [{} for _ in partition]
     for name, value in values.items():
         if (length := count_rows(value, name)) is not None:
-            same_rows(by, total, name, length)
-        beside = Beside(by, total, name)
+            check_same_rows(by, total, name, length)
+        beside = AlignedRows(by, total, name)
 
-        def parts_of(leaf: Any, beside: Beside = beside) -> Sequence[Any]:
+        def parts_of(leaf: Any, beside: AlignedRows = beside) -> Sequence[Any]:
             if not is_deferred(type(leaf)):
-                leaf = whole(leaf) if isinstance(leaf, list) else leaf
-                return [take(leaf, rows, memo) for rows in partition]
+                leaf = use_placeholders(leaf) if isinstance(leaf, list) else leaf
+                return [take_leaf(leaf, rows, memo) for rows in partition]
             owned = leaf.own(scatter.axis, scatter.mesh, count, scatter.rows_of, partition)
             return [leaf.pick(rows, beside) for rows in partition] if owned is None else [owned] * count
 
-        for part, rows in zip(parts, take_apart(value, count, parts_of), strict=True):
+        for part, rows in zip(parts, split_structure(value, count, parts_of), strict=True):
             part[name] = rows
     return parts
 
 
-def keeps_sets(partition: Partition, of: int) -> bool:
+def has_whole_sets(partition: Partition, of: int) -> bool:
     """Return whether each set of `of` consecutive rows is in one part, in order."""
     return all(
         len(part) % of == 0
@@ -123,13 +123,13 @@ def check_aligned(rows: Sequence[int], size: int, rank: int) -> None:
     """Raise a `DispatchError` unless a rank has returned one row for each given row."""
     if len(rows) != size:
         raise DispatchError(
-            f"rank {rank} was given {plural(len(rows), 'row')} that were chosen by what they cost, and returned "
+            f"rank {rank} was given {format_count(len(rows), 'row')} that were chosen by what they cost, and returned "
             f"{size}, so nobody can put them back in order; return one row for each row given, or collect with Gather",
             rank=rank,
         )
 
 
-def inverse(partition: Partition, sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+def invert_partition(partition: Partition, sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the position of each original row in the concatenated parts.
 
     Args:

@@ -11,12 +11,19 @@ from typing import Any, TypeAlias
 import attrs
 
 from colocate._role.role import RoleInfo
-from colocate._system.files import json_of
+from colocate._system.files import read_json
 from colocate._values.dispatch import Broadcast
 from colocate.errors import ConfigError, Mistake
 from colocate.features import FEATURES
-from colocate.features.checkpoints.contents import changed_sizes, refusal
-from colocate.features.checkpoints.share import OWN, RECORD, hook, identity_of, read, takes_ranks
+from colocate.features.checkpoints.contents import explain_refusal, find_changed_sizes
+from colocate.features.checkpoints.share import (
+    RANK_FOLDER,
+    RECORD,
+    accepts_ranks,
+    checkpoint_identity,
+    find_hook,
+    read_checkpoint,
+)
 
 Tag: TypeAlias = str | int | float | None
 
@@ -31,17 +38,17 @@ class Checkpoint:
     parts: dict[str, Any] = attrs.field(factory=dict)  # Data that features have saved, by feature name.
 
     @classmethod
-    def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
-        """Return the checkpoint in a folder, if a group with `roles` can be restored from this checkpoint.
+    def from_folder(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
+        """Return the checkpoint in a folder, after a check that a group with `roles` can be restored from there.
 
         Raises:
             ConfigError: There is no checkpoint; or the checkpoint is of other roles, or of another number of ranks and
                 not made for that; or a file is missing or has another size.
         """
         try:
-            place, record = read(folder)
+            place, record = read_checkpoint(folder)
             saved, tag = {name: entry["ranks"] for name, entry in record["roles"].items()}, record["tag"]
-            identity = identity_of(record)
+            identity = checkpoint_identity(record)
             parts = {str(name): saved for name, saved in record.get("parts", {}).items() if name in FEATURES}
             files = {name: (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
         except OSError:
@@ -60,18 +67,20 @@ class Checkpoint:
                 f"the checkpoint in {folder} is of a group with other roles: it has {', '.join(missing)}, "
                 f"this one has {', '.join(roles)}"
             )
-        if lacking := [name for name in record.get("stood in", ()) if name in roles and not roles[name].stands_in]:
+        if lacking := [name for name in record.get("stood in", ()) if name in roles and not roles[name].is_substituted]:
             raise ConfigError(
                 f"the checkpoint in {folder} has nothing of role {lacking[0]!r}, which was replayed in the run that "
                 "wrote it: restore one of another run, or replay the role here, too"
             )
-        savable({name: role for name, role in roles.items() if name in saved or role.stands_in}, "be restored")
+        select_savable(
+            {name: role for name, role in roles.items() if name in saved or role.is_substituted}, "be restored"
+        )
         for name, ranks in saved.items():  # `ranks` is the number of ranks that wrote the checkpoint.
             role, slot_count = roles[name], len(roles[name].slots)
             if (
                 ranks != slot_count
-                and not role.stands_in
-                and not (takes_other_ranks(role.cls, place / name) or does_nothing(role.cls))
+                and not role.is_substituted
+                and not (accepts_other_ranks(role.cls, place / name) or has_empty_save(role.cls))
             ):
                 raise ConfigError(
                     f"the checkpoint in {folder} is of {ranks} ranks of role {name!r}, which has "
@@ -80,15 +89,17 @@ class Checkpoint:
                     "torch.distributed.checkpoint, or from anything with restore(directory, ranks), which is told how "
                     "many ranks have saved"
                 )
-        if wrong := changed_sizes(place, files):
+        if wrong := find_changed_sizes(place, files):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if identity_of(read(folder)[1]) != identity:  # Another checkpoint has just replaced this one.
-                    return cls.read(folder, roles)
-            raise ConfigError(refusal(folder, wrong))
+                if (
+                    checkpoint_identity(read_checkpoint(folder)[1]) != identity
+                ):  # Another checkpoint has just replaced this one.
+                    return cls.from_folder(folder, roles)
+            raise ConfigError(explain_refusal(folder, wrong))
         return cls(folder, tag, identity, parts)
 
 
-def found_in(folder: Path) -> dict[str, Path]:
+def find_checkpoints(folder: Path) -> dict[str, Path]:
     """Return the folder of each group's newest checkpoint below a folder, by group name."""
     places: dict[str, tuple[int, Path]] = {}
     for place, folders, files in os.walk(folder):
@@ -96,7 +107,7 @@ def found_in(folder: Path) -> dict[str, Path]:
             continue
         path = Path(place, RECORD)
         try:
-            record = json_of(path)
+            record = read_json(path)
             group, _ = str(record["group"]), record["roles"]
         except (ValueError, KeyError, TypeError):  # The file isn't a checkpoint's record.
             continue
@@ -107,18 +118,18 @@ def found_in(folder: Path) -> dict[str, Path]:
     return {group: place for group, (_, place) in places.items()}
 
 
-def takes_other_ranks(cls: type, folder: Path) -> bool:
-    """Return whether another number of ranks can restore a role's saved state."""
-    return takes_ranks(cls) or any(folder.rglob(".metadata"))
+def accepts_other_ranks(cls: type, folder: Path) -> bool:
+    """Return whether a role's saved state can be restored by a different number of ranks than saved it."""
+    return accepts_ranks(cls) or any(folder.rglob(".metadata"))
 
 
-def does_nothing(cls: type) -> bool:
+def has_empty_save(cls: type) -> bool:
     """Return whether a role's `save` has an empty body, so that the role itself writes no files."""
-    code = getattr(hook(cls, "save"), "__code__", None)
+    code = getattr(find_hook(cls, "save"), "__code__", None)
     return code is not None and not (code.co_names or code.co_freevars)
 
 
-def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dict[str, RoleInfo]:
+def select_savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dict[str, RoleInfo]:
     """Return the roles that have both `save` and `restore`.
 
     Raises:
@@ -126,9 +137,9 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
     """
     mistakes, saved = [], {}
     for name, info in roles.items():
-        if info.stands_in:  # A replayed role has no state to save.
+        if info.is_substituted:  # A role that replays recorded calls has no state to save.
             continue
-        has = {which: function for which in ("save", "restore") if (function := hook(info.cls, which)) is not None}
+        has = {which: function for which in ("save", "restore") if (function := find_hook(info.cls, which)) is not None}
         where, cls = f"roles.{name}", info.cls.__qualname__
         if len(has) == 2:
             saved[name] = info
@@ -137,16 +148,18 @@ def savable(roles: Mapping[str, RoleInfo], what: str = "be checkpointed") -> dic
             other = "restore" if one == "save" else "save"
             mistakes.append(Mistake(where, None, f"{cls} has {one}() but no {other}()"))
         mistakes += [
-            Mistake(where, None, f"{cls}.{hook_name} {why}") for hook_name in has if (why := _unfit(info, hook_name))
+            Mistake(where, None, f"{cls}.{hook_name} {why}")
+            for hook_name in has
+            if (why := _explain_unfit(info, hook_name))
         ]
-    if not saved and not mistakes and not any(info.stands_in for info in roles.values()):
+    if not saved and not mistakes and not any(info.is_substituted for info in roles.values()):
         mistakes.append(Mistake("roles", None, "none has save(directory) and restore(directory)"))
     if mistakes:
         raise ConfigError(f"the group can't {what}:", mistakes=tuple(mistakes))
     return saved
 
 
-def _unfit(info: RoleInfo, which: str) -> str | None:
+def _explain_unfit(info: RoleInfo, which: str) -> str | None:
     """Return the reason why colocate can't call a `@method` as a role's `save` or `restore`; None if callable."""
     spec = info.methods.get(which)
     if spec is None:
@@ -154,20 +167,20 @@ def _unfit(info: RoleInfo, which: str) -> str | None:
     if not isinstance(spec.dispatch, Broadcast):
         return f"is a @method with {spec.dispatch!r}; in a checkpoint each rank calls it for itself: leave that out"
     try:
-        spec.signature.bind("", **({"ranks": 0} if which == "restore" and takes_ranks(info.cls) else {}))
+        spec.signature.bind("", **({"ranks": 0} if which == "restore" and accepts_ranks(info.cls) else {}))
     except TypeError:
         names = ", ".join(spec.signature.parameters)
         return f"is a @method with ({names}); it is called with (directory): give another thing another name"
     return None
 
 
-def refuse_others(folder: Path, roles: Collection[str]) -> None:
+def check_replaceable(folder: Path, roles: Collection[str]) -> None:
     """Raise an error if a folder has contents that a checkpoint of these roles may not replace.
 
     Raises:
         ConfigError: The folder is neither free, nor empty, nor an earlier checkpoint of these roles.
     """
-    obstacle = _in_the_way(folder, roles)
+    obstacle = _find_obstacle(folder, roles)
     if obstacle is not None:
         raise ConfigError(
             f"the checkpoint can't be written to {folder}: {obstacle}. It may replace an earlier checkpoint "
@@ -176,7 +189,7 @@ def refuse_others(folder: Path, roles: Collection[str]) -> None:
         )
 
 
-def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
+def _find_obstacle(folder: Path, roles: Collection[str]) -> str | None:
     """Return why no checkpoint may be written to a folder; None if the folder is free or may be replaced."""
     if not os.path.lexists(folder):
         parent = next(path for path in folder.parents if os.path.lexists(path))
@@ -194,19 +207,19 @@ def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
     if not names:
         return None
     if RECORD not in names:
-        return f"that folder has other files ({_listed(names)})"
+        return f"that folder has other files ({_join_names(names)})"
     try:
-        theirs = set(read(folder)[1]["roles"])
+        theirs = set(read_checkpoint(folder)[1]["roles"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"its {RECORD} isn't what group.checkpoint(...) writes"
-    strange = [name for name in names if name not in (RECORD, OWN, *theirs)]
+    strange = [name for name in names if name not in (RECORD, RANK_FOLDER, *theirs)]
     if strange:
-        return f"that folder has other files beside a checkpoint ({_listed(strange)})"
+        return f"that folder has other files beside a checkpoint ({_join_names(strange)})"
     if theirs != set(roles):
         has, saved = ", ".join(sorted(theirs)), ", ".join(sorted(roles))
         return f"there is a checkpoint of a group with other roles: it has {has}, this one saves {saved}"
     return None
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

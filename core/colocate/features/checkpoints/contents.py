@@ -7,18 +7,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
 
 from colocate.errors import ColocateError
 
-Look: TypeAlias = "tuple[list[str], dict[str, str]]"
-"""The files of a checkpoint that a worker still writes, and the digests of the files that were read."""
-
-_TOLD = 8  # An error names at most this many files.
+_MOST_NAMED = 8  # An error names at most this many files.
 
 
-def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the size in bytes and the time of change in nanoseconds of each file in a folder, by relative path."""
+def read_sizes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the size in bytes and the modification time in nanoseconds of each file in a folder, by relative path."""
     sizes = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in sorted(names)):
@@ -29,7 +25,7 @@ def sizes_of(folder: Path) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def compute_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 digests of files in a folder, by name.
 
     Raises:
@@ -42,7 +38,7 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-def being_written(folder: Path) -> list[str]:
+def find_open_files(folder: Path) -> list[str]:
     """Return the files of a folder that this process or a descendant process has open for writing."""
     import psutil  # Imported here, so that only this call fails if psutil can't be imported.
 
@@ -58,7 +54,7 @@ def being_written(folder: Path) -> list[str]:
     return open_files
 
 
-def changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
+def find_changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
     """Return a description of each file that is missing or differs in size from the checkpoint's record."""
     changes = []
     for name, (size, _) in files.items():
@@ -71,27 +67,28 @@ def changed_sizes(folder: Path, files: Mapping[str, Sequence[object]]) -> list[s
     return changes
 
 
-def refuse_changed(folder: Path, files: Mapping[str, Sequence[object]], cause: BaseException | None = None) -> None:
+def check_unchanged(folder: Path, files: Mapping[str, Sequence[object]], cause: BaseException | None = None) -> None:
     """Raise an error if files of a checkpoint differ from the checkpoint's record.
 
     Raises:
         ColocateError: Files are missing or changed; the text names them.
     """
-    if wrong := _changed(folder, files):
-        raise ColocateError(refusal(folder, wrong)) from cause
+    if wrong := _find_changed(folder, files):
+        raise ColocateError(explain_refusal(folder, wrong)) from cause
 
 
-def refusal(folder: Path, wrong: Sequence[str]) -> str:
+def explain_refusal(folder: Path, wrong: Sequence[str]) -> str:
     """Return the error text for a damaged checkpoint, given a description of each damaged file."""
     return (
-        f"the checkpoint in {folder} isn't what was saved there: {'; '.join(wrong[:_TOLD])}"
-        f"{f'; and {len(wrong) - _TOLD} more' * (len(wrong) > _TOLD)}. It was damaged or changed since: go on from "
+        f"the checkpoint in {folder} isn't what was saved there: {'; '.join(wrong[:_MOST_NAMED])}"
+        f"{f'; and {len(wrong) - _MOST_NAMED} more' * (len(wrong) > _MOST_NAMED)}. It was damaged or changed "
+        "since: go on from "
         "another one"
     )
 
 
-def _changed(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
-    if changes := changed_sizes(folder, files):
+def _find_changed(folder: Path, files: Mapping[str, Sequence[object]]) -> list[str]:
+    if changes := find_changed_sizes(folder, files):
         return changes
-    now = digests_of(folder, files)
+    now = compute_digests(folder, files)
     return [f"{name} has other contents than it had" for name, (_, digest) in files.items() if now[name] != digest]

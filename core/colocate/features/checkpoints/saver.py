@@ -17,19 +17,19 @@ from colocate._protocol.message import Message
 from colocate._role.context import reset_current, second_halves, set_current
 from colocate._system.jobs import JobThread, report_exception
 from colocate._values.codec import Codec
-from colocate.features.checkpoints.contents import being_written, digests_of
-from colocate.features.checkpoints.messages import AskSaved, Saved
+from colocate.features.checkpoints.contents import compute_digests, find_open_files
+from colocate.features.checkpoints.messages import AskState, SavedState
 from colocate.worker.device import Device
 from colocate.worker.serving import failure
 from colocate.worker.serving.definitions import Definitions
-from colocate.worker.serving.over import going_on, wait_until_over
+from colocate.worker.serving.over import iter_background, wait_for_outcome
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.signal_handlers import calls_role_code
 
 SAVE = "save"
 
 
-class SecondHalf:
+class UnfinishedSave:
     """The remaining work of a role's `save` after the state was copied.
 
     Attributes:
@@ -38,13 +38,13 @@ class SecondHalf:
 
     def __init__(self, role: RoleInstance) -> None:
         self.role = role
-        self._rests: list[Generator[Any, Any, Any]] = []
-        self._going_on: list[Any] = []
+        self._generators: list[Generator[Any, Any, Any]] = []
+        self._background: list[Any] = []
 
     @calls_role_code
     def take_state(self, name: str, hook: Callable[..., Any], *args: Any) -> None:
         """Run the first half of `save`, up to the first `yield` if `save` is a generator."""
-        token = second_halves.set(self._rests)
+        token = second_halves.set(self._generators)
         try:
             result = hook(*args)
             if inspect.isgenerator(result):
@@ -53,22 +53,22 @@ class SecondHalf:
                 except StopIteration as end:  # The generator ended without a `yield`.
                     result = end.value
                 else:
-                    self._rests.append(result)
+                    self._generators.append(result)
                     return
-            self._going_on += going_on(name, result)
+            self._background += iter_background(name, result)
         finally:
             second_halves.reset(token)
 
-    def add(self, going_on: Sequence[Any]) -> None:
+    def add_background(self, going_on: Sequence[Any]) -> None:
         """Add futures or threads that the second half waits for."""
-        self._going_on += going_on
+        self._background += going_on
 
-    def is_left(self) -> bool:
+    def has_more(self) -> bool:
         """Return whether work of this `save` remains."""
-        return bool(self._rests or self._going_on)
+        return bool(self._generators or self._background)
 
     @calls_role_code
-    def go_on(self) -> bool:
+    def run_next_part(self) -> bool:
         """Run the remaining work up to the next `yield`, and return whether more work remains.
 
         Raises:
@@ -76,24 +76,24 @@ class SecondHalf:
         """
         token = set_current(self.role.ctx)
         try:
-            self._rests = [rest for rest in self._rests if not self._ends(rest)]
-            while self._going_on and not self._rests:
-                wait_until_over(SAVE, self._going_on.pop())
+            self._generators = [rest for rest in self._generators if not self._is_exhausted(rest)]
+            while self._background and not self._generators:
+                wait_for_outcome(SAVE, self._background.pop())
         finally:
             reset_current(token)
-        return self.is_left()
+        return self.has_more()
 
-    def _ends(self, rest: Generator[Any, Any, Any]) -> bool:
+    def _is_exhausted(self, rest: Generator[Any, Any, Any]) -> bool:
         try:
             next(rest)
         except StopIteration as end:
-            self._going_on.append(end.value)
+            self._background.append(end.value)
             return True
         return False
 
-    def drop(self) -> None:
+    def discard_rest(self) -> None:
         """Abandon the remaining work by closing the generators."""
-        for rest in self._rests:
+        for rest in self._generators:
             rest.close()
 
 
@@ -116,51 +116,51 @@ class Saver:
         definitions: Definitions,
         say: Callable[[Message, Any], None],
     ) -> None:
-        self._device, self._codec, self._definitions, self._say = device, codec, definitions, say
+        self._device, self._codec, self._definitions, self._send = device, codec, definitions, say
         self._thread = JobThread(f"colocate-save-{worker}", lambda error: report_exception())
-        self._left: list[SecondHalf] = []
+        self._pending: list[UnfinishedSave] = []
 
-    def leave(self, halves: Sequence[SecondHalf]) -> None:
-        """Store second halves for a later `AskSaved`, and abandon the halves of an earlier checkpoint."""
-        former, self._left = self._left, [*halves]
+    def set_pending(self, halves: Sequence[UnfinishedSave]) -> None:
+        """Store the second halves to run at the next `AskState`, and abandon those of an earlier checkpoint."""
+        former, self._pending = self._pending, [*halves]
         for half in former:
-            self._thread.soon(half.drop)
+            self._thread.call_soon(half.discard_rest)
 
-    def asked(self, message: AskSaved) -> None:
+    def on_request(self, message: AskState) -> None:
         """Schedule a request of the driver. Called on the receiving thread."""
         try:
-            self._thread.soon(partial(self._do, message))
+            self._thread.call_soon(partial(self._handle_request, message))
         except RuntimeError as error:  # No thread could be started.
-            self._refuse(message, error, None)
+            self._report_failure(message, error, None)
 
     def close(self) -> None:
         """Close the thread without waiting for work in progress."""
         self._thread.close(0.0)
 
-    def _do(self, asked: AskSaved) -> None:
+    def _handle_request(self, asked: AskState) -> None:
         open_ones: Sequence[str] = ()
         digests: Mapping[str, str] = {}
-        halves: list[SecondHalf] = []
-        later: list[SecondHalf] = []  # Halves that continue once all ranks have finished this step.
+        halves: list[UnfinishedSave] = []
+        later: list[UnfinishedSave] = []  # Second halves that continue once all ranks have finished this step.
         try:
             if asked.names is not None:
                 folder = Path(asked.directory)
-                open_ones, digests = being_written(folder), digests_of(folder, asked.names)
+                open_ones, digests = find_open_files(folder), compute_digests(folder, asked.names)
             else:
-                halves, self._left = self._left, []
-                with self._device.aside():
+                halves, self._pending = self._pending, []
+                with self._device.use_side_stream():
                     while halves:
-                        if halves[0].go_on():
+                        if halves[0].run_next_part():
                             later.append(halves[0])
                         del halves[0]
         except BaseException as error:
-            self._refuse(asked, error, halves[0].role.name if halves else None)
+            self._report_failure(asked, error, halves[0].role.name if halves else None)
             for half in halves + later:
-                half.drop()
+                half.discard_rest()
         else:
-            self._left += later
-            self._say(Saved(asked.token, bool(later), open_ones, digests, None), None)
+            self._pending += later
+            self._send(SavedState(asked.token, bool(later), open_ones, digests, None), None)
 
-    def _refuse(self, asked: AskSaved, error: BaseException, role: str | None) -> None:
-        failed_call, body = failure.failed(error, self._codec, self._definitions, role, False)
-        self._say(Saved(asked.token, False, (), {}, failed_call), body)
+    def _report_failure(self, asked: AskState, error: BaseException, role: str | None) -> None:
+        failed_call, body = failure.describe_failure(error, self._codec, self._definitions, role, False)
+        self._send(SavedState(asked.token, False, (), {}, failed_call), body)

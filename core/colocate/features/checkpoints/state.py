@@ -28,8 +28,8 @@ def host_copy(state: T) -> T:
         The same structure, independent of the role's later changes.
     """
     copies = _Copies()
-    copied: T = copies.of(state)
-    copies.wait()
+    copied: T = copies.copy_value(state)
+    copies.synchronize()
     return copied
 
 
@@ -53,12 +53,12 @@ def save_state(state: Mapping[str, Any], directory: str, ctx: Context | None = N
         ranks: dict[str, Any] = {"no_dist": True} if ctx.world_size == 1 else {"process_group": ctx.process_group()}
         save(dict(state), checkpoint_id=directory, **ranks)
         return
-    halves_of_state = _in_halves(dict(state), directory, ctx)
+    halves_of_state = _save_in_halves(dict(state), directory, ctx)
     next(halves_of_state)
     halves.append(halves_of_state)
 
 
-def _in_halves(state: dict[str, Any], directory: str, ctx: Context) -> Generator[None, None, None]:
+def _save_in_halves(state: dict[str, Any], directory: str, ctx: Context) -> Generator[None, None, None]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -66,28 +66,28 @@ def _in_halves(state: dict[str, Any], directory: str, ctx: Context) -> Generator
     planner, writer = DefaultSavePlanner(), FileSystemWriter(directory)
     planner.set_up_planner(host_copy(state), writer.storage_meta(), is_first)
     writer.set_up_storage_writer(is_first)
-    plans = _of_all(ctx, writer.prepare_local_plan(planner.create_local_plan()))
+    plans = _gather_results(ctx, writer.prepare_local_plan(planner.create_local_plan()))
     plans, metadata = planner.create_global_plan(plans)  # All ranks compute the same plan.
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[ctx.rank])
     del state, plans
     yield
     written = writer.write_data(plan, planner)
     written.wait()
-    _results(folder, ctx.rank).write_bytes(pickle.dumps(written.value()))
+    _results_path(folder, ctx.rank).write_bytes(pickle.dumps(written.value()))
     yield  # The generator resumes when all ranks have written.
     if is_first:
-        paths = [_results(folder, rank) for rank in range(ctx.world_size)]
+        paths = [_results_path(folder, rank) for rank in range(ctx.world_size)]
         # These pickles are safe to load, because ranks of this role have written the files.
         writer.finish(metadata, [pickle.loads(path.read_bytes()) for path in paths])
         for path in paths:
             path.unlink()
 
 
-def _results(folder: Path, rank: int) -> Path:
+def _results_path(folder: Path, rank: int) -> Path:
     return folder / f".written-{rank}"
 
 
-def _of_all(ctx: Context, plan: Any) -> list[Any]:
+def _gather_results(ctx: Context, plan: Any) -> list[Any]:
     if ctx.world_size == 1:
         return [plan]
     import torch.distributed as dist
@@ -103,23 +103,23 @@ class _Copies:
         self._done: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._devices: set[torch.device] = set()
 
-    def of(self, value: Any) -> Any:
+    def copy_value(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            return self._copy_tensor(value)
         if isinstance(value, dict):
             copied = copy.copy(value)  # `copy.copy` also copies the attribute `_metadata` of a `state_dict()`.
-            copied.update((key, self.of(item)) for key, item in value.items())
+            copied.update((key, self.copy_value(item)) for key, item in value.items())
             return copied
         if type(value) in (list, tuple):
-            return type(value)(self.of(item) for item in value)
+            return type(value)(self.copy_value(item) for item in value)
         return copy.deepcopy(value)
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         flatten: Any = getattr(tensor, "__tensor_flatten__", None)  # Only wrappers such as DTensor have this.
         if flatten is not None:
             names, metadata = flatten()
-            inner = {name: getattr(tensor, name) for name in names}  # Since torch 2.13, one value is the device mesh.
-            inner = {name: self._tensor(it) if isinstance(it, torch.Tensor) else it for name, it in inner.items()}
+            inner = {name: getattr(tensor, name) for name in names}  # Since torch 2.13, one of these is a device mesh.
+            inner = {name: self._copy_tensor(it) if isinstance(it, torch.Tensor) else it for name, it in inner.items()}
             clone: torch.Tensor = type(tensor).__tensor_unflatten__(inner, metadata, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
             return clone
         tensor = tensor.detach()
@@ -135,6 +135,6 @@ class _Copies:
                 self._devices.add(tensor.device)
         return self._done[key][1]
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         for device in self._devices:
             torch.get_device_module(device).current_stream(device).synchronize()

@@ -17,15 +17,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from colocate._system.ends import hear_of_ends, wait_for
-from colocate._system.jobs import error_text
+from colocate._system.ends import keep_exit_codes, wait_for_exit
+from colocate._system.jobs import format_error
 from colocate._system.limits import (
     CHILD_CODE_WITHIN_S,
     CHILD_ENDS_WITHIN_S,
     CHILD_STACK_WITHIN_S,
     CHILD_TOLD_WITHIN_S,
 )
-from colocate._system.numbers import limit, seconds
+from colocate._system.numbers import parse_limit, parse_seconds
 from colocate._system.threads import Thread
 from colocate.errors import ChildDied, ColocateError
 from colocate.wire import EventLoop
@@ -43,8 +43,8 @@ _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 12
 _TAIL_LENGTH = 1 << 14
 _MOST_READS = 16
-_LOOKS_S, _ANSWERS_S = 0.02, 2.0
-_ASKED_EVERY_S, _ASKED_SELDOM_S = 0.02, 5.0  # The shortest and longest time between two health checks.
+_POLL_S, _ANSWER_TIMEOUT_S = 0.02, 2.0
+_HEALTH_INTERVAL_S, _LONG_HEALTH_INTERVAL_S = 0.02, 5.0  # The shortest and longest time between two health checks.
 
 
 class Parent(NamedTuple):
@@ -88,28 +88,32 @@ class Child:
         self.connection: Connection | None = None
         self.managed = 0
         self._parent = parent
-        self._fails = fails
+        self._failure_scope = fails
         self._row = row  # The `RowState` of the row that started the child; None outside rows.
         self._ended_at = 0.0  # The time of the child's end, in seconds of `time.time()`.
-        self._told_at = -math.inf  # When a running call last got the error, by `time.monotonic()`.
+        self._notified_at = -math.inf  # When a running call last got this child's `ChildDied`, by `time.monotonic()`.
         self._loop, self._on_line, self._on_change = loop, on_line, on_change
-        self._asks, self._ends = asks, ends  # `_asks` is the signal to the child, `_ends` to the supervisor.
+        # `asks` is the signal to the child, `ends` the signal to the upper supervisor.
+        self._stop_signal, self._supervisor_signal = (
+            asks,
+            ends,
+        )
         self._popen: subprocess.Popen[bytes] | None = None  # The process of the upper supervisor.
-        self._held: socket.socket | None = None  # This socket reserves the port until the child uses the port.
+        self._port_socket: socket.socket | None = None  # This socket reserves the port until the child uses the port.
         # File descriptors of the child, of the upper supervisor, and of the pipe with the child's output.
-        self._itself = self._whole = self._output = -1
+        self._pidfd = self._tree_pidfd = self._output = -1
         self._exitcode: int | None = None  # As in `subprocess`, a negative number means a signal.
         self._is_ready = False
         self._expected = self._is_dead = False
-        self._waiting = 0  # The number of threads that are in `wait` now.
-        self._why = ""
+        self._waiter_count = 0  # The number of threads that are in `wait`.
+        self._cause = ""
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._rest = b""
+        self._partial_line = b""
         self._line: re.Pattern[str] | None = None
-        self._said = threading.Event()
+        self._line_seen = threading.Event()
         self._ended = threading.Event()  # Set when the child itself has ended.
-        self._over = threading.Event()  # Set when the child and all processes below have ended.
-        self._well_at = 0.0
+        self._tree_ended = threading.Event()  # Set when the child and all its descendants have ended.
+        self._healthy_at = 0.0
 
     # -- for role code
 
@@ -119,9 +123,9 @@ class Child:
         return not self._is_dead
 
     @property
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         """Whether the child has ended although nobody called `stop` or `wait`."""
-        return self._is_dead and not (self._expected or self._waiting)
+        return self._is_dead and not (self._expected or self._waiter_count)
 
     @property
     def exitcode(self) -> int | None:
@@ -138,7 +142,7 @@ class Child:
         """The state: "starting", "running", or the way the child ended."""
         if self.alive:
             return "running" if self._is_ready else "starting"
-        return self._how()
+        return self._describe_exit()
 
     def stop(self, grace: float = 5.0) -> None:
         """End the child and all processes that the child has started. A repeated call has no effect.
@@ -148,17 +152,17 @@ class Child:
         Args:
             grace: Seconds from SIGTERM to SIGKILL.
         """
-        grace = seconds(grace, "child.stop: grace")
+        grace = parse_seconds(grace, "child.stop: grace")
         self._expected = True
         if self.alive:
-            self._why = "stopped"
+            self._cause = "stopped"
         self._on_change(self)
         if self._popen is None:  # The thread that is starting the child checks this flag.
             self._is_dead = True
-        elif not self._over.is_set():
-            self._send(self._asks)
+        elif not self._tree_ended.is_set():
+            self._send_signal(self._stop_signal)
             self._ended.wait(grace)
-            self._end_all()
+            self._end_tree()
         if self.connection is not None:
             self.connection.close()
 
@@ -171,15 +175,15 @@ class Child:
         Raises:
             TimeoutError: The child still runs.
         """
-        timeout = limit(timeout, "child.wait: timeout")
-        self._waiting += 1
+        timeout = parse_limit(timeout, "child.wait: timeout")
+        self._waiter_count += 1
         self._on_change(self)
         try:
-            if not self._over.wait(timeout):
+            if not self._tree_ended.wait(timeout):
                 raise TimeoutError(f"{self._label()} hasn't ended within {timeout} s")
             self._expected = True
         finally:
-            self._waiting -= 1
+            self._waiter_count -= 1
             self._on_change(self)
         return self._exitcode
 
@@ -191,19 +195,19 @@ class Child:
         Args:
             why: The reason for the error text, such as "hung: ...".
         """
-        self._why = why
+        self._cause = why
         with contextlib.suppress(OSError):
             resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
         for number in (signal.SIGABRT, signal.SIGCONT):  # A stopped process handles SIGABRT only after SIGCONT.
-            self._send(number)
-        self._loop.later(CHILD_STACK_WITHIN_S, lambda: self._send(signal.SIGKILL))
+            self._send_signal(number)
+        self._loop.call_later(CHILD_STACK_WITHIN_S, lambda: self._send_signal(signal.SIGKILL))
 
     def __repr__(self) -> str:
         return f"<child {self.name!r} of role {self._parent.role!r}, pid {self.pid}: {self.state}>"
 
     # -- its life
 
-    def _begin(
+    def _start(
         self,
         launcher: Sequence[str],
         words: Sequence[str],
@@ -220,7 +224,7 @@ class Child:
         """
         import subprocess  # Imported on first use, because few workers have children.
 
-        hear_of_ends()
+        keep_exit_codes()
         read_end, tell = os.pipe()
         try:
             output, printed = os.pipe()
@@ -247,7 +251,7 @@ class Child:
                 outcome.append(error)
             done.set()
 
-        self._loop.later(0.0, start)
+        self._loop.call_later(0.0, start)
         done.wait()
         os.close(tell)
         os.close(printed)
@@ -256,26 +260,26 @@ class Child:
         self._output = output
         if self._popen is None or trouble or not pid:
             self._expected = self._is_dead = True
-            self._over.set()
+            self._tree_ended.set()
             if self._popen is not None:
                 self._popen.wait()
             with open(output, "rb") as file:
                 bytes_read = file.read(_READ_BYTES)
-            why = error_text(outcome[0]) if outcome[0] is not None else trouble or bytes_read.decode(errors="replace")
+            why = format_error(outcome[0]) if outcome[0] is not None else trouble or bytes_read.decode(errors="replace")
             raise ColocateError(f"{self._label()} could not be started: {words[0]!r}: {why}")
         self.pid = int(pid)
         os.set_blocking(output, False)
-        self._whole = os.pidfd_open(self._popen.pid)  # The pid is valid, because the process wasn't reaped yet.
+        self._tree_pidfd = os.pidfd_open(self._popen.pid)  # The pid is valid, because the process wasn't reaped yet.
         try:
-            self._itself = os.pidfd_open(self.pid)
+            self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:  # The child has already ended.
-            self._itself = -1
-        self._loop.watch(output, self._reads)
-        if self._itself >= 0:
-            self._loop.watch(self._itself, self._gone)
-        self._loop.watch(self._whole, self._all_gone)
+            self._pidfd = -1
+        self._loop.watch(output, self._read_output)
+        if self._pidfd >= 0:
+            self._loop.watch(self._pidfd, self._on_exit)
+        self._loop.watch(self._tree_pidfd, self._on_tree_exit)
 
-    def _become_ready(self, ready: Ready | None, within: float, given_up: Callable[[], bool]) -> None:
+    def _wait_ready(self, ready: Ready | None, within: float, given_up: Callable[[], bool]) -> None:
         """Wait until the child meets the criterion `ready`.
 
         Args:
@@ -287,73 +291,73 @@ class Child:
             ChildDied: The child has ended, or was ended because it wasn't ready in time.
         """
         until = time.monotonic() + within
-        check = _Asked(self, ready) if callable(ready) else None
+        check = _ReadyCheck(self, ready) if callable(ready) else None
         last = "it wasn't asked yet" if check is None else check.last
         while ready is not None and not self._expected:
             if not self.alive:
-                raise self._error()
+                raise self._exit_error()
             if given_up() or time.monotonic() > until:
                 why = f"nobody waited any more until it was ready ({last})" if given_up() else ""
-                self._why = why or f"wasn't ready within {within:g} s ({last}), and was ended"
-                self._end_all()
-                raise self._error()
+                self._cause = why or f"wasn't ready within {within:g} s ({last}), and was ended"
+                self._end_tree()
+                raise self._exit_error()
             if isinstance(ready, re.Pattern):
                 last = f"no line like {ready.pattern!r}"
-                if self._said.wait(_LOOKS_S):
+                if self._line_seen.wait(_POLL_S):
                     break
             elif check is not None:
                 last = check.last
-                if check.answered(_LOOKS_S):
+                if check.wait_answer(_POLL_S):
                     break
             elif isinstance(ready, str):
-                answer = answer_of(ready)
+                answer = probe_url(ready)
                 last = f"{ready}: {answer}"
                 if answer == "200":
                     break
-                self._ended.wait(_LOOKS_S)
+                self._ended.wait(_POLL_S)
         if self._expected:  # Another thread has stopped the child.
-            self._end_all()
-            raise self._error()
+            self._end_tree()
+            raise self._exit_error()
         self._is_ready = True
 
-    def _awaits(self, ready: Ready | None) -> Ready | None:
+    def _set_ready_line(self, ready: Ready | None) -> Ready | None:
         """Set the pattern to search for in the child's output, and return `ready`, with text turned into a pattern."""
         if isinstance(ready, str) and not is_url(ready):
             ready = re.compile(re.escape(ready))
         self._line = ready if isinstance(ready, re.Pattern) else None
         return ready
 
-    def _look_after(self, health: Health, hung_after: float) -> None:
-        self._well_at = looked = time.monotonic()
-        every = max(_ASKED_EVERY_S, min(hung_after / 4, _ASKED_SELDOM_S))
+    def _watch_health(self, health: Health, hung_after: float) -> None:
+        self._healthy_at = looked = time.monotonic()
+        every = max(_HEALTH_INTERVAL_S, min(hung_after / 4, _LONG_HEALTH_INTERVAL_S))
 
         def ask() -> None:
             while not self._ended.wait(every):
                 try:
-                    well = answer_of(health) == "200" if isinstance(health, str) else health(self)
+                    well = probe_url(health) == "200" if isinstance(health, str) else health(self)
                 except Exception as error:
-                    self._on_line(self, f"health={health!r} has raised {error_text(error)}")
+                    self._on_line(self, f"health={health!r} has raised {format_error(error)}")
                     well = False
                 if well:
-                    self._well_at = time.monotonic()
+                    self._healthy_at = time.monotonic()
 
         def judge() -> None:
             nonlocal looked
             now = time.monotonic()
             if now - looked > 2 * every:  # This process was stopped or blocked, so no check could run.
-                self._well_at = now
+                self._healthy_at = now
             looked = now
-            if self.alive and not (self._expected or self._waiting):
-                if now - self._well_at > hung_after:
+            if self.alive and not (self._expected or self._waiter_count):
+                if now - self._healthy_at > hung_after:
                     self.abort(f"hung: its health was not good for {hung_after:g} s, so it was ended")
                 else:
-                    self._loop.later(every, judge)
+                    self._loop.call_later(every, judge)
 
         # The check may be role code that hangs, so the event loop's thread must not run the check.
         Thread(target=ask, name=f"child-{self.name}-health").start()
-        self._loop.later(every, judge)
+        self._loop.call_later(every, judge)
 
-    def _settle(self, within: float, signs: bool = False) -> None:
+    def _await_exit(self, within: float, signs: bool = False) -> None:
         """Wait up to `within` seconds for the notification of the child's end, if there are signs of an end."""
         if self.alive and (signs or self._is_ending):
             self._ended.wait(max(0.0, within))
@@ -362,43 +366,43 @@ class Child:
     def _is_ending(self) -> bool:
         """Whether the child's process or connection has ended, even if the notification hasn't arrived yet."""
         poll = select.poll()
-        if self._itself >= 0:
-            poll.register(self._itself, select.POLLIN)
+        if self._pidfd >= 0:
+            poll.register(self._pidfd, select.POLLIN)
         if self.connection is not None:
             with contextlib.suppress(OSError):  # The connection may be closed on this side.
                 poll.register(self.connection.fileno(), 0)
         return bool(poll.poll(0))
 
     @property
-    def _top(self) -> int:
+    def _root_pid(self) -> int:
         """The pid of the upper supervisor, an ancestor of all the child's processes; 0 before the start."""
         return 0 if self._popen is None else self._popen.pid
 
-    def _blamed(self, error: Exception) -> Exception:
+    def _explain_error(self, error: Exception) -> Exception:
         """Return the error to raise for a broken connection: `ChildDied` if the child has died, else `error`."""
-        self._settle(CHILD_TOLD_WITHIN_S, signs=True)
-        if not self._failed:
+        self._await_exit(CHILD_TOLD_WITHIN_S, signs=True)
+        if not self._has_failed:
             return error
-        self._told_at = time.monotonic()
-        return self._error()
+        self._notified_at = time.monotonic()
+        return self._exit_error()
 
-    def _let_go_of_port(self) -> None:
-        if self._held is not None:
-            self._held.close()
+    def _release_port(self) -> None:
+        if self._port_socket is not None:
+            self._port_socket.close()
 
     def _kill(self) -> None:
         self._expected = True
-        self._signal_whole()
+        self._signal_tree()
 
-    def _error(self) -> ChildDied:
+    def _exit_error(self) -> ChildDied:
         code = self._exitcode
         return ChildDied(
-            f"{self._label()} {self._how()}",
+            f"{self._label()} {self._describe_exit()}",
             name=self.name,
             **self._parent._asdict(),
             pid=self.pid,
             exitcode=code if code is not None and code >= 0 else None,
-            signal=_name(-code) if code is not None and code < 0 else None,
+            signal=_signal_name(-code) if code is not None and code < 0 else None,
             log_tail=self.output or None,
         )
 
@@ -407,35 +411,34 @@ class Child:
         pid = f"pid {self.pid}, " if self.pid else ""
         return f"child {self.name!r} of role {role!r} on rank {rank} of group {group!r} ({pid}node {node})"
 
-    def _how(self) -> str:
-        if self._why:
-            return self._why
+    def _describe_exit(self) -> str:
+        if self._cause:
+            return self._cause
         if self._exitcode is None:
             return "has ended"
         return (
-            f"exited with code {self._exitcode}" if self._exitcode >= 0 else f"was killed by {_name(-self._exitcode)}"
+            f"exited with code {self._exitcode}"
+            if self._exitcode >= 0
+            else f"was killed by {_signal_name(-self._exitcode)}"
         )
 
-    def _send(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, OSError):  # The process may have ended.
-            if self._itself >= 0 and self.alive:
-                signal.pidfd_send_signal(self._itself, number)
+            if self._pidfd >= 0 and self.alive:
+                signal.pidfd_send_signal(self._pidfd, number)
 
-    def _signal_whole(self) -> None:
+    def _signal_tree(self) -> None:
         if self._popen is not None:
-            self._popen.send_signal(self._ends)
+            self._popen.send_signal(self._supervisor_signal)
 
-    def _end_all(self) -> None:
-        self._signal_whole()
-        if not self._over.wait(CHILD_ENDS_WITHIN_S):
+    def _end_tree(self) -> None:
+        self._signal_tree()
+        if not self._tree_ended.wait(CHILD_ENDS_WITHIN_S):
             raise ColocateError(f"{self._label()} was killed, and is still there after {CHILD_ENDS_WITHIN_S:g} s")
 
     # -- on the event loop's thread
 
-    def _reads(self) -> None:
-        self._read()
-
-    def _read(self) -> bool:
+    def _read_output(self) -> bool:
         """Read some of the child's output, and return whether there may be more."""
         try:
             data = os.read(self._output, _READ_BYTES)
@@ -443,50 +446,50 @@ class Child:
             return False
         if not data:
             self._loop.unwatch(self._output)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
-            whole.append(self._rest)
-            self._rest = b""
+        *whole, self._partial_line = (self._partial_line + data).split(b"\n")
+        if self._partial_line and (not data or len(self._partial_line) > _LONGEST_LINE):
+            whole.append(self._partial_line)
+            self._partial_line = b""
         pieces = (range(0, max(1, len(line)), _LONGEST_LINE) for line in whole)
         lines = [line[at : at + _LONGEST_LINE] for line, piece in zip(whole, pieces, strict=True) for at in piece]
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._tail.append(text)
             if self._line is not None and self._line.search(text):
-                self._said.set()
+                self._line_seen.set()
             self._on_line(self, text)
         return bool(data)
 
-    def _gone(self) -> None:
-        """Schedule the report of the child's end. The exit code is known once all processes below have ended."""
-        self._loop.unwatch(self._itself)
-        self._loop.later(CHILD_CODE_WITHIN_S, self._finish)
+    def _on_exit(self) -> None:
+        """Schedule the report of the child's end. The exit code is known once all its descendants have ended."""
+        self._loop.unwatch(self._pidfd)
+        self._loop.call_later(CHILD_CODE_WITHIN_S, self._finish)
 
-    def _all_gone(self) -> None:
-        self._loop.unwatch(self._whole)
+    def _on_tree_exit(self) -> None:
+        self._loop.unwatch(self._tree_pidfd)
         assert self._popen is not None
         code = self._popen.returncode  # A thread that sent a signal may have reaped the process.
-        self._exitcode = wait_for(self._popen.pid) if code is None else code
+        self._exitcode = wait_for_exit(self._popen.pid) if code is None else code
         self._popen.returncode = self._exitcode or 0
         self._finish()
-        for fd in (self._output, self._itself, self._whole):
+        for fd in (self._output, self._pidfd, self._tree_pidfd):
             if fd >= 0:
                 self._loop.unwatch(fd)
                 os.close(fd)
-        self._over.set()
+        self._tree_ended.set()
 
     def _finish(self) -> None:
         if self._is_dead:
             return
-        for _ in range(_MOST_READS):  # Limit the reads of last output, because other processes may go on printing.
-            if not self._read():
+        for _ in range(_MOST_READS):  # Limit the reads, because the child's descendants may go on printing.
+            if not self._read_output():
                 break
         self._is_dead, self._ended_at = True, time.time()
         self._on_change(self)
         self._ended.set()
 
 
-class _Asked:
+class _ReadyCheck:
     """A separate thread that calls a `ready` function, which may block.
 
     Attributes:
@@ -497,24 +500,24 @@ class _Asked:
         self._child, self._ready = child, ready
         self._answer: BaseException | bool = False
         self._is_over = threading.Event()
-        self._called = getattr(ready, "__qualname__", repr(ready))
-        self.last = f"ready={self._called} hasn't returned"
+        self._name = getattr(ready, "__qualname__", repr(ready))
+        self.last = f"ready={self._name} hasn't returned"
         context = contextvars.copy_context()
-        Thread(target=context.run, args=(self._ask,), name=f"child-{child.name}-ready").start()
+        Thread(target=context.run, args=(self._run,), name=f"child-{child.name}-ready").start()
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._ready(self._child):
-                self.last = f"ready={self._called} says no"
-                if self._child._ended.wait(_LOOKS_S):
+                self.last = f"ready={self._name} says no"
+                if self._child._ended.wait(_POLL_S):
                     return
             self._answer = True
-        except BaseException as error:  # The caller of `answered` gets any error of the role's function.
+        except BaseException as error:  # The caller of `wait_answer` gets any error of the role's function.
             self._answer = error
         finally:
             self._is_over.set()
 
-    def answered(self, within: float) -> bool:
+    def wait_answer(self, within: float) -> bool:
         """Wait up to `within` seconds, and return whether the function has returned true.
 
         Raises:
@@ -523,14 +526,14 @@ class _Asked:
         if not self._is_over.wait(within):
             return False
         if isinstance(self._answer, BaseException):
-            self._child._settle(CHILD_TOLD_WITHIN_S, signs=isinstance(self._answer, OSError | EOFError))
+            self._child._await_exit(CHILD_TOLD_WITHIN_S, signs=isinstance(self._answer, OSError | EOFError))
             if not self._child.alive:
-                raise self._child._error() from self._answer
+                raise self._child._exit_error() from self._answer
             raise self._answer
         return self._answer
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -542,18 +545,18 @@ def is_url(what: object) -> bool:
     return isinstance(what, str) and what.startswith(("http://", "https://"))
 
 
-def answer_of(url: str) -> str:
+def probe_url(url: str) -> str:
     """Return the HTTP status of a GET request as text, or an error text if the request fails."""
     import http.client
     from urllib.parse import urlsplit
 
     parts = urlsplit(url)
     connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection: Any = connection_class(parts.hostname or "", parts.port, timeout=_ANSWERS_S)
+    connection: Any = connection_class(parts.hostname or "", parts.port, timeout=_ANSWER_TIMEOUT_S)
     try:
         connection.request("GET", f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}")
         return str(connection.getresponse().status)
     except (OSError, http.client.HTTPException) as error:
-        return error_text(error)
+        return format_error(error)
     finally:
         connection.close()

@@ -24,17 +24,17 @@ class ChildConnection(Connection):
             super().close()
 
 
-def _telling(name: str) -> Any:
+def _wrap_method(name: str) -> Any:
     plain = getattr(Connection, name)
 
     def told(self: ChildConnection, *args: Any, **options: Any) -> Any:
         try:
             return plain(self, *args, **options)
         except (EOFError, OSError) as error:
-            raise self._child._blamed(error) from error
+            raise self._child._explain_error(error) from error
 
     return told
 
 
 for _name in ("send", "recv", "poll", "send_bytes", "recv_bytes", "recv_bytes_into"):
-    setattr(ChildConnection, _name, _telling(_name))
+    setattr(ChildConnection, _name, _wrap_method(_name))

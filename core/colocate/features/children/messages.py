@@ -8,7 +8,7 @@ from colocate._protocol.message import Message, message
 
 
 @message
-class HasChildren(Message):
+class ChildrenReport(Message):
     """Report all processes that a worker's roles have started by `ctx.start`."""
 
     children: Sequence[tuple[str, str, int, int | None, str]]  # One tuple per process: role, name, pid, port and state.

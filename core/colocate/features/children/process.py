@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from colocate._definitions.sources import Source
 from colocate._version import __version__
-from colocate.worker.birth.imports import DriversModules
-from colocate.worker.birth.signals import end_when_asked, leave_to_the_driver
+from colocate.worker.birth.imports import DriverModuleFinder
+from colocate.worker.birth.signals import ignore_driver_signals, install_end_handler
 
 
-class Start(NamedTuple):
+class ChildStart(NamedTuple):
     """The worker's first message to a child process: a pickled function, and the settings that unpickling needs."""
 
     version: str  # The worker's version of colocate.
@@ -31,19 +31,19 @@ class Start(NamedTuple):
 
 def main() -> None:
     """Receive the function from the worker, and call the function with the connection."""
-    leave_to_the_driver()
-    end_when_asked()
+    ignore_driver_signals()
+    install_end_handler()
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     connection: Any = Connection(fd)
     version, *rest = connection.recv()
     if version != __version__:
         sys.exit(f"{sys.executable} has colocate {__version__}, and the worker {version}: install the same one there")
-    start = Start(version, *rest)
+    start = ChildStart(version, *rest)
     multiprocessing.current_process().authkey = start.authkey
     sys.path[:] = start.path or sys.path
-    modules = DriversModules(lambda name: {})
-    modules.know(start.sources)
+    modules = DriverModuleFinder(lambda name: {})
+    modules.add_sources(start.sources)
     sys.meta_path.insert(0, modules)
     function: Callable[[Any], object] = pickle.loads(start.function)
     function(connection)

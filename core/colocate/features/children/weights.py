@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colocate._system.jobs import error_text
+from colocate._system.jobs import format_error
 from colocate._system.numbers import parse_bytes
 from colocate.errors import ChildDied, ColocateError
 
@@ -38,28 +38,28 @@ def send_weights(
         bucket: The size of the shared memory, as "256MiB" or in bytes. A larger weight gets a larger bucket.
     """
     try:
-        _send(connection, weights, parse_bytes(bucket, "bucket"))
-    except _Closed:
+        _send_buckets(connection, weights, parse_bytes(bucket, "bucket"))
+    except _ReceiverClosed:
         return
     except ChildDied:
         raise
     except BaseException as error:  # Report every error, because the child waits for more weights.
-        connection.send(error_text(error))
+        connection.send(format_error(error))
         raise
 
 
-class _Closed(Exception):
+class _ReceiverClosed(Exception):
     """Raised when the child process has closed the iterator of weights."""
 
 
-def _hand_on(connection: Connection, message: Any) -> None:
+def _send_message(connection: Connection, message: Any) -> None:
     """Send a message, and wait until the child process no longer uses the message's memory."""
     connection.send(message)
     if connection.recv() is _CLOSED:
-        raise _Closed
+        raise _ReceiverClosed
 
 
-def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], size: int) -> None:
+def _send_buckets(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], size: int) -> None:
     area: mmap.mmap | None = None
     batch: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
     used = 0
@@ -67,21 +67,21 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
     def pass_on() -> None:
         nonlocal used
         if batch:
-            _hand_on(connection, batch)
+            _send_message(connection, batch)
             batch.clear()
         used = 0
 
     for name, weight in weights:
         tensor = weight.detach()
         if tensor.device.type != "cpu":
-            # The child reads this tensor's own memory (CUDA IPC), so `_hand_on` waits until the child is done.
-            _hand_on(connection, (name, tensor))
+            # The child reads this tensor's own memory (CUDA IPC), so `_send_message` waits until the child is done.
+            _send_message(connection, (name, tensor))
             continue
         nbytes = tensor.numel() * tensor.element_size()
         if area is None or used + nbytes > len(area):
             pass_on()
             if area is None or nbytes > len(area):
-                area = _offer(connection, max(size, nbytes, 1))
+                area = _share_memory(connection, max(size, nbytes, 1))
         if nbytes:
             target = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=used)
             target.view(tensor.shape).copy_(tensor)
@@ -89,7 +89,7 @@ def _send(connection: Connection, weights: Iterable[tuple[str, torch.Tensor]], s
         batch.append((name, tensor.dtype, tuple(tensor.shape), used))
         used += -(-nbytes // _ALIGNED) * _ALIGNED
     pass_on()
-    _hand_on(connection, None)
+    _send_message(connection, None)
 
 
 def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor]]:
@@ -110,13 +110,13 @@ def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor
             if isinstance(message, str):
                 raise ColocateError(f"not all weights have come: {message}")
             if isinstance(message, int):
-                area = _taken(connection, message)
+                area = _map_memory(connection, message)
                 continue
             if isinstance(message, tuple):
                 yield message
             else:
                 for name, dtype, shape, offset in message:
-                    yield name, _at(area, dtype, shape, offset)
+                    yield name, _view_tensor(area, dtype, shape, offset)
             del message  # With CUDA IPC, the message keeps the sender's memory in use.
             connection.send(None)
     except GeneratorExit:
@@ -125,14 +125,14 @@ def receive_weights(connection: Connection) -> Generator[tuple[str, torch.Tensor
     connection.send(None)
 
 
-def _at(area: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+def _view_tensor(area: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
     count = prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(area, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _offer(connection: Connection, size: int) -> mmap.mmap:
+def _share_memory(connection: Connection, size: int) -> mmap.mmap:
     fd = os.memfd_create("colocate-weights", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)
@@ -144,7 +144,7 @@ def _offer(connection: Connection, size: int) -> mmap.mmap:
         os.close(fd)
 
 
-def _taken(connection: Connection, size: int) -> mmap.mmap:
+def _map_memory(connection: Connection, size: int) -> mmap.mmap:
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     try:

@@ -30,20 +30,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from colocate._protocol import to_worker
 from colocate._role.context import Context, RowState, current, running_call
 from colocate._system.limits import CHILD_SUSPECTED_S, CHILD_TOLD_WITHIN_S, TOLD_AGAIN_AFTER_S
-from colocate._system.numbers import seconds
-from colocate._system.room import private_bytes
+from colocate._system.numbers import parse_seconds
+from colocate._system.room import read_private_bytes
 from colocate._version import __version__
 from colocate.errors import ClosedError, ColocateError, ConfigError, SerializationError
-from colocate.features.children.messages import HasChildren
+from colocate.features.children.messages import ChildrenReport
 from colocate.wire import LOOPBACK, EventLoop
 from colocate.worker.birth import supervisor
-from colocate.worker.birth.imports import own_sources
-from colocate.worker.birth.signals import ASKS
+from colocate.worker.birth.imports import get_own_sources
+from colocate.worker.birth.signals import END_REQUEST
 from colocate.worker.context import WorkerContext
-from colocate.worker.hooks import OfWorker
+from colocate.worker.hooks import WorkerFeature
 from colocate.worker.lane import Work
 from colocate.worker.serving import signal_handlers
-from colocate.worker.serving.output import say_for
+from colocate.worker.serving.output import print_for
 from colocate.worker.serving.role_instance import RoleInstance
 
 if TYPE_CHECKING:
@@ -54,23 +54,23 @@ _LAUNCHER = (sys.executable, "-I", "-S", supervisor.__file__)
 _NUDGE_S, _LONGEST_NUDGE_S = 0.005, 0.1
 
 
-class ChildrenOfWorker(OfWorker):
+class ChildrenOfWorker(WorkerFeature):
     """The child processes that the roles of one worker have started, in the order of starting.
 
     Attributes:
-        dead: Children that have ended by themselves, and that the role has neither stopped nor started again.
+        dead_children: Children that have ended by themselves, and that the role has neither stopped nor started again.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
-        self._all: dict[tuple[str, str], Child] = {}
+        self._children: dict[tuple[str, str], Child] = {}
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()
-        self.dead: tuple[Child, ...] = ()
+        self.dead_children: tuple[Child, ...] = ()
 
     # -- for role code
 
-    def start(
+    def start_child(
         self,
         ctx: Context,
         program: Sequence[str] | Callable[[Any], object],
@@ -92,39 +92,39 @@ class ChildrenOfWorker(OfWorker):
             is_url,
         )
 
-        words, title = _words(program, python, port)
+        words, title = _build_command(program, python, port)
         call = f"ctx.start({name or title!r})"
         if ctx.role is None:
             raise ConfigError(f"{call}: children belong to a role, which a function isn't: have a method start it")
         if fails not in ("call", "group", None):
             raise ConfigError(f"{call}: fails={fails!r}; it is 'call', 'group' or None")
-        within = seconds(within, f"{call}: within")
-        hung_after = seconds(hung_after, f"{call}: hung_after", positive=True)
+        within = parse_seconds(within, f"{call}: within")
+        hung_after = parse_seconds(hung_after, f"{call}: hung_after", positive=True)
         for word, option, kinds_besides in ("ready", ready, (str, re.Pattern)), ("health", health, ()):
             if not (option is None or callable(option) or is_url(option) or isinstance(option, kinds_besides)):
                 kinds = f"a URL{', a line that it prints' if kinds_besides else ''}"
                 raise ConfigError(f"{call}: {word}={option!r}; it is {kinds} or a function of the child")
-        loop, parent = self._have_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
-        for other_child in list(self._all.values()):
+        loop, parent = self._ensure_loop(), Parent(ctx.group, ctx.role, ctx.rank, ctx.node)
+        for other_child in list(self._children.values()):
             # A role may restart a child before this worker is notified of the former child's end.
-            other_child._settle(CHILD_TOLD_WITHIN_S)
+            other_child._await_exit(CHILD_TOLD_WITHIN_S)
         with self._lock:
             names = [name] if name else (f"{title}-{n}" if n > 1 else title for n in itertools.count(1))
             free = (
                 item
                 for item in names
-                if (child_of_name := self._all.get((ctx.role, item))) is None or not child_of_name.alive
+                if (child_of_name := self._children.get((ctx.role, item))) is None or not child_of_name.alive
             )
             if (child_name := next(free, None)) is None:
                 raise ConfigError(
                     f"{call}: role {ctx.role!r} has a child of this name that runs: give each a name of its own, as "
                     "those of rows that run beside each other, or leave name= out"
                 )
-            former = self._all.pop((ctx.role, child_name), None)
+            former = self._children.pop((ctx.role, child_name), None)
             row = state if isinstance(state := running_call.get(), RowState) else None
-            asks = ASKS if callable(program) else signal.SIGTERM
-            child = Child(parent, child_name, fails, row, loop, asks, supervisor.ENDS, self._printed, self._changed)
-            self._all[ctx.role, child_name] = child
+            asks = END_REQUEST if callable(program) else signal.SIGTERM
+            child = Child(parent, child_name, fails, row, loop, asks, supervisor.ENDS, self._on_line, self._on_change)
+            self._children[ctx.role, child_name] = child
         if row is not None:
             import asyncio  # This import costs nothing, because rows already run on asyncio.
 
@@ -134,43 +134,43 @@ class ChildrenOfWorker(OfWorker):
                 raise ConfigError(f"{call}: cwd={str(cwd)!r} is no folder on node {ctx.node}")
             if wrong := [item for item in (env or {}).items() if not all(isinstance(word, str) for word in item)]:
                 raise ConfigError(f"{call}: env={dict(wrong)!r}; names and values of variables are text")
-            environ = self._environ(env or {})
+            environ = self._child_environ(env or {})
             _check_program(call, words[0] if words else python or sys.executable, environ, cwd, ctx)
             if callable(program):
-                ready = child._awaits(ready)
-                self._begin_function(child, program, python, environ, cwd)
+                ready = child._set_ready_line(ready)
+                self._start_function(child, program, python, environ, cwd)
             else:
-                values = _port_of(child, words, port)
-                ready = child._awaits(_filled(ready, values))
-                health = _filled(health, values)
-                words = [_filled(word, values) for word in words]
-                environ = {item: _filled(value, values) for item, value in environ.items()}
-                child._begin(_LAUNCHER, words, environ, cwd, [int(values["{fd}"])] if "{fd}" in values else [])
+                values = _reserve_port(child, words, port)
+                ready = child._set_ready_line(_fill_in(ready, values))
+                health = _fill_in(health, values)
+                words = [_fill_in(word, values) for word in words]
+                environ = {item: _fill_in(value, values) for item, value in environ.items()}
+                child._start(_LAUNCHER, words, environ, cwd, [int(values["{fd}"])] if "{fd}" in values else [])
                 if "{fd}" in values:
-                    child._let_go_of_port()  # Only the child keeps the socket, so the port closes when the child ends.
-                self._tell()
-            child._become_ready(ready, within, lambda: self._given_up(ctx))
+                    child._release_port()  # Only the child keeps the socket, so the port closes when the child ends.
+                self._send_list()
+            child._wait_ready(ready, within, lambda: self._is_abandoned(ctx))
         except BaseException:
             child.stop(0)
             with self._lock:
-                del self._all[ctx.role, child_name]
+                del self._children[ctx.role, child_name]
                 if former is not None:
-                    self._all[ctx.role, child_name] = former
-            self._tell()
+                    self._children[ctx.role, child_name] = former
+            self._send_list()
             raise
         finally:
-            child._let_go_of_port()
+            child._release_port()
         with self._lock:
             if former is not None:
-                self._note(former)
-        if child._failed:
-            self._changed(child)
+                self._update_dead(former)
+        if child._has_failed:
+            self._on_change(child)
         if health is not None:
-            child._look_after(health, hung_after)
-        self._tell()
+            child._watch_health(health, hung_after)
+        self._send_list()
         return child
 
-    def _begin_function(
+    def _start_function(
         self,
         child: Child,
         function: Callable[[Any], object],
@@ -182,23 +182,23 @@ class ChildrenOfWorker(OfWorker):
 
         from colocate.features.children.connection import ChildConnection
 
-        signal_handlers.waits_for_role_code(ChildConnection.recv)  # All wrapped methods share this code object.
-        data = _packed(function, f"ctx.start({child.name!r})")
+        signal_handlers.waits_for_role_code(ChildConnection.recv)  # The other wrapped methods share this code object.
+        data = _pack_function(function, f"ctx.start({child.name!r})")
         parent_end, child_end = socket.socketpair()
-        with child_end:  # Close this copy, so that the connection breaks when the child ends.
+        with child_end:  # Close this process's copy, so that the connection breaks when the child ends.
             child.connection = ChildConnection(parent_end.detach(), child)
             fd = child_end.fileno()
             words = [python or sys.executable, "-P", "-m", "colocate.features.children.process", str(fd), child.name]
-            child._begin(_LAUNCHER, words, environ, cwd, [fd])
-        self._tell()
+            child._start(_LAUNCHER, words, environ, cwd, [fd])
+        self._send_list()
         try:
             key = bytes(multiprocessing.current_process().authkey)
-            child.connection.send((__version__, key, None if python else sys.path, own_sources(), data))
+            child.connection.send((__version__, key, None if python else sys.path, get_own_sources(), data))
         except OSError:  # The child's end is the error to raise, not the broken pipe.
-            child._settle(CHILD_TOLD_WITHIN_S, signs=True)
-            raise child._error() from None
+            child._await_exit(CHILD_TOLD_WITHIN_S, signs=True)
+            raise child._exit_error() from None
 
-    def _environ(self, env: Mapping[str, str]) -> dict[str, str]:
+    def _child_environ(self, env: Mapping[str, str]) -> dict[str, str]:
         boot = self._worker_context.boot
         environ = {"PYTHONFAULTHANDLER": "1", **os.environ, **env}  # This prints the stacks of a hung child.
         environ.setdefault(supervisor.MARK, f"{os.getpid()} {boot.worker}")
@@ -210,13 +210,13 @@ class ChildrenOfWorker(OfWorker):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), *script_paths]))
         return environ
 
-    def _given_up(self, ctx: Context) -> bool:
-        last = self._worker_context.lane.last()
+    def _is_abandoned(self, ctx: Context) -> bool:
+        last = self._worker_context.lane.get_last_work()
         if last is not None and isinstance(last.message, to_worker.Build) and last.cancelled:
             return True
         return self._worker_context.scope.closed is not None or ctx.cancelled
 
-    def _have_loop(self) -> EventLoop:
+    def _ensure_loop(self) -> EventLoop:
         from colocate.features.children.child import Child
 
         if self._worker_context.scope.closed is not None:
@@ -226,47 +226,53 @@ class ChildrenOfWorker(OfWorker):
                 signal_handlers.waits_for_role_code(Child.wait)
                 self._loop = EventLoop(f"children-{self._worker_context.boot.worker}")
                 if not self._worker_context.in_process:
-                    signal_handlers.on_interrupt(self._raise_here)
+                    signal_handlers.set_interrupt_callback(self._raise_in_role)
             return self._loop
 
     # -- hooks
 
-    def begins(self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None) -> None:
+    def check_begin(
+        self, role: RoleInstance, tags: Collection[str] | None, label: str, row: RowState | None = None
+    ) -> None:
         """Raise `ChildDied` for a new call if the called role needs a child that has died."""
-        if self.dead:
-            self._check(role, row=row)
+        if self.dead_children:
+            self._check_children(role, row=row)
 
-    def reached(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
+    def check_sibling(self, asking: Context, role: RoleInstance, tags: Collection[str]) -> None:
         """Raise `ChildDied` if role code asks for a sibling that needs a dead child. `group.run` is exempt."""
-        if self.dead and asking.role is not None:
-            self._check(role)
+        if self.dead_children and asking.role is not None:
+            self._check_children(role)
 
-    def ended(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
+    def check_end(self, role: RoleInstance, began: float, row: RowState | None = None) -> None:
         """Raise `ChildDied` if a child that the called role needs died during the call."""
-        if self.dead:
-            self._check(role, began, row)
+        if self.dead_children:
+            self._check_children(role, began, row)
 
-    def is_bereft(self, role: RoleInstance) -> bool:
+    def fails_other_rows(self, role: RoleInstance) -> bool:
         """Return whether a dead child makes all rows of a role fail, and not only the row that started the child."""
-        return any(child._row is None and child._parent.role in _used(role.ctx) for child in self.dead)
+        return any(child._row is None and child._parent.role in _used_roles(role.ctx) for child in self.dead_children)
 
-    def closed(self, role: str) -> None:
+    def on_role_closed(self, role: str) -> None:
         """Stop all children of a closed role, in reverse order of starting."""
-        self._stop(role)
+        self._stop_children(role)
 
-    def adopted(self) -> None:
+    def on_driver_changed(self) -> None:
         """Report all children to the worker's new driver."""
-        if self._all:
-            self._tell()
+        if self._children:
+            self._send_list()
 
-    def _check(self, role: RoleInstance, since: float = 0.0, row: RowState | None = None) -> None:
+    def _check_children(self, role: RoleInstance, since: float = 0.0, row: RowState | None = None) -> None:
         """Raise `ChildDied` if a child needed by a role or row died at `since` (seconds of `time.time()`) or later."""
         if role.name is not None:
-            for child in self.dead:
-                if child._ended_at >= since and child._row in (None, row) and child._parent.role in _used(role.ctx):
-                    raise child._error()
+            for child in self.dead_children:
+                if (
+                    child._ended_at >= since
+                    and child._row in (None, row)
+                    and child._parent.role in _used_roles(role.ctx)
+                ):
+                    raise child._exit_error()
 
-    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
+    def explain_failure(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Return the cause of a failure in role code: `ChildDied` if a child's death is the cause, else `error`.
 
         Args:
@@ -275,14 +281,14 @@ class ChildrenOfWorker(OfWorker):
             row: The row that has failed, if a single one has.
         """
         if (
-            not self.dead
+            not self.dead_children
             or isinstance(error, ColocateError)
-            or (role is None and not _causes(error, OSError, EOFError))
+            or (role is None and not _has_cause(error, OSError, EOFError))
         ):
             return error
-        for child in self._used_by(role, row):
-            if child in self.dead:
-                child_error = child._error()
+        for child in self._list_children(role, row):
+            if child in self.dead_children:
+                child_error = child._exit_error()
                 child_error.__cause__ = error
                 return child_error.with_traceback(error.__traceback__)
         return error
@@ -295,139 +301,149 @@ class ChildrenOfWorker(OfWorker):
         A connection may break before the end of the process behind it is reported. Unless the call is alone, a child
         without a sign of its end is suspected only briefly, because the waiting row blocks other rows.
         """
-        if not self._all or waited_s >= CHILD_TOLD_WITHIN_S or isinstance(error, ColocateError):
+        if not self._children or waited_s >= CHILD_TOLD_WITHIN_S or isinstance(error, ColocateError):
             return False
-        if not _causes(error, OSError, EOFError):
+        if not _has_cause(error, OSError, EOFError):
             return False
-        is_suspect = (is_alone or waited_s < CHILD_SUSPECTED_S) and _causes(error, ConnectionError, EOFError)
-        return any(child.alive and (is_suspect or child._is_ending) for child in self._used_by(role, row))
+        is_suspect = (is_alone or waited_s < CHILD_SUSPECTED_S) and _has_cause(error, ConnectionError, EOFError)
+        return any(child.alive and (is_suspect or child._is_ending) for child in self._list_children(role, row))
 
-    def _used_by(self, role: str | None, row: RowState | None) -> list[Child]:
+    def _list_children(self, role: str | None, row: RowState | None) -> list[Child]:
         hosted = self._worker_context.roles.get(role)
-        used = {role} if hosted is None else _used(hosted.ctx)
-        children = [child for child in list(self._all.values()) if child._row in (None, row)]
+        used = {role} if hosted is None else _used_roles(hosted.ctx)
+        children = [child for child in list(self._children.values()) if child._row in (None, row)]
         return [child for child in children if role is None or child._parent.role in used]
 
-    def nbytes(self) -> dict[str, dict[str, int]]:
+    def external_bytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes of private memory of each child's processes, by role name and child name."""
         sizes: dict[str, dict[str, int]] = {}
-        for (owner, name), child in list(self._all.items()):
+        for (owner, name), child in list(self._children.items()):
             if child.alive and child.pid:
-                pids = supervisor.below(child._top)[1:]  # The first pid is the lower supervisor's.
-                sizes.setdefault(owner, {})[name] = max(0, sum(map(private_bytes, pids)) - child.managed)
+                pids = supervisor.list_descendants(child._root_pid)[1:]  # The first pid is the lower supervisor's.
+                sizes.setdefault(owner, {})[name] = max(0, sum(map(read_private_bytes, pids)) - child.managed)
         return sizes
 
-    def _stop(self, role: str | None = None) -> None:
-        for (owner, _), child in reversed([*self._all.items()]):
+    def _stop_children(self, role: str | None = None) -> None:
+        for (owner, _), child in reversed([*self._children.items()]):
             if role in (None, owner):
                 child.stop()
 
     def close(self) -> None:
         """Stop all children and the event loop. Called on the thread that ends the worker."""
-        self._stop()
+        self._stop_children()
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.close()
 
     def kill(self) -> None:
-        """Kill all children without waiting, because the worker was given up."""
-        for child in list(self._all.values()):
+        """Kill all children without waiting, because the worker was abandoned."""
+        for child in list(self._children.values()):
             child._kill()
 
-    def _tell(self) -> None:
-        rows = tuple((role, name, child.pid, child.port, child.state) for (role, name), child in self._all.items())
-        self._worker_context.say(HasChildren(rows))
+    def _send_list(self) -> None:
+        rows = tuple((role, name, child.pid, child.port, child.state) for (role, name), child in self._children.items())
+        self._worker_context.send_message(ChildrenReport(rows))
 
     # -- mostly on the event loop's thread
 
-    def _printed(self, child: Child, line: str) -> None:
+    def _on_line(self, child: Child, line: str) -> None:
         boot, parent = self._worker_context.boot, child._parent
-        say_for(
+        print_for(
             f"{parent.role} {parent.rank} {child.name}", line, boot.group if self._worker_context.in_process else None
         )
 
-    def _changed(self, child: Child) -> None:
+    def _on_change(self, child: Child) -> None:
         """Handle a child's end, or a request (`stop`, `wait`) after which the end is no failure."""
         with self._lock:
             # Ignore a child that was replaced or failed to start.
-            if self._all.get((child._parent.role, child.name)) is not child:
+            if self._children.get((child._parent.role, child.name)) is not child:
                 return
-            is_new = self._note(child)
-        self._tell()
+            is_new = self._update_dead(child)
+        self._send_list()
         if not is_new:
             return
         lane = self._worker_context.lane_for(child._parent.role)
-        if child._fails == "group":
-            self._worker_context.broken(str(child._error().message), child.output)
+        if child._failure_scope == "group":
+            self._worker_context.report_broken(str(child._exit_error().message), child.output)
             return
-        lane.do(partial(self._fail_awaiting, child))
-        # A signal can only interrupt waits on the main lane of a worker process.
+        lane.run_action(partial(self._fail_async_calls, child))
+        # A signal interrupts only the main thread, which runs the main lane of a worker process.
         if lane is self._worker_context.lane and not self._worker_context.in_process:
-            self._nudge(child, _NUDGE_S)
+            self._interrupt_calls(child, _NUDGE_S)
 
-    def _note(self, child: Child) -> bool:
-        """Update `dead` for one child, and return whether the child was added. The caller holds the lock."""
+    def _update_dead(self, child: Child) -> bool:
+        """Update `dead_children` for one child, and return whether the child was added. The caller holds the lock."""
         key = child._parent.role, child.name
-        is_dead = child._failed and child._is_ready and child._fails is not None and self._all.get(key) is child
-        was = child in self.dead
-        self.dead = (
-            *(dead_child for dead_child in self.dead if dead_child is not child),
+        is_dead = (
+            child._has_failed
+            and child._is_ready
+            and child._failure_scope is not None
+            and self._children.get(key) is child
+        )
+        was = child in self.dead_children
+        self.dead_children = (
+            *(dead_child for dead_child in self.dead_children if dead_child is not child),
             *([child] if is_dead else ()),
         )
-        if child._is_ready and not child.alive and not is_dead and self._all.get(key) is child:
-            del self._all[key]
+        if child._is_ready and not child.alive and not is_dead and self._children.get(key) is child:
+            del self._children[key]
         return is_dead and not was
 
-    def _nudge(self, child: Child, after_s: float) -> None:
+    def _interrupt_calls(self, child: Child, after_s: float) -> None:
         """Interrupt the main thread repeatedly, until no running call may be waiting for a dead child."""
         lane, loop = self._worker_context.lane, self._loop
-        if child not in self.dead or loop is None:
+        if child not in self.dead_children or loop is None:
             return
-        if any(self._concerns(child, work) for work in list(lane.running.values())):
+        if any(self._affects_call(child, work) for work in list(lane.running.values())):
             signal.pthread_kill(lane.thread.ident or 0, signal_handlers.INTERRUPT)
-            loop.later(after_s, partial(self._nudge, child, min(2 * after_s, _LONGEST_NUDGE_S)))
+            loop.call_later(after_s, partial(self._interrupt_calls, child, min(2 * after_s, _LONGEST_NUDGE_S)))
 
-    def _concerns(self, child: Child, work: Work) -> bool:
-        """Return whether a running call may be waiting for a dead child. Calls that began later were refused."""
-        if work.began > child._ended_at or (child._row is not None and work is not child._row.of):
+    def _affects_call(self, child: Child, work: Work) -> bool:
+        """Return whether a running call may be waiting for a dead child. Calls begun after the death were refused."""
+        if work.began > child._ended_at or (child._row is not None and work is not child._row.call):
             return False
         if not isinstance(work.message, to_worker.Call):
             return True
         if not work.may_wait:
             return False
         role = self._worker_context.roles.get(work.message.role)
-        return role is None or role.name is None or child._parent.role in _used(role.ctx)
+        return role is None or role.name is None or child._parent.role in _used_roles(role.ctx)
 
     # -- on the lane
 
-    def _fail_awaiting(self, child: Child) -> None:
+    def _fail_async_calls(self, child: Child) -> None:
         """Fail async calls that may await a dead child. Runs on the lane, between the steps of async calls."""
         lane = self._worker_context.lane_for(child._parent.role)
         tasks = lane.tasks
         for work in list(lane.running.values()):
-            if tasks is None or not work.concurrency or child not in self.dead or not self._concerns(child, work):
+            if (
+                tasks is None
+                or not work.concurrency
+                or child not in self.dead_children
+                or not self._affects_call(child, work)
+            ):
                 continue
-            work.interrupt(tasks, child._error, child._row)  # Rows that begin later are refused at their start.
+            work.fail_awaits(tasks, child._exit_error, child._row)  # Rows that begin after this are refused.
 
-    def _raise_here(self) -> None:
+    def _raise_in_role(self) -> None:
         ctx, call = current(), running_call.get()
         if ctx is None:
             return
-        began = getattr(call.of if isinstance(call, RowState) else call, "began", 0.0)
-        for child in self.dead:
-            if began > child._ended_at or child._row not in (None, call) or child._parent.role not in _used(ctx):
+        began = getattr(call.call if isinstance(call, RowState) else call, "began", 0.0)
+        for child in self.dead_children:
+            if began > child._ended_at or child._row not in (None, call) or child._parent.role not in _used_roles(ctx):
                 continue
-            if time.monotonic() - child._told_at > TOLD_AGAIN_AFTER_S:
-                child._told_at = time.monotonic()
-                raise child._error()
+            if time.monotonic() - child._notified_at > TOLD_AGAIN_AFTER_S:
+                child._notified_at = time.monotonic()
+                raise child._exit_error()
 
 
-def _used(ctx: Context) -> set[str | None]:
-    return {ctx.role, *ctx._asked, *ctx._borrowed}
+def _used_roles(ctx: Context) -> set[str | None]:
+    return {ctx.role, *ctx._asked_siblings, *ctx._borrowed}
 
 
-def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+def _has_cause(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         if isinstance(error, kinds):
@@ -437,7 +453,7 @@ def _causes(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     return False
 
 
-def _words(program: Any, python: str | None, port: int | None) -> tuple[list[str], str]:
+def _build_command(program: Any, python: str | None, port: int | None) -> tuple[list[str], str]:
     """Return the words of a command (an empty list for a function) and the child's default name."""
     if callable(program):
         title = str(getattr(inspect.unwrap(getattr(program, "func", program)), "__name__", "function"))
@@ -464,7 +480,7 @@ def _check_program(what: str, program: str, env: Mapping[str, str], cwd: str | N
         raise ConfigError(f"{what}: the program {program!r} isn't found: it {problem} on node {ctx.node}{hint}")
 
 
-def _bound(what: str, port: int) -> socket.socket:
+def _bind_port(what: str, port: int) -> socket.socket:
     if not isinstance(port, int) or not 0 <= port < 1 << 16:
         raise ConfigError(f"{what}: port={port!r}; ports are whole numbers up to 65535, and 0 takes a free one")
     sock = socket.socket()
@@ -480,14 +496,14 @@ def _bound(what: str, port: int) -> socket.socket:
     return sock
 
 
-def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, str]:
+def _reserve_port(child: Child, words: Sequence[str], port: int | None) -> dict[str, str]:
     """Reserve the requested port for a command, and return values for the placeholders `{port}` and `{fd}`."""
     takes_socket = any("{fd}" in word for word in words)
     if port is None:
         if takes_socket or any("{port}" in word for word in words):
             raise ConfigError(f"ctx.start({child.name!r}): its words name a port, and it has none: port=0 gives it one")
         return {}
-    held = child._held = _bound(f"ctx.start({child.name!r})", port)
+    held = child._port_socket = _bind_port(f"ctx.start({child.name!r})", port)
     child.port = held.getsockname()[1]
     if not takes_socket:
         return {"{port}": str(child.port)}
@@ -495,14 +511,14 @@ def _port_of(child: Child, words: Sequence[str], port: int | None) -> dict[str, 
     return {"{port}": str(child.port), "{fd}": str(held.fileno())}
 
 
-def _filled(value: T, values: Mapping[str, str]) -> T:
+def _fill_in(value: T, values: Mapping[str, str]) -> T:
     if isinstance(value, str):
         for name, filler in values.items():
             value = value.replace(name, filler)  # type: ignore[assignment]
     return value
 
 
-def _packed(function: Callable[[Any], object], what: str) -> bytes:
+def _pack_function(function: Callable[[Any], object], what: str) -> bytes:
     from colocate._definitions.pickler import ByValue
 
     file = io.BytesIO()

@@ -11,10 +11,10 @@ from typing import IO, Any, NamedTuple
 
 from colocate._system.abstract import listening, user_of
 from colocate.errors import ConfigError
-from colocate.features.debugging.terminal import PATIENCE_S, address, send, talk
+from colocate.features.debugging.terminal import PATIENCE_S, run_terminal, send_message, socket_address
 
 
-class Attached(NamedTuple):
+class AttachedTerminal(NamedTuple):
     """A terminal's connection to a driver, attached to a stopped rank or refused with a list of stopped ranks.
 
     Attributes:
@@ -27,14 +27,14 @@ class Attached(NamedTuple):
     first: Mapping[str, Any]
 
     @property
-    def stops(self) -> Sequence[Mapping[str, Any]] | None:
+    def stopped_ranks(self) -> Sequence[Mapping[str, Any]] | None:
         """The stopped ranks as plain data; None if this terminal is attached to a rank."""
         stops_listed: Sequence[Mapping[str, Any]] | None = self.first.get("stops")
         return stops_listed
 
-    def serve(self) -> int:
+    def run_terminal(self) -> int:
         """Run the terminal on the main thread until the session ends, and return the process's exit code."""
-        return talk(self.sock, self.lines, self.first, own=False)
+        return run_terminal(self.sock, self.lines, self.first, own=False)
 
     def close(self) -> None:
         """Close the connection to the driver."""
@@ -44,12 +44,12 @@ class Attached(NamedTuple):
         self.sock.close()
 
 
-def stopped_drivers() -> list[int]:
+def list_stopped_drivers() -> list[int]:
     """Return the pids of all drivers on this machine that have stopped ranks, including other users' drivers."""
-    return sorted({int(match[1]) for match in listening(rf"{address('')[1:]}(\d+)")})
+    return sorted({int(match[1]) for match in listening(rf"{socket_address('')[1:]}(\d+)")})
 
 
-def attach(pid: int, which: str | None) -> Attached:
+def attach(pid: int, which: str | None) -> AttachedTerminal:
     """Attach this process to a stopped rank.
 
     Args:
@@ -61,13 +61,13 @@ def attach(pid: int, which: str | None) -> Attached:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lines = sock.makefile("r", encoding="utf-8", newline="\n")
-    attached = Attached(sock, lines, {})
+    attached = AttachedTerminal(sock, lines, {})
     try:
         sock.settimeout(PATIENCE_S)
-        sock.connect(address(pid))
+        sock.connect(socket_address(pid))
         if user_of(sock) != os.getuid() and os.getuid():  # Typed lines must not reach another user's process.
             raise ConnectionResetError
-        send(sock, {"attach": which})
+        send_message(sock, {"attach": which})
         first = lines.readline()
         sock.settimeout(None)
     except (BrokenPipeError, ConnectionResetError):

@@ -27,8 +27,8 @@ from colocate._system.jobs import JobThread, Timer, report_exception
 from colocate._system.terminals import drawing
 from colocate._system.threads import Thread
 from colocate.features.debugging import terminal as client
-from colocate.features.debugging.messages import LetGo, Typed
-from colocate.features.debugging.terminal import PATIENCE_S, address
+from colocate.features.debugging.messages import DetachTerminal, TerminalInput
+from colocate.features.debugging.terminal import PATIENCE_S, socket_address
 
 _AGAIN_S = 0.5
 
@@ -38,11 +38,11 @@ class Stop:
     """A rank that has stopped in a debugger.
 
     Attributes:
-        tell: Sends a message to the rank's worker.
-        announce: Prints a line for the driver's user.
-        shown: The debugger's output while no terminal is attached.
-        asks: Whether the debugger waits for a line.
-        until: The time at which the rank was resumed, in seconds of `time.time()`; 0 before.
+        notify_worker: Sends a message to the rank's worker.
+        print_line: Prints a line for the driver's user.
+        output: The debugger's output while no terminal is attached.
+        needs_line: Whether the debugger waits for a line.
+        resumed_at: The time at which the rank was resumed, in seconds of `time.time()`; 0 before.
         in_editor: Whether the stop is for an editor, and not for terminals.
     """
 
@@ -55,13 +55,13 @@ class Stop:
     rank: int
     where: str
     error: str
-    tell: Callable[[Message], None]
-    announce: Callable[[str], None]
+    notify_worker: Callable[[Message], None]
+    print_line: Callable[[str], None]
     since: float = attrs.field(factory=time.time)
-    shown: str = ""
-    asks: bool = False
+    output: str = ""
+    needs_line: bool = False
     in_editor: bool = False
-    until: float = 0.0
+    resumed_at: float = 0.0
     terminal: Terminal | None = None
 
     @property
@@ -74,21 +74,21 @@ class Stop:
         return f"{self.label} on rank {self.rank} of group {self.group!r} is stopped{why} at {self.where}"
 
     @property
-    def goes_on(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the rank has been resumed."""
-        return self.until > 0.0
+        return self.resumed_at > 0.0
 
     @property
-    def waits(self) -> bool:
+    def needs_terminal(self) -> bool:
         """Whether a terminal can be attached to the rank."""
-        return self.terminal is None and not self.goes_on
+        return self.terminal is None and not self.is_over
 
-    def let_go(self, number: int | None = None) -> None:
+    def resume_rank(self, number: int | None = None) -> None:
         """Resume the rank. With `number=0`, resume all stops of the worker and prevent further stops."""
-        self.until = self.until or time.time()
-        self.tell(LetGo(self.number if number is None else number))
+        self.resumed_at = self.resumed_at or time.time()
+        self.notify_worker(DetachTerminal(self.number if number is None else number))
 
-    def row(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the stop as plain data."""
         place = {"group": self.group, "role": self.role, "rank": self.rank, "slot": self.slot, "node": self.node}
         terminal_name = None if self.terminal is None else self.terminal.name
@@ -98,13 +98,17 @@ class Stop:
 
 @attrs.define(eq=False)
 class Terminal:
-    """A terminal at the other end of a socket. Attributes: follows: The group and slot that this terminal serves."""
+    """A terminal at the other end of a socket.
+
+    Attributes:
+        followed: The group and slot that this terminal serves.
+    """
 
     sock: socket.socket
     name: str
     process: subprocess.Popen[bytes] | None = None  # The process of the driver's own terminal.
     stop: Stop | None = None
-    follows: tuple[str, int] | None = None
+    followed: tuple[str, int] | None = None
     _writer: JobThread = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -112,7 +116,7 @@ class Terminal:
         self._writer = JobThread(f"colocate-terminal-{self.sock.fileno()}", lambda error: report_exception())
 
     @property
-    def is_gone(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the other end is closed, even if the reading thread hasn't noticed yet."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -121,16 +125,16 @@ class Terminal:
         except OSError:
             return True
 
-    def say(self, told: Mapping[str, Any]) -> None:
+    def send_message(self, told: Mapping[str, Any]) -> None:
         """Queue a message for the terminal."""
 
         def send() -> None:
             with contextlib.suppress(OSError):  # If the terminal is gone, the reading thread reports this.
-                client.send(self.sock, told)
+                client.send_message(self.sock, told)
 
-        self._writer.soon(send)
+        self._writer.call_soon(send)
 
-    def listen(self, heard: Callable[[Mapping[str, Any] | None], None]) -> None:
+    def start_reader(self, heard: Callable[[Mapping[str, Any] | None], None]) -> None:
         """Start a thread that calls `heard` with each message from the terminal, and with None at the end."""
 
         def read() -> None:
@@ -156,8 +160,8 @@ class Terminal:
             self._writer.close()
 
         if why or self.process is not None:
-            self.say({"over": why})
-        self._writer.soon(end)
+            self.send_message({"over": why})
+        self._writer.call_soon(end)
 
 
 class Desk:
@@ -167,78 +171,80 @@ class Desk:
         self._jobs = JobThread("colocate-debug", lambda error: report_exception())
         self._stops: list[Stop] = []
         self._terminals: list[Terminal] = []
-        self._own: Terminal | None = None
-        self._again = Timer(None)
-        self._undrawn = contextlib.ExitStack()  # Hides progress bars on the driver's terminal during stops.
+        self._driver_terminal: Terminal | None = None
+        self._retry_timer = Timer(None)
+        self._display_pause = contextlib.ExitStack()  # Hides progress bars on the driver's terminal during stops.
         self._listener: socket.socket | None = None
-        self._door: threading.Thread | None = None  # The thread that accepts terminals.
+        self._socket_stack: threading.Thread | None = None  # The thread that accepts terminals' connections.
 
-    def begin(self, stop: Stop) -> None:
-        """Schedule the start of a stop."""
-        self._jobs.soon(partial(self._begin, stop))
+    def add_stop(self, stop: Stop) -> None:
+        """Schedule the registration of a new stop."""
+        self._jobs.call_soon(partial(self._add_stop, stop))
 
-    def show(self, stop: Stop, text: str, asks: bool) -> None:
+    def show_text(self, stop: Stop, text: str, asks: bool) -> None:
         """Schedule the output of a debugger's text."""
-        self._jobs.soon(partial(self._show, stop, text, asks))
+        self._jobs.call_soon(partial(self._show_text, stop, text, asks))
 
-    def end(self, stop: Stop, why: str) -> None:
+    def end_stop(self, stop: Stop, why: str) -> None:
         """Schedule the end of a stop."""
-        self._jobs.soon(partial(self._end, stop, why))
+        self._jobs.call_soon(partial(self._end_stop, stop, why))
 
-    def leave(self, group: str, why: str) -> None:
-        """Schedule the end of a group, after which no terminal follows the group's ranks."""
-        self._jobs.soon(partial(self._leave, group, why))
+    def remove_group(self, group: str, why: str) -> None:
+        """Schedule the removal of a group: its stops end, and no terminal follows its ranks any more."""
+        self._jobs.call_soon(partial(self._remove_group, group, why))
 
     def close(self) -> None:
-        """Close all terminals and the desk's thread after the queued jobs. No rank is stopped by then."""
-        self._jobs.soon(self._dismiss)
+        """Close all terminals and the desk's thread after the queued jobs, which have ended all stops."""
+        self._jobs.call_soon(self._dismiss_terminals)
         self._jobs.close()
 
     # -- on the desk's thread
 
-    def _begin(self, stop: Stop) -> None:
+    def _add_stop(self, stop: Stop) -> None:
         self._stops.append(stop)
-        self._serve()
-        if stop.terminal is None and self._own is None:
-            stop.announce(f"[colocate] {stop}; its prompt: colocate debug {os.getpid()} --rank {stop.name}")
+        self._serve_stops()
+        if stop.terminal is None and self._driver_terminal is None:
+            stop.print_line(f"[colocate] {stop}; its prompt: colocate debug {os.getpid()} --rank {stop.name}")
 
-    def _serve(self) -> None:
-        for stop in [item for item in self._stops if item.waits]:
-            followers = (item for item in self._terminals if item.follows == (stop.group, stop.slot))
-            if (free := next((item for item in followers if item.stop is None and not item.is_gone), None)) is not None:
+    def _serve_stops(self) -> None:
+        for stop in [item for item in self._stops if item.needs_terminal]:
+            followers = (item for item in self._terminals if item.followed == (stop.group, stop.slot))
+            if (
+                free := next((item for item in followers if item.stop is None and not item.is_closed), None)
+            ) is not None:
                 self._attach(stop, free)
         try:
-            self._serve_own()
-            self._open()
+            self._serve_driver()
+            self._open_socket()
         except OSError:  # No descriptor is free, or another container in this network uses the address.
-            self._again.cancel()
-            self._again = self._jobs.after(_AGAIN_S, self._serve)
+            self._retry_timer.cancel()
+            self._retry_timer = self._jobs.call_later(_AGAIN_S, self._serve_stops)
 
-    def _show(self, stop: Stop, text: str, asks: bool) -> None:
+    def _show_text(self, stop: Stop, text: str, asks: bool) -> None:
         if stop.terminal is None:
-            stop.shown, stop.asks = stop.shown + text, asks
+            stop.output, stop.needs_line = stop.output + text, asks
         else:
-            stop.terminal.say({"text": text, "asks": asks})
+            stop.terminal.send_message({"text": text, "asks": asks})
 
-    def _end(self, stop: Stop, why: str) -> None:
+    def _end_stop(self, stop: Stop, why: str) -> None:
         if stop not in self._stops:
             return
         self._stops.remove(stop)
         terminal, stop.terminal = stop.terminal, None
         if terminal is not None:
             terminal.stop = None
-            terminal.say({"text": f"[colocate] {stop.label} on rank {stop.rank} {why}\n", "asks": False})
-        self._serve()
+            terminal.send_message({"text": f"[colocate] {stop.label} on rank {stop.rank} {why}\n", "asks": False})
+        self._serve_stops()
         self._close_if_idle()
 
-    def _leave(self, group: str, why: str) -> None:
+    def _remove_group(self, group: str, why: str) -> None:
         for stop in [item for item in self._stops if item.group == group]:
-            self._end(stop, why)
-        for terminal in [item for item in self._terminals if item.follows and item.follows[0] == group]:
+            self._end_stop(stop, why)
+        for terminal in [item for item in self._terminals if item.followed and item.followed[0] == group]:
             self._end_terminal(terminal, f"[colocate] group {group!r}: {why}")
         self._close_if_idle()
 
-    def _dismiss(self) -> None:
+    def _dismiss_terminals(self) -> None:
         for terminal in list(self._terminals):
             self._end_terminal(terminal)
         self._close_if_idle()
@@ -249,87 +255,89 @@ class Desk:
 
     def _attach(self, stop: Stop, terminal: Terminal) -> None:
         stop.terminal, terminal.stop = terminal, stop
-        waiting = sum(other_stop.waits for other_stop in self._stops)
+        waiting = sum(other_stop.needs_terminal for other_stop in self._stops)
         more = f" ({waiting} more wait for a terminal)" if waiting else ""
-        head, stop.shown = f"[colocate] {stop}{more}\n{stop.shown}", ""
-        terminal.say({"text": head, "asks": stop.asks})
+        head, stop.output = f"[colocate] {stop}{more}\n{stop.output}", ""
+        terminal.send_message({"text": head, "asks": stop.needs_line})
 
-    def _heard(self, terminal: Terminal, told: Mapping[str, Any] | None) -> None:
+    def _on_message(self, terminal: Terminal, told: Mapping[str, Any] | None) -> None:
         """Handle a message from a terminal, or the end of the connection if `told` is None."""
         stop = terminal.stop
         if told is None:
-            self._left(terminal)
+            self._on_terminal_closed(terminal)
         elif "attach" in told:
-            self._asked(terminal, told["attach"])
+            self._attach_requested(terminal, told["attach"])
         elif stop is not None:
             line = told["line"]
             if line is None:
-                stop.let_go()
-                if terminal is not self._own:  # The user has detached, although the program may still run.
+                stop.resume_rank()
+                if terminal is not self._driver_terminal:  # The user has detached, but `colocate debug` may still run.
                     stop.terminal = terminal.stop = None
                     self._end_terminal(terminal, f"[colocate] {stop.label} on rank {stop.rank} goes on")
             else:
-                stop.tell(Typed(stop.number, f"{line}\n"))
+                stop.notify_worker(TerminalInput(stop.number, f"{line}\n"))
 
-    def _left(self, terminal: Terminal) -> None:
+    def _on_terminal_closed(self, terminal: Terminal) -> None:
         if (stop := terminal.stop) is not None:
             stop.terminal, terminal.stop = None, None
-            stop.let_go()
+            stop.resume_rank()
         if terminal in self._terminals:
             self._end_terminal(terminal)
         terminal.sock.close()
-        if terminal is self._own:
-            self._own = None
-            self._undrawn.close()
-        self._serve()
+        if terminal is self._driver_terminal:
+            self._driver_terminal = None
+            self._display_pause.close()
+        self._serve_stops()
         self._close_if_idle()
 
-    def _asked(self, terminal: Terminal, which: str | None) -> None:
+    def _attach_requested(self, terminal: Terminal, which: str | None) -> None:
         words = [] if which is None else which.split("/")
-        stops = [candidate for candidate in self._stops if not candidate.goes_on]
+        stops = [candidate for candidate in self._stops if not candidate.is_over]
         named = [candidate for candidate in stops if not words or candidate.name.split("/")[-len(words) :] == words]
-        free = [candidate for candidate in named if candidate.waits]
+        free = [candidate for candidate in named if candidate.needs_terminal]
         if len(free) == 1 and (which is not None or len(named) == 1):
-            terminal.follows = free[0].group, free[0].slot
+            terminal.followed = free[0].group, free[0].slot
             self._attach(free[0], terminal)
             return
-        terminal.say({"stops": [candidate.row() for candidate in stops], "named": len(named), "free": len(free)})
+        terminal.send_message(
+            {"stops": [candidate.to_dict() for candidate in stops], "named": len(named), "free": len(free)}
+        )
         self._end_terminal(terminal)
         self._close_if_idle()
 
     # -- the driver's own terminal
 
-    def _serve_own(self) -> None:
-        stop = next((waiting_stop for waiting_stop in self._stops if waiting_stop.waits), None)
-        if self._own is not None and self._own.stop is not None:
+    def _serve_driver(self) -> None:
+        stop = next((waiting_stop for waiting_stop in self._stops if waiting_stop.needs_terminal), None)
+        if self._driver_terminal is not None and self._driver_terminal.stop is not None:
             return
         if stop is None:
-            if self._own in self._terminals:
-                self._end_terminal(self._own)
+            if self._driver_terminal in self._terminals:
+                self._end_terminal(self._driver_terminal)
             return
-        if self._own is None or self._own not in self._terminals:
-            if (screen := _own_screen()) is None:
+        if self._driver_terminal is None or self._driver_terminal not in self._terminals:
+            if (screen := _find_screen()) is None:
                 return
-            self._own = self._start(screen)
-        self._attach(stop, self._own)
+            self._driver_terminal = self._start_terminal(screen)
+        self._attach(stop, self._driver_terminal)
 
-    def _start(self, screen: int) -> Terminal:
+    def _start_terminal(self, screen: int) -> Terminal:
         for undrawn in list(drawing):
-            self._undrawn.enter_context(undrawn())
+            self._display_pause.enter_context(undrawn())
         own_end, terminal_end = socket.socketpair()
         with terminal_end:
             command = [sys.executable, "-I", "-S", client.__file__, str(terminal_end.fileno())]
             process = subprocess.Popen(command, stdout=screen, stderr=screen, pass_fds=[terminal_end.fileno()])
-        return self._add(Terminal(own_end, "the driver's", process))
+        return self._add_terminal(Terminal(own_end, "the driver's", process))
 
-    def _add(self, terminal: Terminal) -> Terminal:
+    def _add_terminal(self, terminal: Terminal) -> Terminal:
         self._terminals.append(terminal)
-        terminal.listen(lambda told: self._jobs.soon(partial(self._heard, terminal, told)))
+        terminal.start_reader(lambda told: self._jobs.call_soon(partial(self._on_message, terminal, told)))
         return terminal
 
     # -- terminals of `colocate debug`
 
-    def _open(self) -> None:
+    def _open_socket(self) -> None:
         """Start to accept terminals if a rank is stopped and the socket isn't open yet.
 
         Raises:
@@ -339,14 +347,14 @@ class Desk:
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.bind(address(os.getpid()))
+            listener.bind(socket_address(os.getpid()))
             listener.listen(8)
         except OSError:
             listener.close()
             raise
         self._listener = wire.track_socket(listener)
-        self._door = Thread(target=self._accept, args=(listener,), name="colocate-debug-door")
-        self._door.start()
+        self._socket_stack = Thread(target=self._accept, args=(listener,), name="colocate-debug-door")
+        self._socket_stack.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -358,7 +366,7 @@ class Desk:
                 time.sleep(_AGAIN_S)  # No descriptor is free, so new terminals have to wait.
                 continue
             if user_of(sock) in (os.getuid(), 0):
-                self._jobs.soon(partial(self._add, Terminal(sock, "colocate debug")))
+                self._jobs.call_soon(partial(self._add_terminal, Terminal(sock, "colocate debug")))
             else:
                 sock.close()
 
@@ -368,12 +376,12 @@ class Desk:
         listener, self._listener = self._listener, None
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
-        if self._door is not None:
-            self._door.join()  # A thread in `accept` would keep the address, which the next stop needs.
+        if self._socket_stack is not None:
+            self._socket_stack.join()  # A thread in `accept` would keep the address, which the next stop needs.
         listener.close()
 
 
-def _own_screen() -> int | None:
+def _find_screen() -> int | None:
     """Return the file descriptor of the driver's terminal, or None if there is no terminal that is free to use."""
     if hasattr(sys, "ps1"):  # Python's interactive prompt uses the terminal.
         return None
@@ -389,16 +397,16 @@ _lock = threading.Lock()
 _users: dict[object, Desk] = {}
 
 
-def desk_of(user: object) -> Desk:
-    """Register a group as a user of this process's desk, and return the desk."""
+def get_desk(user: object) -> Desk:
+    """Register a group at this process's desk, and return the desk."""
     with _lock:
         return _users.setdefault(user, next(iter(_users.values()), None) or Desk())
 
 
-def let_go_of_desk(user: object, group: str, why: str) -> None:
+def leave_desk(user: object, group: str, why: str) -> None:
     """Remove a group from the desk, and close the desk if this was the last group."""
     with _lock:
         if (desk := _users.pop(user, None)) is not None:
-            desk.leave(group, why)
+            desk.remove_group(group, why)
             if not _users:
                 desk.close()

@@ -1,4 +1,7 @@
-"""Messages about stopped ranks. The driver sends `Typed` and `LetGo`, and workers send the other messages."""
+"""Messages about stopped ranks.
+
+The driver sends `TerminalInput` and `DetachTerminal`, and workers send the other messages.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ from colocate._protocol.message import Message, message
 
 
 @message
-class Stopped(Message):
+class SessionStarted(Message):
     """Report that role code has stopped in a debugger, and waits for input."""
 
     number: int  # The stop's number within the worker, which stays the same while the user steps.
     role: str | None  # The role's name, or None for a function.
     label: str  # The label of the running call.
     rank: int  # The rank within the role.
-    where: str  # The file and line, or the event that is awaited.
+    where: str  # The file and line.
     error: str  # The error after which the rank has stopped, or an empty text.
-    in_editor: bool  # Whether the stop is for an editor. If so, `Printed` has the address for the editor.
+    in_editor: bool  # Whether the stop is for an editor. If so, `TerminalOutput` has the address for the editor.
 
 
 @message
-class Printed(Message):
+class TerminalOutput(Message):
     """Report output of a stopped rank's debugger."""
 
     number: int  # The number of the stop.
@@ -28,14 +31,14 @@ class Printed(Message):
 
 
 @message
-class WentOn(Message):
+class SessionResumed(Message):
     """Report that a stop has ended, and that the rank continues."""
 
     number: int  # The number of the stop.
 
 
 @message
-class Typed(Message):
+class TerminalInput(Message):
     """Send a line that the user has typed to a stopped rank's debugger."""
 
     number: int  # The number of the stop.
@@ -43,7 +46,7 @@ class Typed(Message):
 
 
 @message
-class LetGo(Message):
+class DetachTerminal(Message):
     """Resume a stopped rank, because the terminal was detached or the job is about to end."""
 
     number: int  # The number of the stop; 0 resumes all stops and prevents further ones, because the job ends.

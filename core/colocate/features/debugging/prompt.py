@@ -9,16 +9,16 @@ from typing import Protocol
 _SHOWN_AT_ONCE = 1 << 16  # The maximal number of buffered characters.
 
 
-class Teller(Protocol):
+class StopListener(Protocol):
     """The interface by which a `Terminal` reports stops to the driver."""
 
-    def begin(self, terminal: Terminal, where: str, in_editor: bool) -> None:
+    def on_stop(self, terminal: Terminal, where: str, in_editor: bool) -> None:
         """Report a new stop to the driver, or a new position while the user steps."""
 
-    def end(self, terminal: Terminal) -> None:
+    def on_stop_ended(self, terminal: Terminal) -> None:
         """Report the end of a stop to the driver."""
 
-    def show(self, terminal: Terminal, text: str, asks: bool) -> None:
+    def show_text(self, terminal: Terminal, text: str, asks: bool) -> None:
         """Send a debugger's output to the driver."""
 
 
@@ -30,7 +30,7 @@ class Terminal(io.TextIOBase):
         lines: Typed lines; None for the end of the input.
     """
 
-    def __init__(self, part: Teller, error: str = "") -> None:
+    def __init__(self, part: StopListener, error: str = "") -> None:
         self.error = error
         self.number = self.seq = self.rank = 0
         self.label = ""
@@ -39,14 +39,14 @@ class Terminal(io.TextIOBase):
         self._text: list[str] = []
         self._length = 0
 
-    def begin(self, where: str, in_editor: bool = False) -> None:
+    def start_stop(self, where: str, in_editor: bool = False) -> None:
         """Report to the driver that this thread has stopped, for a terminal or for an editor."""
-        self._part.begin(self, where, in_editor)
+        self._part.on_stop(self, where, in_editor)
 
-    def over(self) -> None:
+    def end_stop(self) -> None:
         """Report the end of the stop, and prepare for the next stop."""
         self._show(asks=False)
-        self._part.end(self)
+        self._part.on_stop_ended(self)
         self.number, self.lines = 0, queue.SimpleQueue()
 
     def write(self, text: str) -> int:
@@ -79,4 +79,4 @@ class Terminal(io.TextIOBase):
         self._text.clear()
         self._length = 0
         if text or asks:
-            self._part.show(self, text, asks)
+            self._part.show_text(self, text, asks)

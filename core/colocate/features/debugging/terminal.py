@@ -20,12 +20,12 @@ PATIENCE_S = 5.0
 _AGAIN_S = 0.05
 
 
-def address(pid: int | str) -> str:
+def socket_address(pid: int | str) -> str:
     """Return the abstract socket address (without a file) at which a driver accepts terminals."""
     return f"\0colocate-debug/{pid}"
 
 
-def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, own: bool) -> int:
+def run_terminal(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, own: bool) -> int:
     """Run the terminal on the main thread until the session ends, and return the process's exit code.
 
     Args:
@@ -38,11 +38,11 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
         import readline  # noqa: F401 - gives `input` a history and the arrow keys
     terminal = _Terminal(sock, lines)
     if first is not None:
-        terminal.said.put(first)
-    threading.Thread(target=terminal.hear, name="hears", daemon=True).start()
+        terminal.messages.put(first)
+    threading.Thread(target=terminal.receive_messages, name="hears", daemon=True).start()
     while True:
         try:
-            entry = terminal.said.get()
+            entry = terminal.messages.get()
         except KeyboardInterrupt:
             if own:
                 continue
@@ -55,43 +55,43 @@ def talk(sock: socket.socket, lines: IO[str], first: Mapping[str, Any] | None, o
         shown, newline, prompt = text.rpartition("\n") if entry["asks"] else (text, "", "")
         sys.stdout.write(shown + newline)
         sys.stdout.flush()
-        if entry["asks"] and not terminal.answers(prompt) and not own:
+        if entry["asks"] and not terminal.send_answer(prompt) and not own:
             print("detached: the call goes on", flush=True)
             return 0
 
 
-class _Over(Exception):
+class _PromptOver(Exception):
     """Raised to interrupt a prompt, because the awaited line isn't needed any more."""
 
 
 class _Terminal:
     def __init__(self, sock: socket.socket, lines: IO[str]) -> None:
-        self.said: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._sock, self._lines = sock, lines
-        self._asks = self._is_over = False
+        self._is_prompting = self._is_over = False
         signal.signal(signal.SIGUSR1, self._wake)
 
-    def hear(self) -> None:
+    def receive_messages(self) -> None:
         """Queue the driver's messages until the session ends, then interrupt the main thread's prompt."""
         message: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
-                self.said.put(message := json.loads(line))
+                self.messages.put(message := json.loads(line))
                 if "over" in message:
                     break
         if "over" not in message:
-            self.said.put({"over": "the driver has ended"})
+            self.messages.put({"over": "the driver has ended"})
         self._is_over = True
-        while self._asks:  # Repeat the signal, because the main thread may have been about to wait.
+        while self._is_prompting:  # Repeat the signal, because the main thread may have been about to wait.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             time.sleep(_AGAIN_S)
 
-    def answers(self, prompt: str) -> bool:
+    def send_answer(self, prompt: str) -> bool:
         """Show a prompt, send the typed line, and return False if the user pressed Ctrl-D."""
         line: str | None = None
         detached = False
         try:
-            self._asks = True
+            self._is_prompting = True
             while not self._is_over:
                 try:
                     line = input(prompt)
@@ -102,24 +102,26 @@ class _Terminal:
                     detached = True
                     print()
                 break
-            self._asks = False
-        except _Over:
+            self._is_prompting = False
+        except _PromptOver:
             print()
         with contextlib.suppress(OSError):  # The connection may be closed.
-            send(self._sock, {"line": line})
+            send_message(self._sock, {"line": line})
         return not detached
 
     def _wake(self, number: int, frame: object) -> None:
-        if self._asks:
-            self._asks = False
-            raise _Over
+        if self._is_prompting:
+            self._is_prompting = False
+            raise _PromptOver
 
 
-def send(sock: socket.socket, told: Mapping[str, Any]) -> None:
+def send_message(sock: socket.socket, told: Mapping[str, Any]) -> None:
     """Send a message as a line of JSON. Raises OSError if the connection is closed."""
     sock.sendall(json.dumps(told).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as given:
-        sys.exit(talk(given, given.makefile("r", encoding="utf-8", newline="\n"), None, own=True))
+    with socket.socket(fileno=int(sys.argv[1])) as terminal_socket:
+        sys.exit(
+            run_terminal(terminal_socket, terminal_socket.makefile("r", encoding="utf-8", newline="\n"), None, own=True)
+        )

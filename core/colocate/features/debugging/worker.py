@@ -17,132 +17,142 @@ from typing import Any
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
 from colocate._role.context import RowState, current, running_call
-from colocate._system.jobs import error_text
-from colocate._system.tracebacks import frames_of_users
+from colocate._system.jobs import format_error
+from colocate._system.tracebacks import format_user_frames
 from colocate.features.debugging.editor import Editor
-from colocate.features.debugging.messages import LetGo, Printed, Stopped, Typed, WentOn
+from colocate.features.debugging.messages import (
+    DetachTerminal,
+    SessionResumed,
+    SessionStarted,
+    TerminalInput,
+    TerminalOutput,
+)
 from colocate.features.debugging.prompt import Terminal
 from colocate.worker.context import WorkerContext
-from colocate.worker.hooks import OfWorker
+from colocate.worker.hooks import WorkerFeature
 from colocate.worker.serving.signal_handlers import is_role_code
 
 _PYTHONS_OWN = ("", "pdb.set_trace")
 _EDITOR = "debugpy.breakpoint"
 
 
-class DebuggingOfWorker(OfWorker):
+class DebuggingOfWorker(WorkerFeature):
     """The worker's half of debugging: handles `breakpoint()` and, if requested, stops at errors in role code."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._context = worker_context
         self._numbers = itertools.count(1)
-        self._own = threading.local()  # Each thread has a debugger, which keeps breakpoints for the next stop.
+        self._thread_state = threading.local()  # Each thread has a debugger, which keeps breakpoints for the next stop.
         self._stops: dict[int, Terminal] = {}
         self._post_mortem = self._is_closing = False
         self._editor: Editor | None = None
         self._hook: str | None = None  # The value of the driver's PYTHONBREAKPOINT.
-        worker_context.scope.ends(lambda concerns, reason: self._look())
+        worker_context.scope.add_ender(lambda concerns, reason: self._run_post_mortem())
 
-    def given(self, plain: Any) -> None:
+    def configure(self, plain: Any) -> None:
         """Store the driver's options for debugging."""
         self._post_mortem, self._hook = plain
 
     # -- in role code
 
     def breakpoint(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
-        """Return a function that stops in `frame`. The caller runs that function as the last step."""
-        # Ignore this process's own variable, because Ray sets a debugger there that doesn't know workers.
+        """Return a function that stops in `frame`. The breakpoint hook calls that function right before returning."""
+        # Ignore this process's own variable, because Ray sets its own debugger there, which doesn't know colocate.
         hook = self._context.boot.env.get("PYTHONBREAKPOINT") or self._hook or ""
-        if hook == "0" or self._goes_on():
-            return _nothing
+        if hook == "0" or self._is_unattended():
+            return _do_nothing
         if hook == _EDITOR:
             if self._editor is None:
                 boot = self._context.boot
                 lanes = [lane.thread for lane in self._context.lanes]
                 self._editor = Editor(boot.ports, boot.slot, lanes, Terminal(self))
-            return self._editor.stops(frame)
+            return self._editor.make_stop(frame)
         if hook not in _PYTHONS_OWN:
             os.environ["PYTHONBREAKPOINT"] = hook
             return lambda: sys.__breakpointhook__(*args, **kwargs)
-        debugger: _Debugger | None = getattr(self._own, "debugger", None)
+        debugger: _Debugger | None = getattr(self._thread_state, "debugger", None)
         if debugger is None:
-            debugger = self._own.debugger = _Debugger(Terminal(self))
+            debugger = self._thread_state.debugger = _Debugger(Terminal(self))
         return lambda: debugger.set_trace(frame)
 
-    def blamed(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
+    def explain_failure(self, error: BaseException, role: str | None, row: RowState | None = None) -> BaseException:
         """Stop in the debugger at an error of role code, if this was requested. Return `error` unchanged."""
         trace = error.__traceback__
-        if self._post_mortem and trace is not None and frames_of_users(error) and not self._follows(error):
-            _Debugger(Terminal(self, error_text(error))).look_at(trace)
+        if self._post_mortem and trace is not None and format_user_frames(error) and not self._is_followup(error):
+            _Debugger(Terminal(self, format_error(error))).inspect_error(trace)
         return error
 
-    def _follows(self, error: BaseException) -> bool:
+    def _is_followup(self, error: BaseException) -> bool:
         """Return whether an error only results from another rank's error, or from the end of the call or the group."""
-        given_up = self._context.why_not() is not None or isinstance(error, Consequence | bdb.BdbQuit)
-        return given_up or self._goes_on() or self._context.is_consequence()
+        given_up = self._context.get_wait_refusal() is not None or isinstance(error, Consequence | bdb.BdbQuit)
+        return given_up or self._is_unattended() or self._context.is_consequence()
 
     # -- on the receiving thread
 
-    def heard(self, message: Message, body: Any) -> None:
+    def on_message(self, message: Message, body: Any) -> None:
         """Pass a typed line to a stop's debugger, or resume one stop or all stops."""
-        assert isinstance(message, Typed | LetGo)
+        assert isinstance(message, TerminalInput | DetachTerminal)
         if not message.number:
-            self.stops()
+            self.on_group_closing()
         elif (stop := self._stops.get(message.number)) is not None:  # The stop may just have ended.
-            stop.lines.put(message.line if isinstance(message, Typed) else None)
+            stop.lines.put(message.line if isinstance(message, TerminalInput) else None)
 
-    def stops(self) -> None:
+    def on_group_closing(self) -> None:
         """Resume all stops and prevent further ones, because the group or the job is about to end."""
         self._is_closing = True
-        self._look()
+        self._run_post_mortem()
 
-    def adopted(self) -> None:
+    def on_driver_changed(self) -> None:
         """Allow stops again, because the group has a new driver."""
         self._is_closing = False
 
-    def leaves(self, seq: int) -> None:
+    def after_call(self, seq: int) -> None:
         """End the user's stepping when a call ends."""
-        debugger: _Debugger | None = getattr(self._own, "debugger", None)
+        debugger: _Debugger | None = getattr(self._thread_state, "debugger", None)
         if debugger is not None and debugger.terminal.seq == seq:
-            debugger.steps_no_further()
+            debugger.end_stepping()
 
-    def _goes_on(self) -> bool:
+    def _is_unattended(self) -> bool:
         """Return whether stops are disabled, because the group is closing or the call was cancelled."""
-        scope, seq = self._context.scope, self._context.asking()
-        return self._is_closing or scope.closed is not None or (seq is not None and scope.let_go(seq))
+        scope, seq = self._context.scope, self._context.get_current_seq()
+        return self._is_closing or scope.closed is not None or (seq is not None and scope.is_of_former_driver(seq))
 
-    def _look(self) -> None:
+    def _run_post_mortem(self) -> None:
         for stop in list(self._stops.values()):
-            if self._is_closing or self._context.scope.closed is not None or self._context.scope.let_go(stop.seq):
+            if (
+                self._is_closing
+                or self._context.scope.closed is not None
+                or self._context.scope.is_of_former_driver(stop.seq)
+            ):
                 stop.lines.put(None)
 
     # -- for terminals
 
-    def begin(self, terminal: Terminal, where: str, in_editor: bool) -> None:
+    def on_stop(self, terminal: Terminal, where: str, in_editor: bool) -> None:
         """Report a new stop to the driver, or a new position while the user steps."""
         state, ctx = running_call.get(), current()
-        work = state.of if isinstance(state, RowState) else state or self._context.lane.last()
+        work = state.call if isinstance(state, RowState) else state or self._context.lane.get_last_work()
         terminal.seq = 0 if work is None else work.seq
         terminal.label = getattr(work, "label", "role code")
         terminal.rank = self._context.boot.slot if ctx is None else ctx.rank
         terminal.number = terminal.number or next(self._numbers)
         self._stops[terminal.number] = terminal
-        self._context.lane.waits()
+        self._context.lane.on_waiting()
         role = None if ctx is None else ctx.role
         arguments = terminal.number, role, terminal.label, terminal.rank, where, terminal.error, in_editor
-        self._context.say(Stopped(*arguments))
-        if self._goes_on():  # The group may have begun to close since the first check.
+        self._context.send_message(SessionStarted(*arguments))
+        if self._is_unattended():  # The group may have begun to close since the first check.
             terminal.lines.put(None)
 
-    def end(self, terminal: Terminal) -> None:
+    def on_stop_ended(self, terminal: Terminal) -> None:
         """Report the end of a stop to the driver."""
         self._stops.pop(terminal.number, None)
-        self._context.say(WentOn(terminal.number))
+        self._context.send_message(SessionResumed(terminal.number))
 
-    def show(self, terminal: Terminal, text: str, asks: bool) -> None:
+    def show_text(self, terminal: Terminal, text: str, asks: bool) -> None:
         """Send a debugger's output to the driver."""
-        self._context.lane.waits()
-        self._context.say(Printed(terminal.number, text, asks))
+        self._context.lane.on_waiting()
+        self._context.send_message(TerminalOutput(terminal.number, text, asks))
 
 
 class _Debugger(pdb.Pdb):
@@ -150,14 +160,14 @@ class _Debugger(pdb.Pdb):
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True)  # type: ignore[arg-type]
         self.terminal = terminal
 
-    def look_at(self, trace: TracebackType) -> None:
+    def inspect_error(self, trace: TracebackType) -> None:
         self.reset()
         self.interaction(None, trace)
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - its name is another one since 3.13
         """Stop at a frame, or at the place of an exception, until the user resumes or steps."""
         at, line = (frame, frame.f_lineno) if frame is not None else [*traceback.walk_tb(args[0])][-1]
-        self.terminal.begin(f"{at.f_code.co_filename}:{line}")
+        self.terminal.start_stop(f"{at.f_code.co_filename}:{line}")
         self.prompt = f"({self.terminal.label} rank {self.terminal.rank}) "
         if self.terminal.error and frame is None:
             self.message(self.terminal.error)
@@ -166,7 +176,7 @@ class _Debugger(pdb.Pdb):
         finally:
             # The stop is over unless the user steps. After `continue`, `bdb` sets `stoplineno` to -1.
             if frame is None or self.quitting or self.stoplineno == -1:
-                self.terminal.over()
+                self.terminal.end_stop()
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
         """Return the frames from the first frame of role code on, and the index of the current frame."""
@@ -188,21 +198,21 @@ class _Debugger(pdb.Pdb):
         """Handle a function's return, and end the user's stepping if the caller is no role code."""
         result = super().dispatch_return(frame, arg)
         outer = frame.f_back
-        # A coroutine that awaits also returns here, so `leaves` handles the end of the call.
+        # A coroutine also returns here at each `await`, so `after_call` handles the end of the call.
         awaits = frame.f_code.co_flags & inspect.CO_COROUTINE
         if not awaits and (outer is None or not is_role_code(outer)) and is_role_code(frame):
-            self.steps_no_further()
+            self.end_stepping()
         return result
 
     def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
         """Handle an exception in a frame of role code, and ignore exceptions in other frames."""
         return super().dispatch_exception(frame, arg) if is_role_code(frame) else self.trace_dispatch
 
-    def steps_no_further(self) -> None:
+    def end_stepping(self) -> None:
         """End the stop if the user is still stepping."""
         if self.terminal.number:
             self.set_continue()
-            self.terminal.over()
+            self.terminal.end_stop()
 
     def do_EOF(self, arg: str) -> bool:
         """Clear all breakpoints and resume, because the input has ended."""
@@ -218,5 +228,5 @@ class _Debugger(pdb.Pdb):
     do_restart = do_interact = do_run
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return

@@ -12,10 +12,10 @@ import attrs
 
 from colocate._protocol.message import Message
 from colocate._system.jobs import Timer
-from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.hooks import GroupFeature
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
-from colocate.features.devices.messages import AskDevices, DevicesTold
+from colocate.features.devices.messages import AskDevices, DeviceReport
 
 if TYPE_CHECKING:
     from colocate._api.connection import Connection
@@ -56,30 +56,30 @@ class DeviceSample:
     xids: Sequence[int] = ()
 
 
-class DevicesOfGroup(OfGroup):
+class DevicesOfGroup(GroupFeature):
     """The driver's record of the devices of a group's slots.
 
     Attributes:
-        own: The UUID of each worker's device, "" while unknown.
+        own_uuids: The UUID of each worker's device, "" while unknown.
         latest: The last sample of each slot's device.
         watch: The sampler that asked this group's workers last, and gets the answers.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
-        self.own: dict[Worker, str] = {}
+        self.own_uuids: dict[Worker, str] = {}
         self.latest: dict[int, DeviceSample] = {}
         self.watch: DeviceWatch | None = None
 
-    def renewed(self) -> None:
+    def on_restarted(self) -> None:
         """Drop the records of the former workers."""
-        self.own.clear()
+        self.own_uuids.clear()
         self.latest.clear()
 
-    def heard(self, worker: Worker, message: Message, body: object) -> None:
+    def on_message(self, worker: Worker, message: Message, body: object) -> None:
         """Pass a worker's samples to the sampler."""
-        assert isinstance(message, DevicesTold)
+        assert isinstance(message, DeviceReport)
         if self.watch is not None:
-            self.watch.told(worker, message)
+            self.watch.on_report(worker, message)
 
 
 class DeviceWatch:
@@ -89,53 +89,53 @@ class DeviceWatch:
         """Start sampling. Args: connection: The runtime's connection."""
         self._connection = connection
         self._is_over = False
-        self._silent: set[str] = set()  # Nodes that can't be sampled.
+        self._failed_nodes: set[str] = set()  # Nodes that can't be sampled.
         # Maps each node to the workers and GPUs of the last request.
-        self._asked: dict[str, list[tuple[DevicesOfGroup, Worker, str]]] = {}
+        self._requested: dict[str, list[tuple[DevicesOfGroup, Worker, str]]] = {}
         self._timer: Timer | None = None
-        self._again()
+        self._schedule_next()
 
-    def stop(self) -> None:
-        """Stop sampling."""
+    def stop_sampling(self) -> None:
+        """Cancel the timer for samples, and notify observers no more."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
 
-    def _again(self) -> None:
+    def _schedule_next(self) -> None:
         if not self._is_over:
-            self._timer = self._connection.services.timers.after(EVERY_S, self._ask)
+            self._timer = self._connection.services.timers.call_later(EVERY_S, self._request_samples)
 
-    def _ask(self) -> None:
+    def _request_samples(self) -> None:
         """Ask one worker of each node for samples. Runs on the timers' thread."""
         nodes: defaultdict[str, list[tuple[DevicesOfGroup, Worker, str]]] = defaultdict(list)
         for worker_group in tuple(self._connection.worker_groups.values()):
             for worker in worker_group.workforce.workers:
                 node = worker.boot.node
-                if worker.boot.device == "cpu" or worker.exit or worker.hello is None or node in self._silent:
+                if worker.boot.device == "cpu" or worker.exit or worker.hello is None or node in self._failed_nodes:
                     continue
-                part = cast("DevicesOfGroup", worker_group.part("devices"))
+                part = cast("DevicesOfGroup", worker_group.get_part("devices"))
                 part.watch = self
-                if worker not in part.own:
-                    part.own[worker] = ""
+                if worker not in part.own_uuids:
+                    part.own_uuids[worker] = ""
                     worker.send(AskDevices(()))
-                elif uuid := part.own[worker]:
+                elif uuid := part.own_uuids[worker]:
                     nodes[node].append((part, worker, uuid))
-        self._asked = dict(nodes)
+        self._requested = dict(nodes)
         for entries in nodes.values():
             entries[0][1].send(AskDevices(sorted({uuid for _, _, uuid in entries})))
-        self._again()
+        self._schedule_next()
 
-    def told(self, worker: Worker, told: DevicesTold) -> None:
+    def on_report(self, worker: Worker, told: DeviceReport) -> None:
         """Record a worker's samples, and notify observers. Runs on the receiving thread."""
         node, group = worker.boot.node, self._connection.worker_groups.get(worker.boot.group)
         if told.trouble:
-            if node not in self._silent:
-                self._silent.add(node)
+            if node not in self._failed_nodes:
+                self._failed_nodes.add(node)
                 _log.info("GPUs of node %s aren't sampled: %s", node, told.trouble)
             return
-        if told.own and group is not None:
-            cast("DevicesOfGroup", group.part("devices")).own[worker] = told.own
-        now, requested, samples = time.time(), self._asked.get(node, ()), list[DeviceSample]()
+        if told.own_uuid and group is not None:
+            cast("DevicesOfGroup", group.get_part("devices")).own_uuids[worker] = told.own_uuid
+        now, requested, samples = time.time(), self._requested.get(node, ()), list[DeviceSample]()
         for uuid, name, *values in told.samples:
             having = [(part, peer) for part, peer, device_uuid in requested if device_uuid == uuid]
             slots = [(peer.boot.group, peer.slot) for _, peer in having]
@@ -143,4 +143,4 @@ class DeviceWatch:
             for part, peer in having:
                 part.latest[peer.slot] = sample
         if samples and not self._is_over:
-            self._connection.services.tell(HOOK, samples)
+            self._connection.services.notify_observers(HOOK, samples)

@@ -13,15 +13,15 @@ Sampled: TypeAlias = "tuple[str, str, float | None, int | None, int | None, floa
 
 @message
 class AskDevices(Message):
-    """Ask a worker to sample GPUs of the node. The worker answers with `DevicesTold`."""
+    """Ask a worker to sample GPUs of the node. The worker answers with `DeviceReport`."""
 
     uuids: Sequence[str]  # The GPUs to sample; empty to ask for the UUID of the slot's own GPU.
 
 
 @message
-class DevicesTold(Message):
+class DeviceReport(Message):
     """The worker's answer to `AskDevices`."""
 
-    own: str  # The UUID of the slot's GPU; "" if not asked for, or if unknown.
+    own_uuid: str  # The UUID of the slot's GPU; "" if not asked for, or if unknown.
     samples: Sequence[Sampled]
     trouble: str  # The reason why sampling isn't possible on this node; "" for none.

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from colocate._definitions.structure import Structure, note
-from colocate._system.by_type import forget
-from colocate._values.kinds import NAMED, Kind, Memo, kind_of, kinds
+from colocate._definitions.structure import Structure, register_structure
+from colocate._system.by_type import clear_caches
+from colocate._values.kinds import NAMED, Kind, Memo, find_kind, kinds
 from colocate.errors import ConfigError, DispatchError
 
 B = TypeVar("B")
@@ -17,7 +17,7 @@ _OWN = {*NAMED, "tensordict.base.TensorDictBase"}
 
 
 @attrs.frozen
-class _Registered(Kind):
+class _RegisteredKind(Kind):
     count: Callable[[Any], int]
     cut: Callable[[Any, Sequence[int]], Sequence[Any]]
     join: Callable[[Sequence[Any]], Any]
@@ -80,10 +80,10 @@ def register_batch(
         present, absent = ("leaves", "rebuild") if rebuild is None else ("rebuild", "leaves")
         raise ConfigError(f"register_batch({cls.__qualname__}): {present}= needs {absent}=, too: give both, or neither")
     structure = None if leaves is None or rebuild is None else Structure(leaves, rebuild)
-    kind = _Registered(length, split, concat, structure)
+    kind = _RegisteredKind(length, split, concat, structure)
     former = kinds.get(cls)
     is_builtin = cls in (tuple, dict, type(None), object) or f"{cls.__module__}.{cls.__qualname__}" in _OWN
-    if is_builtin or (former is not None and not isinstance(former, _Registered)):
+    if is_builtin or (former is not None and not isinstance(former, _RegisteredKind)):
         raise ConfigError(
             f"register_batch({cls.__qualname__}): colocate itself says what the rows of this type are; "
             "register a subclass of it, or a type of your own"
@@ -94,12 +94,12 @@ def register_batch(
             "register it once, in the module that defines it"
         )
     if structure is not None and (
-        issubclass(cls, (dict, list, tuple)) or type(kind_of(cls)) not in (_Registered, type(None))
+        issubclass(cls, (dict, list, tuple)) or type(find_kind(cls)) not in (_RegisteredKind, type(None))
     ):
         raise ConfigError(
             f"register_batch({cls.__qualname__}, leaves=...): colocate itself looks into values of this type; leave "
             "leaves and rebuild out"
         )
     kinds[cls] = kind
-    note(cls, structure)
-    forget()
+    register_structure(cls, structure)
+    clear_caches()

@@ -9,7 +9,7 @@ from typing import Any
 from colocate._values.kinds import Kind, Memo, concat_jagged, slice_jagged
 
 
-class _TensorDict(Kind):
+class _TensorDictKind(Kind):
     """Handles rows of TensorDicts and tensorclasses.
 
     Jagged entries, which TensorDict can't index, are cut one by one.
@@ -19,7 +19,7 @@ class _TensorDict(Kind):
         return int(value.batch_size[0]) if value.batch_size else None
 
     def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
-        return _each_way(
+        return _combine_entries(
             [value],
             lambda parts: parts[0][start:stop],
             lambda entries: slice_jagged(entries[0], start, stop, memo),
@@ -30,10 +30,10 @@ class _TensorDict(Kind):
 
         device = _device_of(parts[0])
         parts = [part if _device_of(part) in (device, None) else part.to(device) for part in parts]
-        return _each_way(parts, torch.cat, lambda entries: concat_jagged(entries, memo))
+        return _combine_entries(parts, torch.cat, lambda entries: concat_jagged(entries, memo))
 
 
-def _each_way(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[list[Any]], Any]) -> Any:
+def _combine_entries(parts: list[Any], usual: Callable[[Any], Any], jagged: Callable[[list[Any]], Any]) -> Any:
     """Make one TensorDict of several, in the key order of the first.
 
     `jagged` joins jagged entries, `usual` all others.
@@ -72,4 +72,4 @@ def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str,
     return entries
 
 
-KIND = _TensorDict()
+KIND = _TensorDictKind()

@@ -14,7 +14,7 @@ from colocate._api.slots import Slots
 from colocate._owned.owned import State
 from colocate._system.deadline import Deadline
 from colocate._system.limits import AUDIT_SETTLES_S
-from colocate._system.lines import at
+from colocate._system.lines import format_line
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.worker.birth.processes import OF_A_ROLE
 
@@ -105,15 +105,15 @@ def audit(connection: Connection) -> Audit:
 
     Differences that disappear within seconds are ignored.
     """
-    return _settled(lambda: _look(connection))
+    return _repeat_audit(lambda: _audit_once(connection))
 
 
 def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
-    """Return processes and reservations of drivers that are gone. Each must be found by every call of `strays`."""
-    return _settled(lambda: Audit(leaked=_unique(_stray(process) for process in strays())))
+    """Return processes and reservations of drivers that are gone, if repeated calls of `strays` all list them."""
+    return _repeat_audit(lambda: Audit(leaked=_drop_duplicates(_stray_finding(process) for process in strays())))
 
 
-def _settled(look: Callable[[], Audit]) -> Audit:
+def _repeat_audit(look: Callable[[], Audit]) -> Audit:
     """Repeat `look` until nothing is found or the time is up, and return the findings common to all repetitions."""
 
     def still(before: Iterable[Finding], after: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -130,12 +130,12 @@ def _settled(look: Callable[[], Audit]) -> Audit:
     return result
 
 
-def _look(connection: Connection) -> Audit:
+def _audit_once(connection: Connection) -> Audit:
     """Compare graph and cluster once. Objects that change during the comparison are ignored."""
     executor = connection.services.executor
-    graph_keys, claimed = _graph(connection)
+    graph_keys, claimed = _read_graph(connection)
     engine = list(executor.running())
-    more, after = _graph(connection)
+    more, after = _read_graph(connection)
     graph_keys |= more
     firm = {key: claim for key, claim in claimed.items() if key in after and after[key].node is claim.node}
     doubts = {(entry.kind, entry.id): entry.doubt for entry in engine if entry.doubt}
@@ -145,8 +145,10 @@ def _look(connection: Connection) -> Audit:
         owners = {("reservation", entry.owner), ("runtime", entry.owner)}
         if graph_keys.isdisjoint({(entry.kind, entry.id)} if entry.kind in ("worker", "reservation") else owners):
             todo = {"worker": _OF_WORKERS, OF_A_ROLE: _OF_ROLES}.get(entry.kind, _OF_RESERVATIONS)
-            leaked.append(_finding(entry, "the cluster has it, and nothing in the graph of this runtime owns it", todo))
-    leaked += [_stray(entry) for entry in executor.strays()]
+            leaked.append(
+                _make_finding(entry, "the cluster has it, and nothing in the graph of this runtime owns it", todo)
+            )
+    leaked += [_stray_finding(entry) for entry in executor.strays()]
     missing = []
     for key, claim in firm.items():
         if key not in present:
@@ -157,29 +159,29 @@ def _look(connection: Connection) -> Audit:
                 todo = "Others are being reserved in the place of its lost slots: wait for them"
             problem = f"the graph claims it ({claim.label}), and {why}"
             missing.append(Finding(*key, claim.place, claim.pid, None, problem, todo))
-    return Audit(_unique(leaked), tuple(missing))
+    return Audit(_drop_duplicates(leaked), tuple(missing))
 
 
-def _graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
-    """Return all keys of the graph, and the claims of objects that are up: neither starting nor ending."""
+def _read_graph(connection: Connection) -> tuple[set[_Key], dict[_Key, _Claim]]:
+    """Return all keys of the graph, and a claim for each object that is up, neither starting nor ending."""
     keys, claims = {("runtime", connection.services.id)}, dict[_Key, _Claim]()
     for pool in [child for child in list(connection.children.values()) if isinstance(child, Slots)]:
         key = "reservation", pool.request.id
         keys.add(key)
         if pool.reservation is not None and pool.closed_by is None:
-            claims[key] = _Claim(pool, f"pool {pool.name!r} made at {at(pool.line)}")
+            claims[key] = _Claim(pool, f"pool {pool.name!r} made at {format_line(pool.line)}")
         # All children of the pool are read, because a closing group no longer uses slots but is still a child.
         for group in [child for child in list(pool.children.values()) if isinstance(child, WorkerGroup)]:
             for worker in list(group.workforce.workers):
                 key = "worker", worker.boot.worker
                 keys.add(key)
                 if group.life.state is State.READY and worker.hello is not None and worker.exit is None:
-                    label = f"worker {worker.slot} of group {group.name!r} made at {at(group.line)}"
+                    label = f"worker {worker.slot} of group {group.name!r} made at {format_line(group.line)}"
                     claims[key] = _Claim(worker, label, worker.boot.node, worker.pid)
     return keys, claims
 
 
-def _unique(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def _drop_duplicates(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple({(finding.kind, finding.id, finding.pid): finding for finding in findings}.values())
 
 
@@ -188,11 +190,11 @@ _OF_ROLES = "Nothing will end it any more: end it by hand"
 _OF_RESERVATIONS = "Nobody can use or close it from here: it goes when this driver's runtime is closed"
 
 
-def _stray(each: Running) -> Finding:
+def _stray_finding(each: Running) -> Finding:
     problem = "it is still there although its driver is gone"
-    return _finding(each, problem, "Nobody will take it back: end or remove it by hand")
+    return _make_finding(each, problem, "Nobody will take it back: end or remove it by hand")
 
 
-def _finding(each: Running, what: str, todo: str) -> Finding:
+def _make_finding(each: Running, what: str, todo: str) -> Finding:
     text = f"{what} ({each.detail})" if each.detail else what
     return Finding(each.kind, each.id, each.node, each.pid, each.since, text, todo)

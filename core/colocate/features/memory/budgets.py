@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from colocate._role.budget import Budget, Budgets, Limit
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import shown, size_text
+from colocate._system.numbers import format_size, format_value
 from colocate.errors import ConfigError
 
 
-def budgets(
+def build_budgets(
     slot: Budget,
     group: Budget,
     roles: Mapping[str, Any],
@@ -32,23 +32,23 @@ def budgets(
     Raises:
         ConfigError: The budgets contradict each other.
     """
-    of_slots, of_group = _limits(slot, "the pool's slots", is_shared=is_shared), _limits(group, "the group")
+    of_slots, of_group = _build_limits(slot, "the pool's slots", is_shared=is_shared), _build_limits(group, "the group")
     for limit in of_group:
         for above in of_slots:
             if above.device is limit.device and above.nbytes < limit.nbytes:
                 raise ConfigError(
-                    f"the group may have {size_text(limit.nbytes)} ({limit.word}), and the pool's slots have "
-                    f"{size_text(above.nbytes)} for it"
+                    f"the group may have {format_size(limit.nbytes)} ({limit.word}), and the pool's slots have "
+                    f"{format_size(above.nbytes)} for it"
                 )
     limits = [*of_slots, *of_group]
     for name, spec in roles.items():
-        role_limits = _limits(spec.budget, f"role {name!r}", name)
+        role_limits = _build_limits(spec.budget, f"role {name!r}", name)
         for limit in role_limits:
             for above in limits:
                 if above.role is None and above.device is limit.device and above.nbytes < limit.nbytes:
                     raise ConfigError(
-                        f"role {name!r} can't fit: it may have {size_text(limit.nbytes)} ({limit.word}), and "
-                        f"{above.owner} {size_text(above.nbytes)}"
+                        f"role {name!r} can't fit: it may have {format_size(limit.nbytes)} ({limit.word}), and "
+                        f"{above.owner} {format_size(above.nbytes)}"
                     )
         limits += role_limits
     for name, spec in roles.items():
@@ -64,18 +64,18 @@ def budgets(
         for name in activations if limit.device else ():
             if limit.role in (None, name) and activations[name] >= limit.nbytes:
                 raise ConfigError(
-                    f"role {name!r} can't fit: {size_text(activations[name])} are to stay free for what it computes "
-                    f"with (reserve_activations), and {limit.owner} may have {size_text(limit.nbytes)} ({limit.word})"
+                    f"role {name!r} can't fit: {format_size(activations[name])} are to stay free for what it computes "
+                    f"with (reserve_activations), and {limit.owner} may have {format_size(limit.nbytes)} ({limit.word})"
                 )
-    return Budgets(tuple(limits), activations, *_turns(limits, roles, residency, step))
+    return Budgets(tuple(limits), activations, *_turn_options(limits, roles, residency, step))
 
 
-def _limits(budget: Budget, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
+def _build_limits(budget: Budget, owner: str, role: str | None = None, is_shared: bool = False) -> list[Limit]:
     sizes = ((True, budget.device), (False, budget.host))
     return [Limit(owner, role, device, nbytes, is_shared) for device, nbytes in sizes if nbytes is not None]
 
 
-def _turns(
+def _turn_options(
     limits: Sequence[Limit], roles: Mapping[str, Any], residency: str | None, step: Sequence[str] | None
 ) -> tuple[bool, tuple[str, ...]]:
     if residency not in (None, "swap"):
@@ -100,7 +100,7 @@ def _turns(
     if step is not None and (
         not isinstance(step, list | tuple) or not step or not all(isinstance(name, str) for name in step)
     ):
-        raise ConfigError(f"step={shown(step)} is no list of roles; write step=({next(iter(roles))!r}, ...)")
+        raise ConfigError(f"step={format_value(step)} is no list of roles; write step=({next(iter(roles))!r}, ...)")
     for name in step or ():
         if name not in roles:
             raise ConfigError(f"step= names role {name!r}: there are {', '.join(roles)}{did_you_mean(name, roles)}")

@@ -7,16 +7,24 @@ from functools import partial
 from typing import Any, cast
 
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import Draft, everyone, for_all, give_place, refuse_here, settled, start
+from colocate._calls.sending import (
+    Draft,
+    assign_lane,
+    for_all,
+    make_group_role,
+    on_call_settled,
+    refuse_here,
+    send_blocking,
+)
 from colocate._plugins.needs import require
 from colocate._role.method import DISCARDABLE, TAGS
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.nearest import did_you_mean
-from colocate._values.dispatch import plan
+from colocate._values.dispatch import plan_call
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
 from colocate.executor import OwnProcess
-from colocate.features.memory.marks import Mark, Sleepers, Slept
+from colocate.features.memory.marks import Mark, Sleepers, SleepMark
 from colocate.features.memory.messages import SLEEP, WAKE
 from colocate.features.memory.sleep import Outcome
 from colocate.features.memory.worker import MemoryOfWorker
@@ -24,7 +32,7 @@ from colocate.features.memory.worker import MemoryOfWorker
 _ON_CALL = ("wake", "fail")
 
 
-def sleep(
+def sleep_role(
     worker_group: WorkerGroup,
     role: str,
     tags: Sequence[str] | None,
@@ -33,8 +41,10 @@ def sleep(
     discard: Sequence[str] = (),
 ) -> int:
     """Put memory of a role to sleep; see `ColocatedGroup.sleep`."""
-    refuse_to_wait(f"the sleep of {role}")
-    return _result(worker_group, role, start_sleep(worker_group, role, tags, timeout, on_call, discard), "put to sleep")
+    check_may_wait(f"the sleep of {role}")
+    return _moved_bytes(
+        worker_group, role, start_sleep(worker_group, role, tags, timeout, on_call, discard), "put to sleep"
+    )
 
 
 def start_sleep(
@@ -45,10 +55,10 @@ def start_sleep(
     on_call: str = "wake",
     discard: Sequence[str] = (),
 ) -> PendingCall:
-    """Send a sleep to all workers, and return the pending call."""
+    """Send a sleep call to all workers, and return the pending call."""
     require(type(worker_group.services.executor), OwnProcess, "have a role sleep (group.sleep)")
-    chosen = _tags(worker_group, role, tags, "sleep")
-    lost = _discarded(chosen, discard)
+    chosen = _check_tags(worker_group, role, tags, "sleep")
+    lost = _check_discard(chosen, discard)
     if on_call not in _ON_CALL:
         meant = did_you_mean(str(on_call), _ON_CALL)
         raise ConfigError(f"group.sleep(on_call={on_call!r}): it is 'wake' or 'fail'{meant}")
@@ -58,32 +68,32 @@ def start_sleep(
             f"group.sleep(on_call='fail'): roles of group {worker_group.name!r} take turns (residency='swap'), and "
             "wake for their calls"
         )
-    mark = partial(_sleepers(worker_group).mark, role, chosen, until_woken)
+    mark = partial(_get_sleepers(worker_group).add_marks, role, chosen, until_woken)
     mark()
-    worker_group.home.changed()
-    parameters = {**_arguments(role, chosen), "discard": lost}
-    call = _start(worker_group, SLEEP, f"sleep of {role}", parameters, timeout)
-    mark()  # Renew the marks, so that a wake sent before this sleep can't remove these.
+    worker_group.home.on_groups_changed()
+    parameters = {**_call_arguments(role, chosen), "discard": lost}
+    call = _start_call(worker_group, SLEEP, f"sleep of {role}", parameters, timeout)
+    mark()  # Renew the marks after sending the sleep, so that a wake sent before can't remove the marks.
     return call
 
 
-def wake(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
+def wake_role(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
     """Wake memory of a role; see `ColocatedGroup.wake`."""
-    refuse_to_wait(f"the wake of {role}")
-    return _result(worker_group, role, start_wake(worker_group, role, tags, timeout), "woken")
+    check_may_wait(f"the wake of {role}")
+    return _moved_bytes(worker_group, role, start_wake(worker_group, role, tags, timeout), "woken")
 
 
 def start_wake(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, timeout: float | None) -> PendingCall:
-    """Send a wake to all workers, and return the pending call."""
-    chosen = _tags(worker_group, role, tags, "wake")
-    sleepers = _sleepers(worker_group)
-    marks = sleepers.seen(role, chosen)
-    call = _start(worker_group, WAKE, f"wake of {role}", _arguments(role, chosen), timeout)
-    call._then(partial(note, sleepers, marks))
+    """Send a wake call to all workers, and return the pending call."""
+    chosen = _check_tags(worker_group, role, tags, "wake")
+    sleepers = _get_sleepers(worker_group)
+    marks = sleepers.role_marks(role, chosen)
+    call = _start_call(worker_group, WAKE, f"wake of {role}", _call_arguments(role, chosen), timeout)
+    call._add_callback(partial(update_marks, sleepers, marks))
     return call
 
 
-def _tags(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, what: str) -> list[str]:
+def _check_tags(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, what: str) -> list[str]:
     if not isinstance(role, str):
         raise ConfigError(
             f"group.{what}({role!r}): it takes the name of one role, as in "
@@ -103,7 +113,7 @@ def _tags(worker_group: WorkerGroup, role: str, tags: Sequence[str] | None, what
     return list(TAGS if tags is None else tags)
 
 
-def _discarded(tags: Sequence[str], discard: Sequence[str]) -> list[str]:
+def _check_discard(tags: Sequence[str], discard: Sequence[str]) -> list[str]:
     if isinstance(discard, str):
         raise ConfigError(f"group.sleep(discard={discard!r}) is a string; write discard=({discard!r},)")
     for tag in discard:
@@ -114,25 +124,25 @@ def _discarded(tags: Sequence[str], discard: Sequence[str]) -> list[str]:
     return list(discard)
 
 
-def _start(
+def _start_call(
     worker_group: WorkerGroup, method: str, label: str, given: Mapping[str, Any], timeout: float | None
 ) -> PendingCall:
     refuse_here(worker_group, f"the {label}")
-    return start(for_all(worker_group, label, method, MemoryOfWorker.calls[method], given, timeout))
+    return send_blocking(for_all(worker_group, label, method, MemoryOfWorker.calls[method], given, timeout))
 
 
-def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) -> int:
+def _moved_bytes(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) -> int:
     """Return the number of bytes that all ranks have moved.
 
     Raises:
         ColocateError: A rank refused, so no rank has moved memory.
     """
-    outcomes = _outcomes(call)
-    refusal = next((outcome for outcome in outcomes if outcome.own), None)
+    outcomes = _read_outcomes(call)
+    refusal = next((outcome for outcome in outcomes if outcome.refused_here), None)
     if refusal is None:
         return sum(outcome.nbytes for outcome in outcomes)
     text = f"role {role!r} of group {worker_group.name!r} could not be {done}"
-    if problems := [outcome.left for outcome in outcomes if outcome.left is not None]:
+    if problems := [outcome.residue for outcome in outcomes if outcome.residue is not None]:
         text += f": {refusal.refusal}. It isn't as it was: {'; '.join(problems)}"
     else:
         text += f", and is as it was: {refusal.refusal}"
@@ -143,15 +153,15 @@ def _result(worker_group: WorkerGroup, role: str, call: PendingCall, done: str) 
 # -- before calls
 
 
-def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence[Draft]) -> Sequence[Draft]:
-    """Insert a wake before each call that needs possibly sleeping memory, and return all calls."""
+def prepend_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence[Draft]) -> Sequence[Draft]:
+    """Insert a wake call before each call that needs memory that may be asleep, and return all calls in order."""
     result: list[Draft] = []
     waking: dict[Mark, Draft] = {}
     for draft in drafts:
-        for role, tags in _needs(draft).items():
-            role_marks = sleepers.for_call(role, tags)
+        for role, tags in _needed_memory(draft).items():
+            role_marks = sleepers.call_marks(role, tags)
             if marks := {mark: slept for mark, slept in role_marks.items() if mark not in waking}:
-                result.append(_waking(worker_group, sleepers, role, marks, draft))
+                result.append(_draft_wake(worker_group, sleepers, role, marks, draft))
                 waking.update(dict.fromkeys(marks, result[-1]))
             for mark in role_marks:  # A wake for several calls gets the longest of the calls' timeouts.
                 waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
@@ -159,46 +169,46 @@ def behind_wakes(worker_group: WorkerGroup, sleepers: Sleepers, drafts: Sequence
     return result if waking else drafts
 
 
-def note(sleepers: Sleepers, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
-    """Remove the marks of a role after a successful wake, so that later calls send no other wake.
+def update_marks(sleepers: Sleepers, marks: Mapping[Mark, SleepMark], call: PendingCall) -> None:
+    """Remove a role's sleep marks after a successful wake, so that later calls need no further wake.
 
     If the outcome can't be read, the call after the wake reports the error.
     """
-    if call.peek_error() is None and all(outcome.refusal is None for outcome in _outcomes(call)):
-        sleepers.woken(dict(marks))
+    if call.peek_error() is None and all(outcome.refusal is None for outcome in _read_outcomes(call)):
+        sleepers.remove_marks(dict(marks))
 
 
-def _needs(draft: Draft) -> Mapping[str, Sequence[str]]:
+def _needed_memory(draft: Draft) -> Mapping[str, Sequence[str]]:
     role, spec = draft.call.role, draft.call.spec
     if draft.wakes is not None or spec is None or role not in draft.worker_group.roles:
         return draft.wakes or {}
     return {role: TAGS if spec.awake is None else spec.awake}
 
 
-def _arguments(role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
+def _call_arguments(role: str, tags: Sequence[str], why: str = "asked for") -> dict[str, Any]:
     return {"role": role, "tags": list(tags), "why": why}
 
 
-def _outcomes(call: PendingCall) -> Sequence[Outcome]:
+def _read_outcomes(call: PendingCall) -> Sequence[Outcome]:
     outcomes: Sequence[Outcome] = call.result()
     return outcomes
 
 
-def _sleepers(worker_group: WorkerGroup) -> Sleepers:
-    return cast("Sleepers", cast("Any", worker_group.part("memory")).sleepers)
+def _get_sleepers(worker_group: WorkerGroup) -> Sleepers:
+    return cast("Sleepers", cast("Any", worker_group.get_part("memory")).sleepers)
 
 
-def _waking(
-    worker_group: WorkerGroup, sleepers: Sleepers, role: str, marks: Mapping[Mark, Slept], before: Draft
+def _draft_wake(
+    worker_group: WorkerGroup, sleepers: Sleepers, role: str, marks: Mapping[Mark, SleepMark], before: Draft
 ) -> Draft:
-    info, spec, label = everyone(worker_group), MemoryOfWorker.calls[WAKE], f"wake of {role}"
-    parameters = _arguments(role, [tag for _, tag in marks], f"needed by {before.call.label}")
-    planned = plan(spec.dispatch, parameters, info.ranks)
+    info, spec, label = make_group_role(worker_group), MemoryOfWorker.calls[WAKE], f"wake of {role}"
+    parameters = _call_arguments(role, [tag for _, tag in marks], f"needed by {before.call.label}")
+    planned = plan_call(spec.dispatch, parameters, info.ranks)
     call = PendingCall(label, "", WAKE, info.slots)
     call.at, call.submitted = before.call.at, before.call.submitted
     call.link, call.info, call.spec = worker_group, info, spec
-    give_place(worker_group, call)
-    call.on_end = partial(settled, worker_group)
-    call._then(partial(note, sleepers, marks))
+    assign_lane(worker_group, call)
+    call.on_end = partial(on_call_settled, worker_group)
+    call._add_callback(partial(update_marks, sleepers, marks))
     body = worker_group.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
     return Draft(worker_group, call, [body] * len(info.slots), planned.valid, before.timeout)

@@ -13,54 +13,54 @@ Mark: TypeAlias = tuple[str, str]
 
 
 @attrs.frozen(eq=False)
-class Slept:
+class SleepMark:
     """A mark for one sleep of a role. Marks are compared by identity."""
 
-    until_woken: bool = False  # Whether calls leave the memory asleep.
+    until_woken: bool = False  # Whether calls of the role fail instead of waking the memory.
 
 
 class Sleepers:
-    """Marks for memory that may be asleep. A call of a marked role is sent after a wake, or fails (`until_woken`).
+    """Marks for memory that may be asleep. A call of a marked role is sent after a wake, or fails (`tags_until_woken`).
 
     A mark is made before a sleep is sent and renewed afterwards, and a wake removes only marks that it has seen. So a
     race may leave a mark too long, but never removes a mark too early.
     """
 
     def __init__(self) -> None:
-        self.marks: dict[Mark, Slept] = {}  # The key is a role and a tag.
+        self.marks: dict[Mark, SleepMark] = {}  # The key is a role and a tag.
         self._lock = threading.Lock()
 
-    def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
-        """Mark memory as possibly asleep, before and after a sleep is sent."""
+    def add_marks(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
+        """Mark memory as possibly asleep. Called before a sleep is sent, and again afterwards."""
         with self._lock:
             for tag in tags:
-                self.marks[role, tag] = Slept(until_woken)
+                self.marks[role, tag] = SleepMark(until_woken)
 
-    def seen(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
+    def role_marks(self, role: str, tags: Collection[str]) -> dict[Mark, SleepMark]:
         """Return a role's marks for these tags."""
         return {mark: slept for mark, slept in list(self.marks.items()) if mark[0] == role and mark[1] in tags}
 
-    def for_call(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
+    def call_marks(self, role: str, tags: Collection[str]) -> dict[Mark, SleepMark]:
         """Return a role's marks for memory that a call must wake first."""
-        return {mark: slept for mark, slept in self.seen(role, tags).items() if not slept.until_woken}
+        return {mark: slept for mark, slept in self.role_marks(role, tags).items() if not slept.until_woken}
 
     @property
-    def until_woken(self) -> dict[str, list[str]]:
-        """The tags of memory that calls leave asleep, by role."""
+    def tags_until_woken(self) -> dict[str, list[str]]:
+        """For each role, the tags of sleeping memory that calls don't wake."""
         tags: dict[str, list[str]] = {}
         for (role, tag), slept in list(self.marks.items()):
             if slept.until_woken:
                 tags.setdefault(role, []).append(tag)
         return tags
 
-    def woken(self, seen: dict[Mark, Slept]) -> None:
+    def remove_marks(self, seen: dict[Mark, SleepMark]) -> None:
         """Remove marks after a wake, except marks that a later sleep has renewed."""
         with self._lock:
             for mark, slept in seen.items():
                 if self.marks.get(mark) is slept:
                     del self.marks[mark]
 
-    def renew(self) -> None:
+    def clear_marks(self) -> None:
         """Remove all marks, because all roles were constructed again."""
         with self._lock:
             self.marks.clear()

@@ -1,4 +1,4 @@
-"""Messages about memory. `AskLedger` and `Beside` go to workers, and all other messages come from workers."""
+"""Messages about memory. `AskLedger` and `NeighbourMemory` go to workers, and all others come from workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ledger:
             device. Excludes memory that sleeps in place (`sleep="vmm"`).
         peaks: The most that a method has allocated on the device while running, by role and method; None if unknown.
         children: Private bytes of the processes that roles have started, by role and name.
-        told: The features' reports on roles, by feature and role (`OfWorker.told`).
+        feature_reports: The features' reports on roles, by feature and role (`WorkerFeature.describe_role`).
     """
 
     roles: Mapping[str, Mapping[tuple[str, str], int]]
@@ -46,18 +46,18 @@ class Ledger:
     gpu: Mapping[str, int] | None
     peaks: Mapping[str, int] | None
     children: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
-    told: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    feature_reports: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
 
 
 @message
 class AskLedger(Message):
-    """The driver's question for a worker's memory use, answered by `LedgerTold`."""
+    """The driver's question for a worker's memory use, answered by `LedgerReport`."""
 
     token: int  # The number of this question, which the answer repeats.
 
 
 @message
-class Beside(Message):
+class NeighbourMemory(Message):
     """The memory that the roles of another group hold on the same slot."""
 
     group: str  # The name of the other group.
@@ -65,7 +65,7 @@ class Beside(Message):
 
 
 @message
-class LedgerTold(Message):
+class LedgerReport(Message):
     """A worker's answer to `AskLedger`, with the worker's memory use or the error of the inspection."""
 
     token: int
@@ -76,24 +76,24 @@ class LedgerTold(Message):
     def head(self) -> Head:
         """Return this message in the wire format."""
         ledger = None if self.ledger is None else attrs.astuple(self.ledger, recurse=False)
-        return "LedgerTold", self.token, ledger, self.role, self.trace
+        return "LedgerReport", self.token, ledger, self.role, self.trace
 
     @classmethod
-    def of(cls, *values: Any) -> LedgerTold:
-        """Return the message for values from the wire; see `Message.of`."""
+    def from_values(cls, *values: Any) -> LedgerReport:
+        """Return the message for values from the wire; see `Message.from_values`."""
         token, ledger, role, trace = values
         return cls(token, None if ledger is None else Ledger(*ledger), role, trace)
 
 
 @message
-class Holds(Message):
+class RoleHoldings(Message):
     """A notification that the memory use of a worker's roles has changed, for other groups on the same slot."""
 
     roles: Sizes
 
 
 @message
-class Moved(Message):
+class MemoryMoved(Message):
     """A worker's notification that memory of a role was put to sleep or woken.
 
     Attributes:

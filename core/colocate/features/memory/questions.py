@@ -9,40 +9,40 @@ from colocate._system.deadline import Deadline
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, RoleError
-from colocate.features.memory.messages import AskLedger, Ledger, LedgerTold
+from colocate.features.memory.messages import AskLedger, Ledger, LedgerReport
 
 
-class Ledgers:
+class LedgerRequests:
     """Asks a group's workers for their memory use and collects the answers, until the group is restarted."""
 
     def __init__(self, link: WorkerGroup) -> None:
         self._link = link
         self._requests: Requests[int, Ledger] = Requests(link.base)
 
-    def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
-        """Ask the workers on some slots for their memory use, and return the ledgers in the order of the slots.
+    def request_all(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
+        """Ask the workers on these slots for their memory use, and return the answers in the order of the slots.
 
         Raises:
             TimeoutError: A worker hasn't answered in time.
             RoleError: A role's memory can't be inspected, for example because `device_state` has raised an error.
             ColocateError: The group has failed or is closed.
         """
-        tell = self._link.teller()
+        tell = self._link.make_sender()
 
         def ask(slot: int, token: int) -> None:
             tell(slot, AskLedger(token))
 
-        return self._requests.ask(slots, ask, deadline, self._too_late)
+        return self._requests.ask(slots, ask, deadline, self._timeout_text)
 
-    def _too_late(self, owing: str) -> str:
+    def _timeout_text(self, owing: str) -> str:
         return (
             f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
             "stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine has too much to do"
         )
 
-    def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
-        """Ask the workers on some slots for their memory use, and return a ledger or an error for each slot."""
-        tell = self._link.teller()
+    def request_each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
+        """Ask the workers on these slots for their memory use, and return an answer or an error for each slot."""
+        tell = self._link.make_sender()
         requests = {slot: self._requests.open([slot]) for slot in slots}
         answers: dict[int, Ledger | Exception] = {}
         try:
@@ -52,18 +52,18 @@ class Ledgers:
                 try:
                     (answers[slot],) = request.result(deadline)
                 except TimeoutError:
-                    answers[slot] = TimeoutError(self._too_late(str(slot)))
+                    answers[slot] = TimeoutError(self._timeout_text(str(slot)))
                 except ColocateError as error:
                     answers[slot] = error
         finally:
             for request in requests.values():
-                self._requests.drop(request)
+                self._requests.drop_request(request)
         return answers
 
-    def answered(self, worker: Worker, told: LedgerTold) -> None:
-        """Complete the question that a worker has answered, or fail the question if the inspection failed."""
+    def on_answer(self, worker: Worker, told: LedgerReport) -> None:
+        """Complete a pending question with a worker's report, or with an error if the worker's inspection failed."""
         if told.ledger is not None:
-            self._requests.answered(told.token, worker.slot, told.ledger)
+            self._requests.add_answer(told.token, worker.slot, told.ledger)
             return
         group = self._link.name
         subject = f"what role {told.role!r} of group {group!r} holds" if told.role else f"the memory of group {group!r}"
@@ -76,8 +76,8 @@ class Ledgers:
             pid=worker.pid,
             remote_traceback=told.trace,
         )
-        self._requests.refused(told.token, error)
+        self._requests.add_refusal(told.token, error)
 
-    def fail(self, error: ColocateError) -> None:
+    def fail_requests(self, error: ColocateError) -> None:
         """Fail all pending questions, because no worker will answer."""
         self._requests.fail_all(error)

@@ -16,27 +16,27 @@ from typing import Any, TypeAlias
 import attrs
 
 from colocate._protocol import questions
-from colocate._protocol.consequence import Consequence, PutBack
+from colocate._protocol.consequence import Consequence, RetryCall
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.imported import imported
-from colocate._system.jobs import error_text, message_of
+from colocate._system.imported import find_imported
+from colocate._system.jobs import format_error, get_message
 from colocate._system.libc import trim
-from colocate._system.numbers import size_text
-from colocate._system.room import free_memory
-from colocate._system.tracebacks import frames_of_users, told
+from colocate._system.numbers import format_size
+from colocate._system.room import read_free_memory
+from colocate._system.tracebacks import format_exception, format_user_frames
 from colocate.errors import ColocateError, ConfigError, SleepingError
-from colocate.features.memory.offload import HOST, Key, Offload, place_of
-from colocate.worker.context import WorkerContext, beside, named
+from colocate.features.memory.offload import HOST, Key, Offload, device_of
+from colocate.worker.context import WorkerContext, get_roles_by_name, list_excluded_objects
 from colocate.worker.holdings import (
     Holdings,
     Objects,
     Storages,
     WeakStorage,
-    gradients_of,
-    held_by,
-    lie_in,
+    find_holdings,
+    find_resident_holdings,
+    list_gradients,
     search,
 )
 from colocate.worker.serving.failure import is_out_of_memory
@@ -52,23 +52,23 @@ _TAG_OF = {purpose: tag for tag, purposes in TAGS.items() for purpose in purpose
 _ALL = tuple(TAGS)
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-Kept: TypeAlias = Mapping[str, Mapping[Key, tuple[int, str, WeakStorage | None]]]
+RetainedPieces: TypeAlias = Mapping[str, Mapping[Key, tuple[int, str, WeakStorage | None]]]
 """Memory that was to sleep and stays awake, by tag and key: size, reason, and a weak reference to the storage."""
 
 
-def lacks_room(error: BaseException) -> bool:
+def is_lack_of_room(error: BaseException) -> bool:
     """Return whether an error means that memory or disk space ran out."""
     return isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM or is_out_of_memory(error)
 
 
-def reason(error: Exception) -> tuple[str, str | None]:
-    """Return why memory couldn't move, and a traceback. The traceback is None for errors of colocate or the system."""
+def explain_error(error: Exception) -> tuple[str, str | None]:
+    """Return why memory couldn't move, and the traceback, which is None for expected errors outside role code."""
     if isinstance(error, ColocateError):
         cause = error.__cause__ or error
-        return error.message, told(cause, whole=False) if frames_of_users(cause) else None
-    if isinstance(error, (OSError, MemoryError, ValueError)) and not frames_of_users(error):
-        return message_of(error) or error_text(error), None
-    return error_text(error), told(error, whole=False)
+        return error.message, format_exception(cause, whole=False) if format_user_frames(cause) else None
+    if isinstance(error, (OSError, MemoryError, ValueError)) and not format_user_frames(error):
+        return get_message(error) or format_error(error), None
+    return format_error(error), format_exception(error, whole=False)
 
 
 # -- plans
@@ -85,7 +85,7 @@ class EvictionPlan:
         storages: The storages that are copied.
         emptied: The storages with discarded contents, also sleeping ones; a wake fills these with zeros.
         to_host: Bytes that move from the device to the host.
-        kept: The storages that should have slept but stay awake.
+        retained: The storages that should have slept but stay awake.
     """
 
     by_tag: Mapping[str, Objects]
@@ -94,7 +94,7 @@ class EvictionPlan:
     storages: Mapping[Key, Any]
     emptied: Mapping[Key, Any]
     to_host: int
-    kept: Kept
+    retained: RetainedPieces
 
     @property
     def size(self) -> int:
@@ -114,7 +114,7 @@ class RestorePlan:
         on_host: Bytes that are restored on the host.
         on_device: Bytes that are restored on the slot's device.
         anew: Bytes of host memory that are filled with zeros, because there is no copy.
-        kept: The storages under the same tags that stayed awake, as in `EvictionPlan`.
+        retained: The storages under the same tags that stayed awake, as in `EvictionPlan`.
     """
 
     by_tag: Mapping[str, Objects]
@@ -124,7 +124,7 @@ class RestorePlan:
     on_host: int
     on_device: int
     anew: int
-    kept: Kept
+    retained: RetainedPieces
 
     @property
     def size(self) -> int:
@@ -132,7 +132,7 @@ class RestorePlan:
         return sum(self.pieces.values())
 
 
-def plan(
+def plan_eviction(
     by_tag: Mapping[str, Objects],
     away: Collection[Key],
     users: Mapping[str, Collection[Key]],
@@ -183,8 +183,8 @@ def plan(
     return EvictionPlan(by_tag, new, pieces, storages, emptied, to_host, retained)
 
 
-def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
-    """Group a role's holdings by tag. A storage with several purposes counts for the first purpose."""
+def group_by_tag(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
+    """Group a role's holdings by tag. A storage with several purposes counts for the first one in `Purpose`."""
     by_tag = {tag: Objects() for tag in TAGS}
     assigned: set[Key] = set()
     for purpose in filter(_TAG_OF.__contains__, Purpose):
@@ -201,10 +201,10 @@ def by_tags(found: Mapping[Purpose, Storages]) -> dict[str, Objects]:
     return by_tag
 
 
-def unneeded(
+def find_discardable(
     found: Mapping[Purpose, Storages], discard: Collection[str], others: Iterable[Mapping[str, Mapping[Key, int]]]
 ) -> set[Key]:
-    """Return the storages that a role holds under discarded tags only and that no other holder has.
+    """Return the storages that a role holds only under tags to discard, and that no other holder uses.
 
     Trained tensors and tensors in autograd graphs are excluded, because torch may keep these, too. Indices of sparse
     and jagged tensors are excluded, because zeros would make the tensors invalid.
@@ -216,26 +216,26 @@ def unneeded(
     """
     purposes = {purpose for tag in discard for purpose in TAGS[tag]}
     discarded = [objects for purpose, objects in found.items() if purpose in purposes and isinstance(objects, Objects)]
-    needed = _keys([*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes)])
+    needed = _collect_keys([*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes)])
     needed = needed.union(*(pieces.trained | pieces.indices for pieces in discarded))
     return {key for pieces in discarded for key in pieces.storages} - needed
 
 
-def _keys(found: Iterable[Mapping[str, Mapping[Key, int]]]) -> set[Key]:
+def _collect_keys(found: Iterable[Mapping[str, Mapping[Key, int]]]) -> set[Key]:
     return {key for pieces in found for sizes in list(pieces.values()) for key in list(sizes)}
 
 
 # -- sleeping memory
 
 
-class Asleep:
+class SleepingMemory:
     """The record of the sleeping memory of a worker's roles. The lane changes the record, and any thread may read it.
 
     Attributes:
         roles: The sleeping storages by role and tag, also those that other roles hold too.
-        away: The sizes of storages without memory, by key.
-        emptied: The storages of `away` without a copy; a wake fills these with zeros.
-        why: The reason of the last failed wake, by role.
+        offloaded: The sizes of storages without memory, by key.
+        emptied: The storages of `offloaded` without a copy; a wake fills these with zeros.
+        reasons: The reason of the last failed wake, by role.
     """
 
     def __init__(self, device: str, offload: Offload) -> None:
@@ -243,56 +243,62 @@ class Asleep:
         self._device = device
         self._offload = offload
         self.roles: dict[str, dict[str, Objects]] = {}
-        self._kept: dict[str, Kept] = {}
-        self.away: dict[Key, int] = {}
+        self._retained: dict[str, RetainedPieces] = {}
+        self.offloaded: dict[Key, int] = {}
         self.emptied: set[Key] = set()
-        self.why: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self.roles)
 
-    def tags(self, role: str | None) -> Sequence[str]:
+    def sleeping_tags(self, role: str | None) -> Sequence[str]:
         """Return the tags under which a role has sleeping memory."""
         return () if role is None else tuple(self.roles.get(role, ()))
 
-    def kept_awake(self, role: str, tags: Collection[str] | None = None) -> dict[str, int]:
+    def awake_bytes(self, role: str, tags: Collection[str] | None = None) -> dict[str, int]:
         """Return how many bytes of a sleeping role stayed awake, by reason, with the largest number first.
 
         The role's last sleep decides. Storages that were collected or slept with another role since don't count.
         """
         sizes_by_reason: dict[str, int] = {}
         by_tag = self.roles.get(role, {})
-        for tag, pieces in self._kept.get(role, {}).items():
+        for tag, pieces in self._retained.get(role, {}).items():
             if tag not in by_tag or (tags is not None and tag not in tags):
                 continue
-            present = _keys([by_tag[tag]])
+            present = _collect_keys([by_tag[tag]])
             for key, (size, why, reference) in pieces.items():
-                if key in present and key not in self.away and not (reference is not None and reference.expired()):
+                if (
+                    key in present
+                    and key not in self.offloaded
+                    and not (reference is not None and reference.is_expired())
+                ):
                     sizes_by_reason[why] = sizes_by_reason.get(why, 0) + size
         return dict(sorted(sizes_by_reason.items(), key=lambda each: -each[1]))
 
-    def by_role(self) -> dict[str, tuple[int, int]]:
+    def bytes_by_role(self) -> dict[str, tuple[int, int]]:
         """Return each role's sleeping bytes, and how many of these have no copy. Each storage counts once."""
         counted: set[Key] = set()
         result: dict[str, tuple[int, int]] = {}
         for role, by_tag in list(self.roles.items()):
-            keys = {key for pieces in list(by_tag.values()) for key in pieces.storages if not _is_gone(key)} - counted
-            sizes = {key: self.away.get(key, 0) for key in keys}
+            keys = {
+                key for pieces in list(by_tag.values()) for key in pieces.storages if not _is_collected(key)
+            } - counted
+            sizes = {key: self.offloaded.get(key, 0) for key in keys}
             result[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
             counted |= keys
         return result
 
-    def kept_addresses(self) -> set[int]:
+    def fixed_addresses(self) -> set[int]:
         """Return the addresses of the sleeping storages that keep their addresses during a sleep."""
         storages_by_role = [pieces.storages for by_tag in list(self.roles.values()) for pieces in list(by_tag.values())]
         return {storage.data_ptr() for storages in storages_by_role for storage in storages.values()} - {0}
 
-    def coming(self, name: str, tags: Iterable[str]) -> RestorePlan:
+    def plan_restore(self, name: str, tags: Iterable[str]) -> RestorePlan:
         """Return the plan for a wake of these tags of a role. All tags must be asleep."""
-        self.forget_gone()
+        self.drop_collected()
         by_tag = {tag: self.roles[name][tag] for tag in tags}
         places = {key: place for objects in by_tag.values() for place, sizes in objects.items() for key in sizes}
-        pieces = {key: self.away[key] for key in places if key in self.away}
+        pieces = {key: self.offloaded[key] for key in places if key in self.offloaded}
         emptied = pieces.keys() & self.emptied
         on_host = {key for key in pieces if places[key] == HOST}
         return RestorePlan(
@@ -303,59 +309,61 @@ class Asleep:
             sum(pieces[key] for key in on_host),
             sum(size for key, size in pieces.items() if places[key] == self._device),
             sum(pieces[key] for key in emptied & on_host),
-            {tag: retained for tag, retained in self._kept.get(name, {}).items() if tag in by_tag},
+            {tag: retained for tag, retained in self._retained.get(name, {}).items() if tag in by_tag},
         )
 
-    def add(self, name: str, moved: EvictionPlan | RestorePlan) -> None:
+    def add_evicted(self, name: str, moved: EvictionPlan | RestorePlan) -> None:
         """Record the memory of a role that was put to sleep."""
-        self.away.update(moved.pieces)
+        self.offloaded.update(moved.pieces)
         self.emptied.update(moved.emptied)
         asleep = self.roles.setdefault(name, {})
         for tag, pieces in moved.by_tag.items():
             joined = Objects()  # Build a new object, because other threads may be reading the old one.
             for objects in (asleep.get(tag), pieces):
                 if objects is not None:
-                    joined.include(objects)
+                    joined.add_storages(objects)
                     # Refer to sleeping storages only, so that roles can free all other storages.
-                    joined.storages |= {key: storage for key, storage in objects.storages.items() if key in self.away}
+                    joined.storages |= {
+                        key: storage for key, storage in objects.storages.items() if key in self.offloaded
+                    }
             asleep[tag] = joined
         # Build a new mapping, because other threads may be reading the old one.
-        self._kept[name] = {**self._kept.get(name, {}), **moved.kept}
+        self._retained[name] = {**self._retained.get(name, {}), **moved.retained}
 
-    def remove(self, name: str, moved: RestorePlan | EvictionPlan) -> None:
+    def remove_restored(self, name: str, moved: RestorePlan | EvictionPlan) -> None:
         """Record that a role's memory is awake again."""
         for key in moved.pieces:
-            self.away.pop(key, None)
+            self.offloaded.pop(key, None)
         self.emptied -= moved.pieces.keys()
-        self.why.pop(name, None)
+        self.reasons.pop(name, None)
         asleep = self.roles[name]
         for tag in moved.tags:
             del asleep[tag]
-        self._kept[name] = {tag: pieces for tag, pieces in self._kept.get(name, {}).items() if tag in asleep}
+        self._retained[name] = {tag: pieces for tag, pieces in self._retained.get(name, {}).items() if tag in asleep}
         if not asleep:
-            del self.roles[name], self._kept[name]
+            del self.roles[name], self._retained[name]
 
-    def add_own(self, name: str, tags: Collection[str], why: str) -> None:
+    def add_unrestored(self, name: str, tags: Collection[str], why: str) -> None:
         """Record tags as asleep after the role's `wake` hook has failed, although all storages were restored."""
         self.roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
-        self.why[name] = why
+        self.reasons[name] = why
 
-    def forget_gone(self) -> None:
+    def drop_collected(self) -> None:
         """Drop the records of sleeping storages that no role refers to any more."""
-        if not (collected := {key for key in self.away if _is_gone(key)}):
+        if not (collected := {key for key in self.offloaded if _is_collected(key)}):
             return
         for by_tag in self.roles.values():
             for pieces in by_tag.values():
                 pieces.storages = {key: storage for key, storage in pieces.storages.items() if key not in collected}
         for key in collected:
-            del self.away[key]
+            del self.offloaded[key]
         self.emptied -= collected
-        self._offload.let_go(collected)
+        self._offload.forget_copies(collected)
 
 
-def _is_gone(key: Key) -> bool:
-    """Return whether a sleeping storage has only one user left, which is colocate's own Python object."""
-    uses: int = imported("torch")._C._storage_Use_Count(key)
+def _is_collected(key: Key) -> bool:
+    """Return whether only colocate's own Python object still refers to a sleeping storage."""
+    uses: int = find_imported("torch")._C._storage_Use_Count(key)
     return uses == 1
 
 
@@ -373,7 +381,7 @@ class Ranges:
                 self._starts.append(start)
                 self._stops.append(start + size)
 
-    def meet(self, start: int, size: int) -> bool:
+    def overlaps(self, start: int, size: int) -> bool:
         """Return whether a piece of memory overlaps one of the ranges."""
         # Find the last range that starts before the piece ends.
         place = bisect.bisect_left(self._starts, start + size) - 1
@@ -389,18 +397,18 @@ class Outcome:
 
     Attributes:
         refusal: The reason why a rank refused, so that no rank moved memory; None on success.
-        own: Whether this rank refused.
+        refused_here: Whether this rank refused.
         fits: Whether there was room on this rank.
         nbytes: Bytes moved on this rank.
-        left: The damage to the role on this rank after a refusal, in words; None for none.
+        residue: The damage to the role on this rank after a refusal, in words; None for none.
         trace: The traceback of an error of the role's own hook on this rank.
     """
 
     refusal: str | None = None
-    own: bool = False
+    refused_here: bool = False
     fits: bool = True
     nbytes: int = 0
-    left: str | None = None
+    residue: str | None = None
     trace: str | None = None
 
 
@@ -411,59 +419,59 @@ class Sleeper:
         asleep: The sleeping memory.
         offload: The copies.
         spill_dir: The folder for the host's sleeping memory; None for any with room.
-        free: Returns the free bytes of the host.
+        read_free_memory: Returns the free bytes of the host.
         refuse_more: Raises if a budget has no room for so many more bytes of a sleeping or waking role, on the device
             or host.
     """
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
-        self.offload = Offload(worker_context.boot.device, lambda: self.free(), lambda: self.spill_dir)
-        self.asleep = Asleep(worker_context.boot.device, self.offload)
+        self.offload = Offload(worker_context.boot.device, lambda: self.read_free_memory(), lambda: self.spill_dir)
+        self.asleep = SleepingMemory(worker_context.boot.device, self.offload)
         self.spill_dir: str | None = None
-        self.free: Callable[[], int] = free_memory
+        self.read_free_memory: Callable[[], int] = read_free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
-    def begin(self, in_turns: bool) -> None:
+    def prepare_offload(self, in_turns: bool) -> None:
         """Open the file for sleeping memory before roles are constructed, so that errors are reported early."""
         if self.spill_dir is not None or (in_turns and self._worker_context.boot.device == "cpu"):
             try:
-                self.offload.file()
+                self.offload.spill_file()
             except ValueError as error:
                 where = "" if self.spill_dir is None else f"spill_dir={self.spill_dir!r}: "
                 raise ConfigError(f"{where}{error} (on node {self._worker_context.boot.node})") from None
 
-    def check(self, role: RoleInstance, spec: MethodSpec) -> None:
+    def check_awake(self, role: RoleInstance, spec: MethodSpec) -> None:
         """Raise a `SleepingError` if a method needs sleeping memory of the role or of a sibling stored in the role."""
         if not self.asleep:
             return
-        asleep = [tag for tag in self.asleep.tags(role.name) if spec.awake is None or tag in spec.awake]
+        asleep = [tag for tag in self.asleep.sleeping_tags(role.name) if spec.awake is None or tag in spec.awake]
         if asleep:
-            why = self.asleep.why.get(role.name or "")
+            why = self.asleep.reasons.get(role.name or "")
             how = f", and that could not be woken: {why}" if why else f": group.wake({role.name!r}) has it be there"
             raise SleepingError(
                 f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
             )
-        if spec.awake == () or role.name is None:  # Functions don't store siblings.
+        if spec.awake == () or role.name is None:  # Functions, which have no role name, store no siblings.
             return
-        for name in sorted(role.ctx._asked & self._worker_context.roles.keys()):
-            asleep = list(self.asleep.tags(name))
-            if asleep and search(role.instance, apart=[self._worker_context.roles[name].instance]).met:
+        for name in sorted(role.ctx._asked_siblings & self._worker_context.roles.keys()):
+            asleep = list(self.asleep.sleeping_tags(name))
+            if asleep and search(role.instance, apart=[self._worker_context.roles[name].instance]).has_met_excluded:
                 raise SleepingError(
                     f"{role.label(spec.name)} might use role {name!r}, of which memory sleeps ({', '.join(asleep)}): "
                     f"role {role.name!r} keeps the object that it has got by ctx.sibling(). Wake it with "
                     f"group.wake({name!r}), or keep none, and ask for it in the methods that use it"
                 )
 
-    def refuse(self, role: str, tags: Collection[str] = _ALL) -> None:
+    def check_sibling_awake(self, role: str, tags: Collection[str] = _ALL) -> None:
         """Raise a `SleepingError` if a requested role has sleeping memory under one of these tags."""
-        if asleep := [tag for tag in self.asleep.tags(role) if tag in tags]:
+        if asleep := [tag for tag in self.asleep.sleeping_tags(role) if tag in tags]:
             raise SleepingError(
                 f"memory of role {role!r} sleeps ({', '.join(asleep)}): wake it with group.wake({role!r}), or call one "
                 "of its methods, before something in its workers uses it"
             )
 
-    def sleep(
+    def sleep_on_all(
         self,
         name: str,
         tags: Sequence[str],
@@ -473,89 +481,89 @@ class Sleeper:
         """Put memory of a role to sleep if all ranks can. Otherwise undo the sleep on this rank."""
         role = self._worker_context.roles.get(name)
         if role is None:
-            return Outcome(self._agree(members, None))
+            return Outcome(self._collect_refusals(members, None))
         ordered = [tag for tag in TAGS if tag in tags]
-        new = [tag for tag in ordered if tag not in self.asleep.tags(name)]
+        new = [tag for tag in ordered if tag not in self.asleep.sleeping_tags(name)]
         plans: list[EvictionPlan] = []
 
         def begin() -> Callable[[], int]:
-            before = sum(role.managed().values())
-            going, copies = self._copied(name, role, ordered, discard)
+            before = sum(role.get_managed_bytes().values())
+            going, copies = self._copy_out(name, role, ordered, discard)
             plans.append(going)
-            managed_bytes = before - sum(role.managed().values())
-            return lambda: self._put_away(going, copies) + managed_bytes
+            managed_bytes = before - sum(role.get_managed_bytes().values())
+            return lambda: self._release_copied(going, copies) + managed_bytes
 
-        outcome = self._all_or_none(role, members, begin, lambda: self._undo(role, new))
+        outcome = self._all_or_none(role, members, begin, lambda: self._undo_hook(role, new))
         if outcome.refusal is None:
-            self.asleep.add(name, plans[0])
+            self.asleep.add_evicted(name, plans[0])
             trim()  # Without this call, `malloc` would keep some of the freed memory.
-        elif not set(new).isdisjoint(self.asleep.tags(name)):
-            raised = f"wake() on {_rank(role)} has raised {self.asleep.why[name]}"
-            return attrs.evolve(outcome, left=f"{raised}, and is called again when the role is woken")
+        elif not set(new).isdisjoint(self.asleep.sleeping_tags(name)):
+            raised = f"wake() on {_rank_text(role)} has raised {self.asleep.reasons[name]}"
+            return attrs.evolve(outcome, residue=f"{raised}, and is called again when the role is woken")
         return outcome
 
-    def wake(self, name: str, tags: Sequence[str], members: int) -> Outcome:
+    def wake_on_all(self, name: str, tags: Sequence[str], members: int) -> Outcome:
         """Wake memory of a role if all ranks can. Otherwise undo the wake on this rank."""
         role = self._worker_context.roles.get(name)
-        asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
+        asleep = [tag for tag in self.asleep.sleeping_tags(name) if tag in tags]
         if role is None or not asleep:
-            return Outcome(self._agree(members, None))
-        coming = self.asleep.coming(name, asleep)
-        free = self._free_for(coming.on_host)
+            return Outcome(self._collect_refusals(members, None))
+        coming = self.asleep.plan_restore(name, asleep)
+        free = self._find_free(coming.on_host)
 
         def begin() -> Callable[[], int]:
             self.refuse_more(name, coming.on_device, True, True)
             self.refuse_more(name, coming.anew, False, True)
             if coming.on_host > free:
-                raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(free)} are free")
-            self.offload.bring_back(coming.pieces)
+                raise MemoryError(f"{format_size(coming.on_host)} are needed, and {format_size(free)} are free")
+            self.offload.restore_storages(coming.pieces)
             return lambda: coming.size
 
-        outcome = self._all_or_none(role, members, begin, lambda: self.offload.undo(coming.pieces))
+        outcome = self._all_or_none(role, members, begin, lambda: self.offload.undo_restore(coming.pieces))
         if outcome.refusal is None:
-            before = sum(role.managed().values())
-            self._has_come(role, coming)
-            outcome = attrs.evolve(outcome, nbytes=outcome.nbytes + sum(role.managed().values()) - before)
+            before = sum(role.get_managed_bytes().values())
+            self._finish_wake(role, coming)
+            outcome = attrs.evolve(outcome, nbytes=outcome.nbytes + sum(role.get_managed_bytes().values()) - before)
         else:
-            self.asleep.why[name] = outcome.refusal
+            self.asleep.reasons[name] = outcome.refusal
         return outcome
 
     def sleep_alone(self, name: str, tags: Sequence[str] = _ALL, only: RestorePlan | None = None) -> int:
-        """Put a role to sleep on this rank only, and return the number of moved bytes. Wake the role before any use.
+        """Put a role to sleep on this rank only, and return the number of moved bytes. Before its next use, wake it.
 
         The number includes bytes that the device keeps. `only` is the plan of an earlier wake; no other memory sleeps.
         """
         role = self._worker_context.roles[name]
-        new = [tag for tag in tags if tag not in self.asleep.tags(name)]
-        going, copies = self._copied(name, role, tags, only=only)
+        new = [tag for tag in tags if tag not in self.asleep.sleeping_tags(name)]
+        going, copies = self._copy_out(name, role, tags, only=only)
         try:
-            self._put_away(going, copies)
+            self._release_copied(going, copies)
         except BaseException as error:
-            self._undo(role, new, error)
+            self._undo_hook(role, new, error)
             raise
-        self.asleep.add(name, going)
-        if going.to_host < going.size or (new and role.hook("sleep") is not None):
+        self.asleep.add_evicted(name, going)
+        if going.to_host < going.size or (new and role.find_hook("sleep") is not None):
             trim()
         return going.size
 
     def wake_alone(self, role: RoleInstance, tags: Sequence[str] = _ALL) -> int:
         """Wake memory of a role on this rank only, and return the number of restored bytes."""
-        asleep = [tag for tag in self.asleep.tags(role.name) if tag in tags]
+        asleep = [tag for tag in self.asleep.sleeping_tags(role.name) if tag in tags]
         if not asleep:
             return 0
         assert role.name is not None
-        coming = self.asleep.coming(role.name, asleep)
-        self._free_for(coming.on_host)
-        self.offload.bring_back(coming.pieces)
-        self._has_come(role, coming)
+        coming = self.asleep.plan_restore(role.name, asleep)
+        self._find_free(coming.on_host)
+        self.offload.restore_storages(coming.pieces)
+        self._finish_wake(role, coming)
         return coming.size
 
-    def size(self, name: str, tags: Sequence[str]) -> int:
-        """Return how many bytes of device memory a wake of a role's tags needs."""
-        asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
-        return self.asleep.coming(name, asleep).on_device if asleep else 0
+    def wake_size(self, name: str, tags: Sequence[str]) -> int:
+        """Return the number of bytes of device memory that are needed to wake a role's tags."""
+        asleep = [tag for tag in self.asleep.sleeping_tags(name) if tag in tags]
+        return self.asleep.plan_restore(name, asleep).on_device if asleep else 0
 
-    def going(
+    def plan_sleep(
         self, name: str, tags: Sequence[str], discard: Collection[str] = (), only: RestorePlan | None = None
     ) -> EvictionPlan:
         """Return the plan for a role's sleep.
@@ -570,46 +578,50 @@ class Sleeper:
             MemoryBudgetError: The destination has no room.
             ColocateError: The search of a role's holdings failed or is incomplete.
         """
-        self.asleep.forget_gone()
-        worker_context, asleep = self._worker_context, self.asleep.tags(name)
-        holdings = _held(
+        self.asleep.drop_collected()
+        worker_context, asleep = self._worker_context, self.asleep.sleeping_tags(name)
+        holdings = _find_holdings(
             worker_context, name, partial(Objects, worker_context.boot.device), "cache" in tags or bool(discard)
         )
-        every = by_tags(holdings)
+        every = group_by_tag(holdings)
         by_tag = {tag: every[tag] for tag in tags}
         # `users` has the awake storages of other holders, and `other_holdings` all storages of other holders.
         users: dict[str, Collection[Key]] = {}
         other_holdings: list[Mapping[str, Mapping[Key, int]]] = []
-        for other in [item for item in named(worker_context) if item != name]:
-            holdings_of_other = _held(worker_context, other)
+        for other in [item for item in get_roles_by_name(worker_context) if item != name]:
+            holdings_of_other = _find_holdings(worker_context, other)
             other_holdings += holdings_of_other.values()
-            users[f"role {other!r}"] = _keys(
-                pieces for tag, pieces in by_tags(holdings_of_other).items() if tag not in self.asleep.tags(other)
+            users[f"role {other!r}"] = _collect_keys(
+                pieces
+                for tag, pieces in group_by_tag(holdings_of_other).items()
+                if tag not in self.asleep.sleeping_tags(other)
             )
-        lying, leaves = lie_in([value for _, value in worker_context.store.values()], beside(worker_context), Objects)
-        lying[Purpose.GRADIENTS].add_all(gradients_of(leaves))
+        lying, leaves = find_resident_holdings(
+            [value for _, value in worker_context.store.list_values()], list_excluded_objects(worker_context), Objects
+        )
+        lying[Purpose.GRADIENTS].add_all(list_gradients(leaves))
         other_holdings += lying.values()
-        users["residents"] = _keys(lying.values())
+        users["residents"] = _collect_keys(lying.values())
         for tag in TAGS:
             if tag not in tags and tag not in asleep:
-                users[f"its {tag}"] = _keys([every[tag]])
+                users[f"its {tag}"] = _collect_keys([every[tag]])
         noted = [item for item in (*holdings.values(), *other_holdings) if isinstance(item, Objects)]
-        why = self._immovable(by_tag.values(), noted)
+        why = self._find_immovable(by_tag.values(), noted)
         if only is not None:
-            before = {key: because for pieces in only.kept.values() for key, (_, because, _) in pieces.items()}
-            why = {key: before.get(key, _AWAKE) for key in _keys(by_tag.values()) - only.pieces.keys()} | why
-        lost = unneeded(holdings, discard, other_holdings) if discard else set[Key]()
-        going = plan(by_tag, self.asleep.away, users, why, lost, worker_context.boot.device, asleep)
+            before = {key: because for pieces in only.retained.values() for key, (_, because, _) in pieces.items()}
+            why = {key: before.get(key, _AWAKE) for key in _collect_keys(by_tag.values()) - only.pieces.keys()} | why
+        lost = find_discardable(holdings, discard, other_holdings) if discard else set[Key]()
+        going = plan_eviction(by_tag, self.asleep.offloaded, users, why, lost, worker_context.boot.device, asleep)
         self.refuse_more(name, going.to_host, False, False)
         return going
 
-    def _immovable(self, found: Collection[Objects], noted: Collection[Objects]) -> dict[Key, str]:
+    def _find_immovable(self, found: Collection[Objects], noted: Collection[Objects]) -> dict[Key, str]:
         """Return the reasons why storages in `found` mustn't be freed, by key. `noted` has the worker's holdings."""
-        worker_context, can_take = self._worker_context, self.offload.can_take
+        worker_context, can_take = self._worker_context, self.offload.can_release
 
         def there(among: Iterable[Objects]) -> Iterable[tuple[Key, Any]]:
             storages = {key: storage for item in among for key, storage in item.storages.items()}
-            return [(key, storage) for key, storage in storages.items() if key not in self.asleep.away]
+            return [(key, storage) for key, storage in storages.items() if key not in self.asleep.offloaded]
 
         graphs = any(item.parts.get("memory") for item in list(worker_context.roles.values()))
         why = {key: _PINNED for item in found for key in item.pinned}
@@ -618,8 +630,8 @@ class Sleeper:
         fixed = [(item.data_ptr(), item.nbytes()) for _, item in there(noted) if not can_take(item)]
         foreign = Ranges([*arrays, *fixed])
         for key, storage in there(found):
-            on_host = place_of(storage) == HOST
-            if not can_take(storage) or foreign.meet(storage.data_ptr(), storage.nbytes()):
+            on_host = device_of(storage) == HOST
+            if not can_take(storage) or foreign.overlaps(storage.data_ptr(), storage.nbytes()):
                 why[key] = _SHARED if on_host and storage.is_shared() else _FOREIGN
             elif (
                 graphs
@@ -630,31 +642,31 @@ class Sleeper:
                 why[key] = _OF_A_GRAPH  # A replay of the CUDA graph would write to the old address.
         return why
 
-    def _free_for(self, wanted: int) -> int:
-        """Return the free bytes of the host. If these are too few, first release unused memory of `malloc`."""
-        if (free := self.free()) >= wanted:
+    def _find_free(self, wanted: int) -> int:
+        """Return the host's free bytes. If these are fewer than `wanted`, first make `malloc` release unused memory."""
+        if (free := self.read_free_memory()) >= wanted:
             return free
         trim()
-        return self.free()
+        return self.read_free_memory()
 
     def _all_or_none(
         self, role: RoleInstance, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
     ) -> Outcome:
-        """Run `begin` on this rank, then the function that `begin` returns. If any rank fails, run `undo` instead."""
+        """Run `begin` on this rank. If all ranks succeed, run the function that `begin` returned, otherwise `undo`."""
         refusal: str | None = None
         end: Callable[[], int] | None = None
         fits, moved, trace = True, 0, None
         try:
             end = begin()
         except Consequence as error:  # Another rank failed while this rank was waiting.
-            raise PutBack(error.message) from error
+            raise RetryCall(error.message) from error
         except Exception as error:  # An error of the role's own hook is a refusal, too.
-            fits = not lacks_room(error)
-            why, trace = reason(error)
-            refusal = f"{_rank(role)}: {why}"
+            fits = not is_lack_of_room(error)
+            why, trace = explain_error(error)
+            refusal = f"{_rank_text(role)}: {why}"
         try:
-            refusal = self._agree(members, refusal)
-        except PutBack:
+            refusal = self._collect_refusals(members, refusal)
+        except RetryCall:
             if end is not None:
                 undo()
             raise
@@ -664,20 +676,20 @@ class Sleeper:
             undo()
         return Outcome(refusal, end is None, fits, moved, trace=trace)
 
-    def _agree(self, members: int, refusal: str | None) -> str | None:
+    def _collect_refusals(self, members: int, refusal: str | None) -> str | None:
         """Wait for the other ranks, and return the first refusal, or None if all ranks are ready."""
         call = running_call.get()
         assert call is not None
         try:
-            rendezvous_key = f"sleep {call.seq} {self._worker_context.lane.resumed}"
-            self._worker_context.ask(questions.Meet(rendezvous_key, members, None, refusal))
+            rendezvous_key = f"sleep {call.seq} {self._worker_context.lane.last_resumed}"
+            self._worker_context.ask_driver(questions.JoinRendezvous(rendezvous_key, members, None, refusal))
         except Consequence as error:
-            raise PutBack(error.message) from error
+            raise RetryCall(error.message) from error
         except ColocateError as error:
             return error.message
         return None
 
-    def _copied(
+    def _copy_out(
         self,
         name: str,
         role: RoleInstance,
@@ -687,55 +699,55 @@ class Sleeper:
     ) -> tuple[EvictionPlan, Mapping[Key, Any]]:
         """Copy the memory of a role that goes to sleep, and return the plan and the copies."""
         for part in self._worker_context.parts.values():
-            part.settles()
-        new = [tag for tag in tags if tag not in self.asleep.tags(name)]
+            part.wait_for_writers()
+        new = [tag for tag in tags if tag not in self.asleep.sleeping_tags(name)]
         if new:  # Call the hook before the plan is made, because the hook may free memory.
             role.call_hook("sleep", tuple(new))
         try:
-            going = self.going(name, tags, discard, only)
-            return going, self.offload.write(going.storages, going.emptied)
+            going = self.plan_sleep(name, tags, discard, only)
+            return going, self.offload.copy_out(going.storages, going.emptied)
         except BaseException as error:
-            self._undo(role, new, error)
+            self._undo_hook(role, new, error)
             raise
 
-    def _put_away(self, going: EvictionPlan, copies: Mapping[Key, Any]) -> int:
+    def _release_copied(self, going: EvictionPlan, copies: Mapping[Key, Any]) -> int:
         """Free the memory of copied storages, and return the number of freed bytes."""
-        retained = self.offload.put_away(copies)
+        retained = self.offload.offload_copies(copies)
         # Mark emptied tensors as modified, so that a backward pass with such a saved tensor raises an error.
         for pieces in going.by_tag.values():
             for reference in (tensor_ref for key in going.emptied for tensor_ref in pieces.tensors.get(key, ())):
                 tensor = reference()
                 if tensor is not None and not tensor.is_inference():
-                    imported("torch").autograd.graph.increment_version(tensor)
+                    find_imported("torch").autograd.graph.increment_version(tensor)
         return going.size - retained
 
-    def _undo(self, role: RoleInstance, tags: Sequence[str], error: BaseException | None = None) -> None:
+    def _undo_hook(self, role: RoleInstance, tags: Sequence[str], error: BaseException | None = None) -> None:
         """Call the role's `wake` hook after an abandoned sleep. If the hook raises, add a note to `error`."""
         try:
-            self._tell_woken(role, tags)
+            self._call_wake_hook(role, tags)
         except Exception as second:
             if error is not None:
-                error.add_note(f"then its wake() raised {error_text(second)}")
+                error.add_note(f"then its wake() raised {format_error(second)}")
 
-    def _has_come(self, role: RoleInstance, coming: RestorePlan) -> None:
+    def _finish_wake(self, role: RoleInstance, coming: RestorePlan) -> None:
         """Complete a wake: drop the copies, and call the role's `wake` hook."""
         assert role.name is not None
-        self.offload.let_go(coming.pieces)
-        self.asleep.remove(role.name, coming)
-        self._tell_woken(role, coming.tags)
+        self.offload.forget_copies(coming.pieces)
+        self.asleep.remove_restored(role.name, coming)
+        self._call_wake_hook(role, coming.tags)
 
-    def _tell_woken(self, role: RoleInstance, tags: Sequence[str]) -> None:
+    def _call_wake_hook(self, role: RoleInstance, tags: Sequence[str]) -> None:
         """Call the role's `wake` hook. If the hook raises, mark the tags as asleep, so that the next wake retries."""
         try:
             if tags:
                 role.call_hook("wake", tuple(tags))
         except BaseException as error:
             assert role.name is not None
-            self.asleep.add_own(role.name, tags, error_text(error))
+            self.asleep.add_unrestored(role.name, tags, format_error(error))
             raise
 
 
-def _held(
+def _find_holdings(
     worker_context: WorkerContext, name: str, storages: Callable[[], Objects] = Objects, with_declared: bool = True
 ) -> Holdings:
     """Return the storages that a role holds.
@@ -745,10 +757,10 @@ def _held(
     """
     role = worker_context.roles[name]
     try:
-        declared = role.declared() if with_declared else ()
+        declared = role.list_declared() if with_declared else ()
     except Exception as error:
-        raise ColocateError(f"device_state() of role {name!r} has raised {error_text(error)}") from error
-    holdings, complete = held_by(role.instance, declared, beside(worker_context, name), storages)
+        raise ColocateError(f"device_state() of role {name!r} has raised {format_error(error)}") from error
+    holdings, complete = find_holdings(role.instance, declared, list_excluded_objects(worker_context, name), storages)
     if not complete:
         raise ColocateError(
             f"role {name!r} holds more objects than were looked at: what else uses the memory isn't known"
@@ -756,5 +768,5 @@ def _held(
     return holdings
 
 
-def _rank(role: RoleInstance) -> str:
+def _rank_text(role: RoleInstance) -> str:
     return f"rank {role.ctx.rank} (node {role.ctx.node})"

@@ -11,7 +11,7 @@ import attrs
 from colocate import _display as html
 from colocate._display import columns, weights_age
 from colocate._protocol.ledger import Purpose
-from colocate._system.numbers import size_text
+from colocate._system.numbers import format_size
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.features.memory.messages import Ledger
@@ -173,7 +173,7 @@ class GroupMemory:
                 shown.append({**nobody, **dict.fromkeys(sizes, 0), "total": size})
         unused = {kind for kind in (*KINDS, *_SOMETIMES) if not any(row[kind] for row in shown)}
         return [
-            {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}
+            {key: (format_size(value) if value else "") if key in sizes else str(value) for key, value in row.items()}
             for row in ({key: value for key, value in row.items() if key not in unused} for row in shown)
         ]
 
@@ -184,18 +184,18 @@ class GroupMemory:
         for slot in self.slots:
             totals = []
             if slot.process is not None:
-                totals.append(f"{size_text(slot.process)} of the host for its process")
+                totals.append(f"{format_size(slot.process)} of the host for its process")
                 if slot.shared_with_forks:
-                    forks = size_text(slot.shared_with_forks)
+                    forks = format_size(slot.shared_with_forks)
                     totals[0] += f" ({forks} of that shared with workers that are forks as it is)"
             if slot.gpu is not None:
-                used, total = size_text(slot.gpu["used"]), size_text(slot.gpu["total"])
+                used, total = format_size(slot.gpu["used"]), format_size(slot.gpu["total"])
                 totals.append(f"{used} of {total} of {slot.device} for all processes")
             if totals:
                 lines.append(f"slot {slot.slot} in all: {', '.join(totals)}")
             for role in slot.roles:
                 if role.kept_awake:
-                    parts = ", ".join(f"{size_text(size)} {why}" for why, size in role.kept_awake.items())
+                    parts = ", ".join(f"{format_size(size)} {why}" for why, size in role.kept_awake.items())
                     again = f"group.sleep({role.role!r}) again has that go which is free by now"
                     lines.append(f"slot {slot.slot}: role {role.role!r} sleeps but for {parts}; {again}")
         return lines

@@ -5,83 +5,83 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from colocate._calls.pending import PendingCall, held_open
+from colocate._calls.pending import PendingCall, blocked_calls
 from colocate._calls.sending import refuse_inside
 from colocate._protocol.message import Message
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.nearest import did_you_mean
-from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.hooks import GroupFeature
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
-from colocate.features.pausing.messages import Paused, Pausing
+from colocate.features.pausing.messages import PauseBegun, RoleAtRest
 from colocate.features.pausing.pauses import Pauses
 
 _HOW = ("wait", "keep", "abort")
 
 
-class PausingOfGroup(OfGroup):
+class PausingOfGroup(GroupFeature):
     """The pauses of a group's background roles. A new generation of workers starts without pauses."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._pauses = Pauses(worker_group.order)
 
-    def renewed(self) -> None:
+    def on_restarted(self) -> None:
         """Drop all pauses, because the new workers aren't paused."""
         self._pauses = Pauses(self._worker_group.order)
 
-    def failed(self, error: ColocateError) -> None:
+    def on_failed(self, error: ColocateError) -> None:
         """Fail the waits of all pauses with the group's error."""
-        self._pauses.fail(error)
+        self._pauses.fail_requests(error)
 
-    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+    def on_message(self, worker: Worker, message: Message, body: Any) -> None:
         """Handle a rank's answer: no further call begins on the rank, or the role is at rest."""
-        assert isinstance(message, Pausing | Paused)
-        self._pauses.answered(worker.slot, message)
+        assert isinstance(message, PauseBegun | RoleAtRest)
+        self._pauses.on_answer(worker.slot, message)
 
     def is_paused(self, role: str) -> bool:
         """Return whether a role is paused or about to be."""
         return self._pauses.is_paused(role)
 
-    def sends(self, call: PendingCall) -> None:
+    def check_send(self, call: PendingCall) -> None:
         """Refuse a call on all roles if the call would wait for a paused role."""
-        self._pauses.refuse(call)
+        self._pauses.check_call(call)
 
-    def shown(self, role: str) -> Mapping[str, bool]:
+    def role_attributes(self, role: str) -> Mapping[str, bool]:
         """Return the mark that the graph shows for a paused role; empty if the role isn't paused."""
         return {"paused": True} if self.is_paused(role) else {}
 
-    def pause(self, role: str, how: str, timeout: float | None) -> None:
+    def pause_role(self, role: str, how: str, timeout: float | None) -> None:
         """Pause a background role; see `ColocatedGroup.pause`."""
-        pause(self._worker_group, self._pauses, role, how, timeout)
+        pause_role(self._worker_group, self._pauses, role, how, timeout)
 
-    def resume(self, role: str) -> None:
+    def resume_role(self, role: str) -> None:
         """Resume a background role; see `ColocatedGroup.resume`."""
-        resume(self._worker_group, self._pauses, role)
+        resume_role(self._worker_group, self._pauses, role)
 
 
-def pause(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeout: float | None) -> None:
+def pause_role(worker_group: WorkerGroup, pauses: Pauses, role: str, how: str, timeout: float | None) -> None:
     """Pause a background role after checks of the group, the role and `how`."""
-    _check(worker_group, role, "pause")
+    _check_background(worker_group, role, "pause")
     if how not in _HOW:
         raise ConfigError(f"group.pause(how={how!r}): it is 'wait', 'keep' or 'abort'{did_you_mean(str(how), _HOW)}")
-    if how == "wait" and held_open:
+    if how == "wait" and blocked_calls:
         ends = PendingCall(f"pause of role {role!r}", role, "pause", worker_group.roles[role].slots)
         ends.link, ends.lane = worker_group, role
-        ends.refuse_in_vain()
-    pauses.pause(role, how, timeout)
+        ends.check_deadlock()
+    pauses.pause_role(role, how, timeout)
 
 
-def resume(worker_group: WorkerGroup, pauses: Pauses, role: str) -> None:
+def resume_role(worker_group: WorkerGroup, pauses: Pauses, role: str) -> None:
     """Resume a background role after checks of the group and the role."""
-    _check(worker_group, role, "resume")
-    pauses.resume(role)
+    _check_background(worker_group, role, "resume")
+    pauses.resume_role(role)
 
 
-def _check(worker_group: WorkerGroup, role: str, what: str) -> None:
-    worker_group.check()
-    refuse_to_wait(f"{what} of role {role!r}")
+def _check_background(worker_group: WorkerGroup, role: str, what: str) -> None:
+    worker_group.check_usable()
+    check_may_wait(f"{what} of role {role!r}")
     refuse_inside(what, worker_group.name)
     if role in worker_group.background:
         return

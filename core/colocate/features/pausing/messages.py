@@ -15,7 +15,10 @@ class Pause(Message):
 
 @message
 class PauseAfter(Message):
-    """Set the last call that a paused background role begins. The worker answers `Paused` when the role is at rest."""
+    """Set the last call that a paused background role begins.
+
+    The worker answers `RoleAtRest` when the role is at rest.
+    """
 
     token: int  # The request's number.
     lane: str  # the role
@@ -25,7 +28,7 @@ class PauseAfter(Message):
 
 
 @message
-class GoOn(Message):
+class ResumeRole(Message):
     """Resume a background role, and end this pause and all earlier pauses."""
 
     lane: str  # the role
@@ -33,7 +36,7 @@ class GoOn(Message):
 
 
 @message
-class Pausing(Message):
+class PauseBegun(Message):
     """The answer to `Pause`: the worker begins no further call of the role."""
 
     token: int  # The request's number.
@@ -41,7 +44,7 @@ class Pausing(Message):
 
 
 @message
-class Paused(Message):
+class RoleAtRest(Message):
     """The answer to `PauseAfter`: the role is at rest."""
 
     token: int  # The request's number.

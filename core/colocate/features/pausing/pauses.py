@@ -14,7 +14,7 @@ from colocate._calls.pending import PendingCall
 from colocate._protocol.requests import Request, Requests
 from colocate._system.deadline import Deadline
 from colocate.errors import ColocateError, RoleError
-from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
+from colocate.features.pausing.messages import Pause, PauseAfter, PauseBegun, ResumeRole, RoleAtRest
 
 
 @attrs.define(eq=False)
@@ -29,12 +29,12 @@ class _Pause:
     error: ColocateError | None = None  # The reason why another thread ended this pause.
 
     @property
-    def rests(self) -> bool:
+    def is_at_rest(self) -> bool:
         """Whether all ranks are at rest."""
         return self.last is not None and not self.request.owing
 
-    def check(self) -> None:
-        """Raise an error if another thread has ended this pause. The order's lock must be held."""
+    def check_current(self) -> None:
+        """Raise an error if another thread has ended this pause. The call order's lock must be held."""
         if self.error is not None:
             raise self.error
 
@@ -47,33 +47,33 @@ class Pauses:
         self._requests: Requests[int, int] = Requests(order.link.base)
         self._paused: dict[str, _Pause] = {}  # by role
 
-    def pause(self, role: str, how: str, timeout: float | None) -> None:
+    def pause_role(self, role: str, how: str, timeout: float | None) -> None:
         """Stop a role from beginning calls, and wait until the role is at rest; see `ColocatedGroup.pause`."""
         order, link, deadline = self._order, self._order.link, Deadline(timeout)
         with order.lock:
-            request = self._requests.open(live := link.live())
+            request = self._requests.open(live := link.live_slots())
             former = self._overtake(role, "paused anew")
             pause = self._paused[role] = _Pause(request.token, how == "keep", request, former)
         try:
-            # Calls are sent under this lock, too, so that all ranks get pauses and calls in one order.
+            # Calls are sent under this lock, too, so that all ranks get pauses and calls in the same order.
             with order.lock:
-                pause.check()
+                pause.check_current()
                 link.send(live, Pause(pause.number, role))
             begun = max(pause.request.result(deadline), default=0)
             with order.lock:
-                pause.check()
+                pause.check_current()
                 calls = list(order.pending.values())
                 pause.request = self._requests.open(live)
-                pause.last = self._last(role, begun, calls) if former is None else former.last
-                self._send(role, pause, pause.request.token)
+                pause.last = self._last_call(role, begun, calls) if former is None else former.last
+                self._send_pause(role, pause, pause.request.token)
             for call in calls if how == "abort" else ():
                 if call.lane == role and call.seq <= begun:
                     why = f"{call.label} was aborted: group.pause({role!r}, how='abort') of group {link.name!r}"
                     where = {"group": link.name, "role": role, "method": call.method, "called_at": call.called_at}
-                    order.break_off(call, RoleError(why, **where))
+                    order.abort_call(call, RoleError(why, **where))
             pause.request.result(deadline)
         except BaseException as error:
-            self._put_back(role, pause)
+            self._restore_former(role, pause)
             if not isinstance(error, TimeoutError):
                 raise
             owing, on = ", ".join(map(str, pause.request.owing)), "goes on" if former is None else "is as it was"
@@ -82,20 +82,20 @@ class Pauses:
                 f"slot {owing}. With how='keep' it stops where its method calls ctx.pause_point(); 'abort' gives it up"
             ) from None
         finally:
-            self._requests.drop(pause.request)
+            self._requests.drop_request(pause.request)
 
     def is_paused(self, role: str) -> bool:
         """Return whether a role is paused or about to be."""
         return role in self._paused
 
-    def refuse(self, call: PendingCall) -> None:
-        """Refuse a call on all roles if the call would wait for a paused role. The order's lock must be held.
+    def check_call(self, call: PendingCall) -> None:
+        """Refuse a call on all roles if the call would wait for a paused role. The call order's lock must be held.
 
         Raises:
             ColocateError: An earlier call uses a result that the paused role hasn't made.
         """
         for role, pause in self._paused.items():
-            for user, maker in self._uses(role, list(self._order.pending.values())):
+            for user, maker in self._find_uses(role, list(self._order.pending.values())):
                 if pause.last is not None and maker.seq > pause.last:
                     raise ColocateError(
                         f"{call.label} would wait for {user.label}, which was called at {user.called_at} and uses what "
@@ -106,18 +106,18 @@ class Pauses:
                         method=call.method,
                     )
 
-    def resume(self, role: str) -> None:
+    def resume_role(self, role: str) -> None:
         """Resume a paused role."""
         with self._order.lock:
             self._overtake(role, "resumed")
             if (pause := self._paused.pop(role, None)) is not None:
-                self._order.link.send(self._order.link.live(), GoOn(role, pause.number))
+                self._order.link.send(self._order.link.live_slots(), ResumeRole(role, pause.number))
 
-    def answered(self, slot: int, answer: Pausing | Paused) -> None:
+    def on_answer(self, slot: int, answer: PauseBegun | RoleAtRest) -> None:
         """Record a rank's answer: the last call that began there, or that the role is at rest."""
-        self._requests.answered(answer.token, slot, answer.begun if isinstance(answer, Pausing) else 0)
+        self._requests.add_answer(answer.token, slot, answer.begun if isinstance(answer, PauseBegun) else 0)
 
-    def fail(self, error: ColocateError) -> None:
+    def fail_requests(self, error: ColocateError) -> None:
         """Drop all pauses and fail their requests, because no rank will answer any more."""
         self._paused.clear()
         self._requests.fail_all(error)
@@ -127,7 +127,7 @@ class Pauses:
 
         The order's lock must be held.
         """
-        if (pause := self._paused.get(role)) is None or pause.rests:
+        if (pause := self._paused.get(role)) is None or pause.is_at_rest:
             return pause
         pause.error = ColocateError(
             f"role {role!r} of group {self._order.link.name!r} was {how} by another thread before it was at rest: this "
@@ -135,34 +135,36 @@ class Pauses:
             group=self._order.link.name,
             role=role,
         )
-        self._requests.fail(pause.request, pause.error)
+        self._requests.fail_request(pause.request, pause.error)
         return pause.former
 
-    def _put_back(self, role: str, pause: _Pause) -> None:
+    def _restore_former(self, role: str, pause: _Pause) -> None:
         """Undo a failed pause, unless another thread has changed the role's pause since."""
         with self._order.lock:
             if self._paused.get(role) is not pause:
                 return
             if (former := pause.former) is None:
-                self.resume(role)
+                self.resume_role(role)
                 return
-            former.number = pause.number  # The ranks know the pause by this number now.
+            former.number = pause.number  # The ranks know the restored pause by this number.
             self._paused[role] = former
-            self._send(role, former, self._requests.open(()).token)
+            self._send_pause(role, former, self._requests.open(()).token)
 
-    def _send(self, role: str, pause: _Pause, token: int) -> None:
+    def _send_pause(self, role: str, pause: _Pause, token: int) -> None:
         assert pause.last is not None
-        self._order.link.send(self._order.link.live(), PauseAfter(token, role, pause.number, pause.last, pause.keeps))
+        self._order.link.send(
+            self._order.link.live_slots(), PauseAfter(token, role, pause.number, pause.last, pause.keeps)
+        )
 
-    def _last(self, role: str, begun: int, calls: list[PendingCall]) -> int:
+    def _last_call(self, role: str, begun: int, calls: list[PendingCall]) -> int:
         """Return the number of the last call that ranks begin.
 
         Calls that make arguments for other lanes are included.
         """
-        return max([begun, *(maker.seq for _, maker in self._uses(role, calls))])
+        return max([begun, *(maker.seq for _, maker in self._find_uses(role, calls))])
 
-    def _uses(self, role: str, calls: list[PendingCall]) -> list[tuple[PendingCall, PendingCall]]:
-        """Return pairs of a call on another lane and the role's unfinished call that makes one of the arguments."""
+    def _find_uses(self, role: str, calls: list[PendingCall]) -> list[tuple[PendingCall, PendingCall]]:
+        """Return pairs: a call on another lane, and the role's unfinished call that makes one of its arguments."""
         link = self._order.link
         return [
             (call, maker)

@@ -6,27 +6,27 @@ from functools import partial
 from typing import Any
 
 from colocate._protocol.message import Message
-from colocate.features.pausing.messages import GoOn, Pause, PauseAfter, Paused, Pausing
+from colocate.features.pausing.messages import Pause, PauseAfter, PauseBegun, ResumeRole, RoleAtRest
 from colocate.worker.context import WorkerContext
-from colocate.worker.hooks import OfWorker
+from colocate.worker.hooks import WorkerFeature
 
 
-class PausingOfWorker(OfWorker):
+class PausingOfWorker(WorkerFeature):
     """Passes the driver's pause messages to the lanes of background roles (`lane_order`)."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
 
-    def heard(self, message: Message, body: Any) -> None:
+    def on_message(self, message: Message, body: Any) -> None:
         """Pause or resume the lane of a background role."""
         context = self._worker_context
         match message:
             case Pause():
-                context.say(Pausing(message.token, context.lane_for(message.lane).pause(message.token)))
+                context.send_message(PauseBegun(message.token, context.lane_for(message.lane).pause(message.token)))
             case PauseAfter():
-                rests = partial(context.say, Paused(message.token))
+                rests = partial(context.send_message, RoleAtRest(message.token))
                 context.lane_for(message.lane).pause_after(message.number, message.last, message.keeps, rests)
-            case GoOn():
-                context.lane_for(message.lane).go_on(message.number)
+            case ResumeRole():
+                context.lane_for(message.lane).end_pause(message.number)
             case _:
                 raise AssertionError(message)

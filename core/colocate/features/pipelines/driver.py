@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from colocate._calls.failures import never_sent
-from colocate._calls.pending import Unsent
-from colocate._calls.sending import OPEN, Draft, Messages, send, watch
-from colocate._owned.owned import forks
-from colocate._system.here import Here
-from colocate._system.lines import caller
+from colocate._calls.failures import unsent_error
+from colocate._calls.pending import UnsentCalls
+from colocate._calls.sending import OPEN, Draft, Messages, send, set_timeouts
+from colocate._owned.owned import count_forks
+from colocate._system.here import ThreadTask
+from colocate._system.lines import find_caller
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, PipelineError
 from colocate.wire import Packed
@@ -24,31 +24,31 @@ from colocate.wire import Packed
 _EDGE_BYTES = 64
 
 
-class Pipeline(Unsent):
+class Pipeline(UnsentCalls):
     """The recorded calls of one thread's or task's open pipelines."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.is_open = True
         self.worker_groups: list[WorkerGroup] = []
         self._drafts: list[Draft] = []
-        self._memory = Memory()
-        self._here = Here()
-        self._forks = forks()
-        file, line = caller()
+        self._memory = ArgumentMemory()
+        self._creator = ThreadTask()
+        self._forks = count_forks()
+        file, line = find_caller()
         self._line = f"{file}:{line}"
 
     @property
     def is_here(self) -> bool:
         """Whether the current thread and task opened this pipeline."""
-        return self.open and self._here.is_current
+        return self.is_open and self._creator.is_current
 
     def records(self, worker_group: WorkerGroup) -> bool:
         """Return whether this pipeline records calls that the current thread or task makes on a group."""
         return worker_group in self.worker_groups and self.is_here
 
-    def refuse_wait(self, label: str, awaits: bool) -> None:
+    def check_can_wait(self, label: str, awaits: bool) -> None:
         """Refuse a wait inside the block, because the call is sent only when the block ends."""
-        if self.is_here if awaits else self._here.is_current_thread:
+        if self.is_here if awaits else self._creator.is_current_thread:
             raise PipelineError(
                 f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
                 "ask for it after the block (a signal's handler: set a flag, and look at it there)"
@@ -64,26 +64,27 @@ class Pipeline(Unsent):
 
     # -- recording
 
-    def add(self, draft: Draft) -> None:
+    def add_draft(self, draft: Draft) -> None:
         """Record a call, and lend the residents among the arguments to the call."""
         snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
         draft.bodies = [snapshots[id(body)] for body in draft.bodies]
-        draft.call.unsent, resident = self, draft.kept
+        draft.call.unsent, resident = self, draft.record
         if resident is not None:
             # The pin keeps the result alive on the workers until the call has been sent.
             draft.pin = draft.worker_group.residents.pin(resident)
         draft.lend()
         self._drafts.append(draft)
         if resident is not None:
-            draft.worker_group.residents.add(resident)  # Registered so that a restart of the group reports the loss.
+            # The record is added before the call is sent, so that a restart of the group reports the loss.
+            draft.worker_group.residents.add_record(resident)
 
     # -- the block
 
     def __len__(self) -> int:
         return len(self._drafts)
 
-    def forget(self, start: int, error: BaseException) -> None:
-        """Fail the calls from number `start` on, because their block ended with an exception."""
+    def abandon_drafts(self, start: int, error: BaseException) -> None:
+        """Fail the recorded calls from index `start` on, because their block ended with an exception."""
         drafts: list[Draft] = []
         while len(self._drafts) > start:  # A signal handler may add calls meanwhile.
             drafts.append(self._drafts.pop())
@@ -96,19 +97,19 @@ class Pipeline(Unsent):
                 role=draft.call.role or None,
                 method=draft.call.method,
             )
-            _give_up(draft, reason)
+            _fail_draft(draft, reason)
 
-    def end(self) -> None:
+    def send_drafts(self) -> None:
         """Send all recorded calls. May run on any thread.
 
         Raises:
             ColocateError: A group can't be called any more. Its calls, and those of later groups, fail with this error.
         """
         try:
-            self.open = False
+            self.is_open = False
             worker_groups = list(dict.fromkeys(draft.worker_group for draft in self._drafts))
             for worker_group in worker_groups:
-                worker_group.check()
+                worker_group.check_usable()
             lots = [
                 [draft for draft in self._drafts if draft.worker_group is worker_group]
                 for worker_group in worker_groups
@@ -116,61 +117,61 @@ class Pipeline(Unsent):
             for worker_group, lot, messages in zip(worker_groups, lots, [Messages(lot) for lot in lots], strict=True):
                 for draft in lot:
                     draft.call.submitted = time.time()
-                _send(messages)
+                _send_messages(messages)
                 for draft in lot:
-                    if draft.kept is not None:
+                    if draft.record is not None:
                         worker_group.residents.flush_later()
-                    draft.kept = draft.pin = None
+                    draft.record = draft.pin = None
         except BaseException as error:
-            self._give_up(error)
+            self._fail_drafts(error)
             raise
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail_drafts(self, error: BaseException) -> None:
         for draft in self._drafts:
             if draft.call.seq < 0 or draft.call._error is error:
-                _give_up(draft, error)
+                _fail_draft(draft, error)
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process is a forked child, which owns none of the calls."""
-        return self._forks != forks()
+        return self._forks != count_forks()
 
 
-def _give_up(draft: Draft, error: BaseException) -> None:
+def _fail_draft(draft: Draft, error: BaseException) -> None:
     draft.call.handle = None
-    draft.worker_group.order.drop(draft.call, never_sent(draft.call, error))
-    resident = draft.kept
+    draft.worker_group.order.drop_call(draft.call, unsent_error(draft.call, error))
+    resident = draft.record
     if resident is not None:
-        draft.kept = draft.pin = None
-        resident.used = True  # The block has raised the error, so the failure needn't be reported again.
+        draft.record = draft.pin = None
+        resident.is_used = True  # The block has raised the error, so the failure needn't be reported again.
         reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
-        draft.worker_group.residents.never_made(resident, reason)
+        draft.worker_group.residents.fail_borrowers(resident, reason)
 
 
-def _send(messages: Messages) -> None:
+def _send_messages(messages: Messages) -> None:
     drafts = messages.drafts
     worker_group = drafts[0].worker_group
     sent: Sequence[Draft] = ()
     try:
         with worker_group.order.lock:
-            worker_group.check()
+            worker_group.check_usable()
             for draft in drafts:
-                if draft.kept is not None:
-                    worker_group.residents.add(draft.kept)
+                if draft.record is not None:
+                    worker_group.residents.add_record(draft.record)
             ready = [draft for draft in drafts if not _is_lost(draft)]
             if ready:
                 sent = send(messages if len(ready) == len(drafts) else Messages(ready))
     finally:
         messages.discard()
-    watch(sent)
+    set_timeouts(sent)
 
 
 def _is_lost(draft: Draft) -> bool:
     """Fail an unsent call that uses a poisoned or lost resident. Return whether the call is done."""
-    losses = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
-    poison = None if draft.call.done() else draft.call.poison() or next(losses, None)
+    losses = (use._kept.loss for use in draft.call.uses if use._kept.loss is not None)
+    poison = None if draft.call.done() else draft.call.find_poison() or next(losses, None)
     if poison is not None:
-        draft.worker_group.order.drop(draft.call, poison)
+        draft.worker_group.order.drop_call(draft.call, poison)
     return draft.call.done()
 
 
@@ -188,12 +189,12 @@ def pipeline(worker_group: WorkerGroup) -> Iterator[None]:
         OPEN.set(current)
         yield
         OPEN.set(None)
-        if not current.forked:
-            current.end()
+        if not current.is_forked:
+            current.send_drafts()
     except BaseException as error:
-        if current.open and not current.forked:  # No call of the block has been sent.
-            current.open = False
-            current.forget(0, error)
+        if current.is_open and not current.is_forked:  # No call of the block has been sent.
+            current.is_open = False
+            current.abandon_drafts(0, error)
         raise
     finally:
         OPEN.set(None)
@@ -206,14 +207,14 @@ def _nested(outer: Pipeline, worker_group: WorkerGroup) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not outer.forked:
-            outer.forget(start, error)
+        if not outer.is_forked:
+            outer.abandon_drafts(start, error)
             outer.worker_groups[:] = groups
         raise
 
 
-class Memory:
-    """Copies the memory of arguments at the time of each recorded call. Equal memory is copied and sent only once."""
+class ArgumentMemory:
+    """Copies the buffers of arguments when a call is recorded. Equal buffers are copied and sent only once."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import wire
 from colocate._role.context import Context
-from colocate.features.process_groups.torch_groups import Plan, hash_store, serve_store, share_default
+from colocate.features.process_groups.torch_groups import (
+    ProcessGroupPlan,
+    create_hash_store,
+    serve_store,
+    share_default,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,8 +31,12 @@ def get(ctx: Context, axis: str | None) -> ProcessGroup:
     """Return a process group of one rank, which all role objects in this process share."""
     with _lock:
         if not _alone:
-            with _to_the_end():
-                _alone.append(Plan("colocate/alone", "", [0], 0, False, False, "cpu", 60.0).make(hash_store()))
+            with _track_descriptors():
+                _alone.append(
+                    ProcessGroupPlan("colocate/alone", "", [0], 0, False, False, "cpu", 60.0).make_group(
+                        create_hash_store()
+                    )
+                )
         return _alone[0]
 
 
@@ -37,7 +46,7 @@ def lasting_descriptors() -> frozenset[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def _to_the_end() -> Iterator[None]:
+def _track_descriptors() -> Iterator[None]:
     """A context manager that records the descriptors opened in the block. These stay open until the process ends."""
     before = _descriptors()
     yield
@@ -57,7 +66,7 @@ def mesh(ctx: Context, name: str | None) -> DeviceMesh:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    with _to_the_end():
+    with _track_descriptors():
         share_default(_alone)  # The default group is never released, because the whole process uses this group.
     axes = (*ctx.mesh.shape,)
     return DeviceMesh.from_group(
@@ -72,10 +81,10 @@ def rendezvous() -> tuple[str, int]:
     """Return the address of a store for a rendezvous; see `Context.rendezvous`."""
     with _lock:
         if not _stores:
-            with _to_the_end():
+            with _track_descriptors():
                 _stores.append(serve_store(wire.LOOPBACK))
         return _stores[0][1]
 
 
 def make_again(ctx: Context) -> None:
-    """Do nothing, because a group of one rank is never cut."""
+    """Do nothing, because a process group of one rank is never cut (aborted)."""

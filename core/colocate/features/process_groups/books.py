@@ -1,4 +1,4 @@
-"""Reads and changes torch's tables of process groups, in order to count, cut and remove groups.
+"""Reads and changes torch's tables of process groups: counts operations, and cuts (aborts) and removes groups.
 
 These tables also have groups that a role makes itself (`init_process_group`, `new_group`), so that such groups are
 counted and cut like colocate's own groups.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from colocate._system.threads import Thread
-from colocate.features.process_groups.gloo_devices import Device, on_a_device
+from colocate.features.process_groups.gloo_devices import GlooDevice, share_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,31 +32,35 @@ _transfers: dict[str, int] = {}
 _books = threading.Lock()
 
 
-def record() -> None:
-    """Start to record sockets and transfers of every group that is made in this process."""
+def start_recording() -> None:
+    """Start to record the sockets, and the sends and receives, of every process group that this process makes."""
     from torch.distributed import ProcessGroup, distributed_c10d as c10d
 
-    # Disable torch's debug wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL), because nothing could end a rank's wait there.
+    # Disable torch's debug wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL), because no wait in it can be ended.
     c10d._create_process_group_wrapper = lambda wrapped_pg, **_: wrapped_pg
     make: Callable[..., Any] = c10d._new_process_group_helper
     if getattr(make, "records_sockets", False):
         return
 
     def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
-        with on_a_device(c10d) as device:
-            before = {inode for _, inode in device.sockets()} if group_size > 1 else set()
+        with share_device(c10d) as device:
+            before = {inode for _, inode in device.list_sockets()} if group_size > 1 else set()
             group, store = make(group_size, *args, **kwargs)
-            # Only gloo's sockets are needed, because NCCL groups are cut in another way.
-            if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
+            # Only gloo's sockets are needed: they are shut down for a cut, but NCCL groups are aborted.
+            if (
+                group_size > 1
+                and (name := _group_name(group)) is not None
+                and all(map(_is_gloo, _list_backends(group)))
+            ):
                 with _books:
-                    _sockets[name] = connections(device, before)
+                    _sockets[name] = find_connections(device, before)
         return group, store
 
     def counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
-        # Gloo counts a transfer as an operation of the group, although only two ranks take part.
+        # Gloo counts a send or receive as an operation of the group, although only two ranks take part.
         def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
             work = transfer(group, tensors, *args)
-            name = _name_of(group)
+            name = _group_name(group)
             if name is not None:
                 _transfers[name] = _transfers.get(name, 0) + int(tensors[0].device.type == "cpu")
             return work
@@ -69,8 +73,8 @@ def record() -> None:
         setattr(ProcessGroup, name, counting(getattr(ProcessGroup, name)))
 
 
-def all_groups() -> dict[str, ProcessGroup]:
-    """Return all groups of this process by name, with the default group last.
+def list_groups() -> dict[str, ProcessGroup]:
+    """Return all process groups of this process by name, with the default group last.
 
     Callers must not store the groups, because such a reference would look like a reference of a role.
     """
@@ -82,20 +86,20 @@ def all_groups() -> dict[str, ProcessGroup]:
     return {str(name): group for group, name in entries}
 
 
-def are_any() -> bool:
+def has_groups() -> bool:
     """Return whether this process has any process groups."""
-    return bool(all_groups())
+    return bool(list_groups())
 
 
-def named(name: str) -> ProcessGroup | None:
+def find_group(name: str) -> ProcessGroup | None:
     """Return the group with a name, or None. The name of a group made by a role includes a hash of the ranks."""
     bare, hash_mark, _ = name.partition("#")
-    group = all_groups().get(bare)
-    return None if group is None or (hash_mark and _known_as(bare, group) != name) else group
+    group = list_groups().get(bare)
+    return None if group is None or (hash_mark and _make_shared_name(bare, group) != name) else group
 
 
-def _known_as(name: str, group: ProcessGroup) -> str:
-    """Return a name for a group that is equal on all slots.
+def _make_shared_name(name: str, group: ProcessGroup) -> str:
+    """Return the name under which all slots know a process group.
 
     Torch numbers the groups made by roles in each process from 0, so their names get a hash of the ranks.
     """
@@ -107,71 +111,75 @@ def _known_as(name: str, group: ProcessGroup) -> str:
     return f"{name}#{hashlib.blake2b(ranks.encode(), digest_size=6).hexdigest()}"
 
 
-def known_as(group: ProcessGroup) -> str:
-    """Return the name of a group that is equal on all slots, or "" for a group without a name."""
-    name = _name_of(group)
-    return "" if name is None else _known_as(name, group)
+def shared_name(group: ProcessGroup) -> str:
+    """Return the name under which all slots know a process group, or "" for a group without a name."""
+    name = _group_name(group)
+    return "" if name is None else _make_shared_name(name, group)
 
 
-def reference(name: str) -> weakref.ref[ProcessGroup] | None:
-    """Return a weak reference to a group, which shows after `forget` whether the group still exists."""
-    group = named(name)
+def get_reference(name: str) -> weakref.ref[ProcessGroup] | None:
+    """Return a weak reference to a process group, which shows whether the group still exists after `forget_group`."""
+    group = find_group(name)
     return None if group is None else weakref.ref(group)
 
 
-def members(name: str) -> Collection[int]:
+def list_members(name: str) -> Collection[int]:
     """Return the ranks of a group, as ranks of the default group."""
     from torch.distributed import distributed_c10d as c10d
 
-    group = named(name)
+    group = find_group(name)
     return () if group is None else list(c10d._world.pg_group_ranks.get(group, ()))
 
 
-def operations() -> dict[str, tuple[int, int]]:
-    """Return the number of operations that this rank has started on each shared group, and the group's size."""
+def count_operations() -> dict[str, tuple[int, int]]:
+    """Return the number of operations that this rank has started and the size, for each group of several ranks."""
     return {
-        _known_as(name, group): (_count(name, group), group.size())
-        for name, group in all_groups().items()
+        _make_shared_name(name, group): (_count_group(name, group), group.size())
+        for name, group in list_groups().items()
         if group.size() > 1
     }
 
 
-def count() -> int:
-    """Return the number of operations that this process has started on all shared groups."""
+def count_all() -> int:
+    """Return the number of operations that this process has started on all groups of several ranks."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     if world is None or not world.pg_names:  # Return early, because each call runs this.
         return 0
-    return sum(_count(name, group) for name, group in all_groups().items() if group.size() > 1)
+    return sum(_count_group(name, group) for name, group in list_groups().items() if group.size() > 1)
 
 
-def _count(name: str, group: ProcessGroup) -> int:
-    begun = sum(backend._get_sequence_number_for_group() for backend in _backends(group))
+def _count_group(name: str, group: ProcessGroup) -> int:
+    begun = sum(backend._get_sequence_number_for_group() for backend in _list_backends(group))
     return int(begun) - _transfers.get(name, 0)
 
 
-def with_transfers() -> list[str]:
-    """Return the shared groups on which this rank has sent or received."""
-    return [_known_as(name, group) for name, group in all_groups().items() if group.size() > 1 and name in _transfers]
+def list_transferring() -> list[str]:
+    """Return the names of the process groups on which this rank has sent or received data."""
+    return [
+        _make_shared_name(name, group)
+        for name, group in list_groups().items()
+        if group.size() > 1 and name in _transfers
+    ]
 
 
-def nbytes() -> int | None:
+def communicator_bytes() -> int | None:
     """Return the bytes of device memory in the communicators of all groups, or None if no backend reports any.
 
     NCCL 2.29.7 or later and torch 2.12 or later are needed.
     """
     total = None
-    for group in all_groups().values():
-        for backend in _backends(group):
+    for group in list_groups().values():
+        for backend in _list_backends(group):
             try:
                 stats = backend.memory_stats()
-            # Torch, NCCL or the backend has no statistics, or there is no communicator yet.
+            # This torch, NCCL or backend has no statistics, or there is no communicator yet.
             except (AttributeError, RuntimeError):
                 continue
             total = (total or 0) + int(stats["persist" if stats["suspended"] else "total"])
     return total
 
 
-def _backends(group: Any) -> list[Any]:
+def _list_backends(group: Any) -> list[Any]:
     """Return a group's backends. Callers must not store a backend, because dropping the last reference may block."""
     backends: dict[int, Any] = {}
     for device in group._device_types:
@@ -183,13 +191,13 @@ def _backends(group: Any) -> list[Any]:
     return list(backends.values()) or [group]  # A group that is written in Python may have no backends.
 
 
-def cut(names: Collection[str]) -> threading.Thread | None:
-    """Cut groups in order to end all waits on this rank and on peers.
+def cut_groups(names: Collection[str]) -> threading.Thread | None:
+    """Cut (abort) process groups, in order to end all waits on this rank and on peers.
 
     Returns the thread of an unfinished abort, or None.
     """
-    names = [*names]  # Use names, because a reference to a group would look like a reference of a role.
-    bare = [name.partition("#")[0] for name in names if named(name) is not None]
+    names = [*names]  # Keep names, because a reference to a group would look like a reference of role code.
+    bare = [name.partition("#")[0] for name in names if find_group(name) is not None]
     with _books:
         connections = [connection for name in bare for connection in _sockets.get(name, ())]
     for connection in connections:
@@ -199,8 +207,8 @@ def cut(names: Collection[str]) -> threading.Thread | None:
             pass
 
     def abort() -> None:
-        backends = _that_abort(names)
-        # Abort all in one group call, because an abort waits for other communicators on the same device.
+        backends = _abortable_backends(names)
+        # Abort all backends in one NCCL batch, because a single abort waits for other communicators on the device.
         together = [backend for backend in backends if hasattr(backend, "_group_start")]
         if together:
             together[0]._group_start()
@@ -211,7 +219,7 @@ def cut(names: Collection[str]) -> threading.Thread | None:
             if together:
                 together[0]._group_end()
 
-    if not _that_abort(names):
+    if not _abortable_backends(names):
         return None
     # Use a thread, because an abort waits for the device, where a kernel may wait for a peer that is being cut, too.
     thread = Thread(target=abort, name="colocate-abort")
@@ -219,13 +227,13 @@ def cut(names: Collection[str]) -> threading.Thread | None:
     return thread
 
 
-def _that_abort(names: Iterable[str]) -> list[Any]:
+def _abortable_backends(names: Iterable[str]) -> list[Any]:
     """Return the backends that can be aborted in order to end the waits of peers. Gloo's `abort` does nothing."""
-    groups = [group for name in names if (group := named(name)) is not None]
-    return [backend for group in groups for backend in _backends(group) if not _is_gloo(backend)]
+    groups = [group for name in names if (group := find_group(name)) is not None]
+    return [backend for group in groups for backend in _list_backends(group) if not _is_gloo(backend)]
 
 
-def lost_a_peer(names: Iterable[str]) -> bool:
+def has_lost_peer(names: Iterable[str]) -> bool:
     """Return whether a connection of these groups was closed by the peer or shut down by this process."""
     poll = select.poll()
     with _books:
@@ -236,12 +244,12 @@ def lost_a_peer(names: Iterable[str]) -> bool:
         return bool(poll.poll(0))
 
 
-def forget(name: str) -> list[Any]:
+def forget_group(name: str) -> list[Any]:
     """Remove a group from torch's tables, and return backends that may block when the last reference is dropped.
 
     Together with the default group, all other groups are removed.
     """
-    group = named(name)
+    group = find_group(name)
     if group is None:
         return []
     import torch.distributed as dist
@@ -249,12 +257,12 @@ def forget(name: str) -> list[Any]:
 
     world = c10d._world
     if group is world.default_pg:
-        backends = [backend for item in list(world.pg_map) for backend in _backends(item) if _is_gloo(backend)]
+        backends = [backend for item in list(world.pg_map) for backend in _list_backends(item) if _is_gloo(backend)]
         _close_sockets({*_sockets, *_transfers})
-        # Call torch's original function, because the replacement for role code (`take_up`) keeps the group.
+        # Call torch's original function, because the replacement for role code (`adopt_default`) keeps the group.
         inspect.unwrap(dist.destroy_process_group)()
         return backends
-    backends = [backend for backend in _backends(group) if _is_gloo(backend)]
+    backends = [backend for backend in _list_backends(group) if _is_gloo(backend)]
     name = name.partition("#")[0]
     _close_sockets([name])
     c10d._unregister_process_group(c10d.GroupName(name))  # type: ignore[attr-defined]
@@ -270,12 +278,12 @@ def forget(name: str) -> list[Any]:
 
 
 def forget_all() -> list[Any]:
-    """Remove all groups from torch's tables. `forget` describes the returned list."""
-    return [backend for name in [*all_groups()] for backend in forget(name)]
+    """Remove all groups from torch's tables. `forget_group` describes the returned list."""
+    return [backend for name in [*list_groups()] for backend in forget_group(name)]
 
 
-def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
-    """Replace the groups of a mesh by other groups of the same names, and return whether torch supports this."""
+def repoint_mesh(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
+    """Replace the process groups of a mesh by new groups of the same names, and return whether torch supports this."""
     registry: dict[str, ProcessGroup] | None = getattr(mesh, "_pg_registry", None)
     if registry is None:
         return False
@@ -283,8 +291,8 @@ def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
     return True
 
 
-def tell_apart() -> None:
-    """Change torch so that layouts of tensors on equal meshes with different groups aren't equal.
+def distinguish_meshes() -> None:
+    """Patch torch so that two tensor layouts are unequal if their meshes have different process groups.
 
     Torch caches results of its analysis of an operation, including the mesh of the result, and treats meshes of the
     same ranks as equal. So parameters of a second role could get the groups of the first role.
@@ -305,9 +313,9 @@ def tell_apart() -> None:
     DTensorSpec.__eq__ = tells  # type: ignore[method-assign]
 
 
-def let_go(mesh: DeviceMesh) -> None:
-    """Remove dropped groups from a mesh, because torch 2.11 may keep the mesh forever."""
-    live = set(map(id, all_groups().values()))
+def release_mesh(mesh: DeviceMesh) -> None:
+    """Remove dropped process groups from a mesh, because torch 2.11 may keep the mesh forever."""
+    live = set(map(id, list_groups().values()))
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     for item in (root, mesh):
         registry: dict[str, ProcessGroup] = getattr(item, "_pg_registry", {})
@@ -323,7 +331,7 @@ def _close_sockets(names: Iterable[str]) -> None:
             _transfers.pop(name, None)
 
 
-def _name_of(group: Any) -> str | None:
+def _group_name(group: Any) -> str | None:
     from torch.distributed import distributed_c10d as c10d
 
     return c10d._world.pg_names.get(group)
@@ -335,10 +343,10 @@ def _is_gloo(backend: Any) -> bool:
     return isinstance(backend, ProcessGroupGloo)
 
 
-def connections(device: Device, before: Collection[int]) -> list[socket.socket]:
+def find_connections(device: GlooDevice, before: Collection[int]) -> list[socket.socket]:
     """Return duplicates of a device's connected sockets, except those with inodes in `before`."""
     duplicates: list[socket.socket] = []
-    for fd, inode in device.sockets():
+    for fd, inode in device.list_sockets():
         if inode in before:
             continue
         try:

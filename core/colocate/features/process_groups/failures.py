@@ -1,32 +1,32 @@
-"""Creates the errors for groups that can't continue with their process groups or models."""
+"""Creates the errors for worker groups that can't continue with their process groups or models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from colocate._calls.failures import original
+from colocate._calls.failures import unpack_exception
 from colocate._calls.pending import PendingCall
 from colocate._protocol.from_worker import Failure
-from colocate._system.lines import with_cells
+from colocate._system.lines import replace_cells
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ColocateError, RenewalError, RoleError
 
 
 def renew_error(link: WorkerGroup, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
-    """Return the error for a role with a `renew()` method that has failed."""
+    """Return the error for a role whose `renew()` method has failed."""
     kind, text = failure.type, failure.text
     error = RenewalError(
         f"group {link.name!r} failed: renew() of role {failure.role!r} raised {kind} on slot {slot} (node "
-        f"{link.node(slot)}): {text}{_after(cause)}",
+        f"{link.node(slot)}): {text}{_cause_clause(cause)}",
         group=link.name,
         role=failure.role,
         method="renew",
         rank=slot,
         node=link.node(slot),
-        remote_traceback=with_cells(failure.traceback),
+        remote_traceback=replace_cells(failure.traceback),
     )
-    error.__cause__ = original(link, body, kind, text)
+    error.__cause__ = unpack_exception(link, body, kind, text)
     return error
 
 
@@ -41,7 +41,7 @@ def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: Col
         f"group {link.name!r} failed: on slot {slot} {holder} still holds {group_text} of before the failed "
         f"call, which had "
         "to be cut and is of no use now. Ask ctx.process_group() in each call; a role that keeps a group, a mesh or a "
-        f"wrapped model has a method renew(self) that does without: colocate.torch.renew(...){_after(cause)}",
+        f"wrapped model has a method renew(self) that does without: colocate.torch.renew(...){_cause_clause(cause)}",
         group=link.name,
         role=role,
         rank=slot,
@@ -52,7 +52,7 @@ def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: Col
 
 
 def stranded_error(link: WorkerGroup, call: PendingCall, done: int, left: int) -> RoleError:
-    """Return the error for a call that only one rank has finished when the process group was dropped."""
+    """Return the error for a call that only one of two ranks had finished when their process group was dropped."""
     return RoleError(
         f"{call.label} was withdrawn: rank {call.rank_of(done)} had done it, without waiting for rank "
         f"{call.rank_of(left)}, when their process group was dropped: who comes later would meet another call's "
@@ -76,7 +76,7 @@ def diverged_error(
         f"group {link.name!r} failed: its ranks have no common state any more. In {call.label}, which failed, their "
         f"optimizers have made different numbers of updates: {counts}. What they had in common last is in a "
         f"checkpoint, "
-        f'if there is one: spawn(on_failure="restart") goes back to it{_after(cause)}',
+        f'if there is one: spawn(on_failure="restart") goes back to it{_cause_clause(cause)}',
         group=link.name,
         role=call.role or None,
         method=call.method,
@@ -86,5 +86,5 @@ def diverged_error(
     return error
 
 
-def _after(cause: ColocateError | None) -> str:
+def _cause_clause(cause: ColocateError | None) -> str:
     return "" if cause is None else f" (after: {cause.message})"

@@ -1,4 +1,4 @@
-"""Lets all gloo groups of a process share one device, which is a thread that serves the groups' connections."""
+"""Lets all gloo process groups of a process share one gloo device: a thread that serves the groups' connections."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ import attrs
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .* data:\s*([0-9a-f]+) .* ino:([0-9a-f]+)", re.MULTILINE)
 _FLAGS = re.compile(r"^flags:\s*(\d+)$", re.MULTILINE)
 _lock = threading.Lock()
-_devices: list[Device] = []  # Devices are never removed, like gloo's own devices.
-_torchs: list[Any] = []  # Torch's class for gloo groups is stored here while another class replaces the original.
-_own = threading.local()  # The device that each thread uses at the moment.
+_devices: list[GlooDevice] = []  # Devices are never removed, like gloo's own devices.
+_original_classes: list[
+    Any
+] = []  # Torch's class for gloo groups is stored here while another class replaces the original.
+_thread_state = threading.local()  # The device that each thread uses at the moment.
 
 
 @attrs.define(eq=False)
-class Device:
-    """A device that serves the connections of gloo groups with a thread. It is taken while a group is made."""
+class GlooDevice:
+    """A gloo device: a thread that serves connections of process groups. Reserved while a group is made with it."""
 
     is_taken: bool = False
     _gloos: dict[str, list[Any]] = attrs.field(factory=dict)  # The key is the text with the requested interfaces.
     _loops: set[int] = attrs.field(factory=set)
 
-    def gloos(self, interfaces: str) -> list[Any]:
-        """Return gloo's device objects for some network interfaces. Each object has a thread."""
+    def create_devices(self, interfaces: str) -> list[Any]:
+        """Return gloo's device objects for the given network interfaces. Each object has a thread."""
         if interfaces not in self._gloos:
             with _lock:
-                before = _gloos_loops()
-                self._gloos[interfaces] = _made(interfaces)
-                self._loops |= _gloos_loops() - before
+                before = _find_loops()
+                self._gloos[interfaces] = _create_gloos(interfaces)
+                self._loops |= _find_loops() - before
         return self._gloos[interfaces]
 
-    def sockets(self) -> Iterator[tuple[int, int]]:
+    def list_sockets(self) -> Iterator[tuple[int, int]]:
         """Yield the descriptor and the inode of each socket of the device, including listeners.
 
         The inode is needed because gloo may close sockets of old groups at any time, and numbers are reused.
         """
         # Yield only this device's sockets, because other connections, for example to stores, must survive a cut.
         # If gloo has created a thread by itself, use all epoll descriptors of gloo.
-        for loop in sorted(self._loops) or _gloos_loops():
-            for fd, _, inode in _watched(loop):
+        for loop in sorted(self._loops) or _find_loops():
+            for fd, _, inode in _list_watched(loop):
                 yield fd, inode
 
 
 @contextlib.contextmanager
-def on_a_device(c10d: Any) -> Iterator[Device]:
+def share_device(c10d: Any) -> Iterator[GlooDevice]:
     """A context manager in which all gloo groups that the current thread creates share one device.
 
     Torch itself creates a device for each group. With few processors, a collective mostly waits until the device's
@@ -63,25 +65,25 @@ def on_a_device(c10d: Any) -> Iterator[Device]:
     with _lock:
         device = next((candidate for candidate in _devices if not candidate.is_taken), None)
         if device is None:
-            _devices.append(device := Device())
+            _devices.append(device := GlooDevice())
         device.is_taken = True
         # Some builds of torch have no gloo.
-        if not _torchs and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:
-            _torchs.append(gloo)
-            c10d.ProcessGroupGloo = _sharing()
-    outer, _own.device = getattr(_own, "device", None), device
+        if not _original_classes and (gloo := getattr(c10d, "ProcessGroupGloo", None)) is not None:
+            _original_classes.append(gloo)
+            c10d.ProcessGroupGloo = _make_sharing_class()
+    outer, _thread_state.device = getattr(_thread_state, "device", None), device
     try:
         yield device
     finally:
-        _own.device = outer
+        _thread_state.device = outer
         with _lock:
             device.is_taken = False
-            if _torchs and not any(candidate.is_taken for candidate in _devices):
-                c10d.ProcessGroupGloo = _torchs.pop()
+            if _original_classes and not any(candidate.is_taken for candidate in _devices):
+                c10d.ProcessGroupGloo = _original_classes.pop()
 
 
 @functools.cache
-def _sharing() -> Any:
+def _make_sharing_class() -> Any:
     """Return a class for gloo groups that works like torch's class but uses the current thread's device."""
     import torch.distributed as dist
 
@@ -89,7 +91,7 @@ def _sharing() -> Any:
 
     class Sharing(gloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> None:
-            device: Device | None = getattr(_own, "device", None)
+            device: GlooDevice | None = getattr(_thread_state, "device", None)
             options = None
             # Set the same options as torch's constructor. If torch has changed, each group gets a separate device.
             with contextlib.suppress(AttributeError):
@@ -99,7 +101,7 @@ def _sharing() -> Any:
                     if value != getattr(gloo_options, name):
                         setattr(gloo_options, name, value)
                 if device is not None:  # This step is last: if an earlier step fails, the group gets a separate device.
-                    gloo_options._devices = device.gloos(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+                    gloo_options._devices = device.create_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
                     gloo_options._threads = 2 * len(gloo_options._devices)
                     options = gloo_options
             if options is None:
@@ -110,7 +112,7 @@ def _sharing() -> Any:
     return Sharing
 
 
-def _made(interfaces: str) -> list[Any]:
+def _create_gloos(interfaces: str) -> list[Any]:
     import torch.distributed as dist
 
     gloo: Any = dist.ProcessGroupGloo
@@ -118,8 +120,8 @@ def _made(interfaces: str) -> list[Any]:
     return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
-def _gloos_loops() -> set[int]:
-    """Return the epoll descriptors of gloo's threads, or all of the process if gloo's can't be recognized.
+def _find_loops() -> set[int]:
+    """Return the epoll descriptors of gloo's threads, or all epoll descriptors if gloo's can't be recognized.
 
     Children inherit gloo's epoll descriptors, and the user data of each watched file is a pointer. Other users, such as
     asyncio and libuv, store the number of the watched descriptor as user data. Role code may use these at any time.
@@ -131,19 +133,19 @@ def _gloos_loops() -> set[int]:
             if os.readlink(f"/proc/self/fd/{entry}") == "anon_inode:[eventpoll]":
                 polls.add(int(entry))
     for poll in polls:
-        flags, watched = _FLAGS.search(_told(poll)), _watched(poll)
+        flags, watched = _FLAGS.search(_read_fdinfo(poll)), _list_watched(poll)
         goes_on = flags is not None and not int(flags[1], 8) & os.O_CLOEXEC
         if goes_on and watched and all(data & 0xFFFFFFFF != fd for fd, data, _ in watched):
             gloos.add(poll)
     return gloos or polls
 
 
-def _watched(poll: int) -> list[tuple[int, int, int]]:
+def _list_watched(poll: int) -> list[tuple[int, int, int]]:
     """Return the descriptor, the user data and the inode of each file that an epoll descriptor watches."""
-    return [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _WATCHED.findall(_told(poll))]
+    return [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _WATCHED.findall(_read_fdinfo(poll))]
 
 
-def _told(poll: int) -> str:
+def _read_fdinfo(poll: int) -> str:
     try:
         with open(f"/proc/self/fdinfo/{poll}") as file:
             return file.read()

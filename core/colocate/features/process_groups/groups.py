@@ -1,4 +1,4 @@
-"""The process groups of a worker: groups are made for roles, cut if a rank would wait forever, and dropped.
+"""The process groups of a worker: made for roles, cut (aborted) if a rank would wait forever, and dropped.
 
 The slots of a group have one default process group, and the groups of all roles are parts of it. The ranks of a role
 make a group together. They meet at a store and wait on separate threads, so that a lane can be called back (`making`).
@@ -24,14 +24,14 @@ from colocate._system.nearest import did_you_mean
 from colocate._system.threads import Thread
 from colocate.errors import CapabilityError, ConfigError
 from colocate.features.process_groups import books, torch_groups, works
-from colocate.features.process_groups.making import DefaultGroup, Made, Making, Together
+from colocate.features.process_groups.making import DefaultGroup, GroupMaker, GroupRequest, RoleGroup
 from colocate.features.process_groups.messages import Operations
-from colocate.features.process_groups.torch_groups import Plan
-from colocate.features.process_groups.usable import Usable
-from colocate.features.process_groups.waits import destroy_later, guard, transferring
+from colocate.features.process_groups.torch_groups import ProcessGroupPlan
+from colocate.features.process_groups.usable import UsableGroups
+from colocate.features.process_groups.waits import destroy_later, guard_waits, transferring
 from colocate.gpus import backend_for, number_of
 from colocate.worker.context import WorkerContext
-from colocate.worker.serving.failure import LOOKING
+from colocate.worker.serving.failure import INSPECTION_LOCK
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class ProcessGroups:
-    """The process groups of one worker. Only methods that end waits or cut groups may run on threads but the lane.
+    """The process groups of one worker. Only methods that end waits or cut groups may run outside the lane.
 
     Attributes:
         default: The default group.
-        cuts: The number of cuts so far.
+        cut_count: The number of cuts so far.
     """
 
     def __init__(self, worker: WorkerContext) -> None:
@@ -51,50 +51,52 @@ class ProcessGroups:
         boot = worker.boot
         self._worker, self._in_process = worker, worker.in_process
         self._group, self._slot, self._device = boot.group, boot.slot, boot.device
-        self._making = Making(worker)
+        self._making = GroupMaker(worker)
         self.end_waits = self._making.end_waits
         self.default = DefaultGroup(worker, self._making)
         self._lock = threading.Lock()
-        self._made: dict[str, Made] = {}
+        self._groups_by_name: dict[str, RoleGroup] = {}
         # The requested groups as role and axis, in the order of the first requests.
-        self._asked: dict[tuple[str | None, str | None], None] = {}
+        self._requests: dict[tuple[str | None, str | None], None] = {}
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
         self._former_meshes: dict[tuple[str | None, str], weakref.ref[DeviceMesh]] = {}
-        self._usable = Usable(worker.lane.last_hold)
-        self._watching: threading.Event | None = None
+        self._usable = UsableGroups(worker.lane.last_hold)
+        self._watch_over: threading.Event | None = None
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
-        self._left: list[Any] = []  # The backends of dropped groups.
-        self.cuts = 0
+        self._leftovers: list[Any] = []  # The backends of dropped groups.
+        self.cut_count = 0
 
     def watch_collectives(self) -> None:
         """Start to record all groups and operations of this process. Torch must be imported."""
-        books.record()
-        works.record()
-        torch_groups.take_up()
+        books.start_recording()
+        works.start_recording()
+        torch_groups.adopt_default()
         if backend_for(self._device) is None:
-            guard(self._hopeless)
+            guard_waits(self._explain_hopeless)
 
     # -- what roles ask for
 
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
-        """Return the process group of a role's ranks along an axis. The group is made when all these ranks ask."""
-        slots, index, name = _members(ctx, axis)
+        """Return the process group of a role's ranks along an axis. The group is made once all these ranks ask."""
+        slots, index, name = _group_members(ctx, axis)
         if self._in_process and len(slots) > 1:
             raise _needs_processes(f"ctx.process_group() of {len(slots)} ranks", ctx)
-        entry = self._made.get(name)
+        entry = self._groups_by_name.get(name)
         if entry is None:
-            self._asked[ctx.role, axis] = None
+            self._requests[ctx.role, axis] = None
             if not self._in_process:
-                self.default.have()
+                self.default.ensure_made()
             rendezvous_key = f"{ctx.group}/{ctx.generation}/{self._usable.epoch}/{name}"
             whole, timeout_s = f"{ctx.group}/{name}", self._worker.collective_timeout
-            plan = Plan(whole, rendezvous_key, slots, index, False, not self._in_process, self._device, timeout_s)
+            plan = ProcessGroupPlan(
+                whole, rendezvous_key, slots, index, False, not self._in_process, self._device, timeout_s
+            )
             if len(slots) == 1:
-                self._made[name] = Made(plan.make(torch_groups.hash_store()))
+                self._groups_by_name[name] = RoleGroup(plan.make_group(torch_groups.create_hash_store()))
             else:
-                self._making.have(Together(name, plan, self.default.rendezvous(), self._made))
-            entry = self._made[name]
-        entry.asked = self._worker.asking()
+                self._making.ensure_group(GroupRequest(name, plan, self.default.rendezvous(), self._groups_by_name))
+            entry = self._groups_by_name[name]
+        entry.seq = self._worker.get_current_seq()
         return entry.group
 
     def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
@@ -114,9 +116,9 @@ class ProcessGroups:
         which, place = name, ctx.meshes[name]
         result = self._meshes.get((ctx.role, which))
         if result is None:
-            self.have_default()
+            self.ensure_default()
             if not self._in_process:
-                books.tell_apart()
+                books.distinguish_meshes()
             prefix = f"{which}." if which else ""
             axes = tuple(place.shape)
             groups = [self.get(ctx, prefix + axis) for axis in axes]
@@ -125,7 +127,7 @@ class ProcessGroups:
             # Torch's caches treat a new mesh as equal, and would put tensors of the new mesh on the former mesh.
             reference = self._former_meshes.pop((ctx.role, which), None)
             former = None if reference is None else reference()
-            if former is not None and books.point(former, groups):
+            if former is not None and books.repoint_mesh(former, groups):
                 result = former
             else:
                 result = DeviceMesh.from_group(
@@ -139,17 +141,17 @@ class ProcessGroups:
 
     def make_again(self, ctx: Context) -> None:
         """Make all groups of a role again after a drop, on all ranks in the order of the first requests."""
-        self.have_default()
-        for axis in [axis for role, axis in self._asked if role == ctx.role]:
+        self.ensure_default()
+        for axis in [axis for role, axis in self._requests if role == ctx.role]:
             self.get(ctx, axis)
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return the address of the group's store on slot 0."""
-        self.have_default()
+        """Return the address of the worker group's torch store, which slot 0 serves."""
+        self.ensure_default()
         return self.default.rendezvous()
 
     def torchrun_environment(self, nodes: Sequence[int]) -> dict[str, str]:
-        """Return torchrun's environment variables. `nodes` has a number for each slot, equal for slots on one node."""
+        """Return torchrun's environment variables. `nodes` has each slot's node as a number."""
         host, port = self.rendezvous()
         local_slots = [slot for slot, node in enumerate(nodes) if node == nodes[self._slot]]
         # Libraries use the local rank as a device's number, too, although a worker may see only one device.
@@ -165,171 +167,171 @@ class ProcessGroups:
             "TORCHELASTIC_RESTART_COUNT": str(self._worker.boot.generation),
         }
 
-    def have_default(self) -> None:
+    def ensure_default(self) -> None:
         """Make the default group unless there is one. Workers that are threads share the group of the process."""
         if self._in_process:
             self.default.share()
         else:
-            self.default.have()
+            self.default.ensure_made()
 
-    def count(self) -> int:
+    def count_operations(self) -> int:
         """Return the number of operations that this rank has started on all groups."""
-        return 0 if self._in_process else books.count()
+        return 0 if self._in_process else books.count_all()
 
     # -- after a failure
 
-    def _hopeless(self) -> str | None:
-        reason = self._worker.why_not()
+    def _explain_hopeless(self) -> str | None:
+        reason = self._worker.get_wait_refusal()
         if reason is None:
             return None
         # Check only the groups of this call if there are any, because an unrelated call may have cut another group.
-        seq, entries = self._worker.asking(), dict(self._made)
-        names = [name for name, entry in entries.items() if entry.asked == seq] or [*entries]
-        return reason if books.lost_a_peer(f"{self._group}/{name}" for name in names) else None
+        seq, entries = self._worker.get_current_seq(), dict(self._groups_by_name)
+        names = [name for name, entry in entries.items() if entry.seq == seq] or [*entries]
+        return reason if books.has_lost_peer(f"{self._group}/{name}" for name in names) else None
 
-    def lost_a_peer(self) -> bool:
+    def has_lost_peer(self) -> bool:
         """Return whether a peer has left or died, so that this rank's failure is only a consequence.
 
         Then a group couldn't be made because a rank left, or the other end of a connection is closed.
         """
-        fails = self._making.failed_in == self._worker.asking() or bool(self._usable.cuts)
-        return fails or books.lost_a_peer(self.operations())
+        fails = self._making.failed_in == self._worker.get_current_seq() or bool(self._usable.cuts)
+        return fails or books.has_lost_peer(self.operations_by_group())
 
-    def operations(self) -> Operations:
-        """Return the number of operations that this rank has started on each group, including groups made by roles."""
-        if self._in_process:  # The groups of the process don't belong to this worker alone.
+    def operations_by_group(self) -> Operations:
+        """Return the number of started operations and the size of each process group, also of groups made by roles."""
+        if self._in_process:  # Torch's groups belong to the whole process, not to this worker alone.
             return {}
-        with LOOKING:
-            counts, unfinished = books.operations(), self._making.unfinished()
+        with INSPECTION_LOCK:
+            counts, unfinished = books.count_operations(), self._making.list_unfinished()
             return {name: count for name, count in counts.items() if name not in unfinished}
 
-    def left(self, hold: int, slot: int, operations: Operations) -> None:
-        """Record that another rank starts no operations until the hold ends, and end waits for this rank."""
+    def on_peer_left(self, hold: int, slot: int, operations: Operations) -> None:
+        """Record that another rank starts no operations until the hold ends, and end waits for that rank."""
         with self._lock:
-            if not self._usable.left(hold, slot, operations):
+            if not self._usable.on_peer_left(hold, slot, operations):
                 return
-            over, begins = self._watching, self._watching is None and books.are_any()
+            over, begins = self._watch_over, self._watch_over is None and books.has_groups()
             if over is None:
                 over = threading.Event()
             if begins:
-                self._watching = over
-        self._free_those_that_wait()
+                self._watch_over = over
+        self._cut_hopeless()
         if begins:
             # Keep checking until this rank is back, because the running call may start another wait at any time.
-            Thread(target=self._watch, args=(over,), name="colocate-process-groups").start()
+            Thread(target=self._watch_waits, args=(over,), name="colocate-process-groups").start()
 
-    def _watch(self, over: threading.Event) -> None:
+    def _watch_waits(self, over: threading.Event) -> None:
         while not over.wait(LOOKS_AT_GROUPS_EVERY_S):
-            self._free_those_that_wait()
+            self._cut_hopeless()
 
-    def _free_those_that_wait(self) -> None:
-        """Cut groups on which this rank waits for operations that other ranks never start."""
-        with LOOKING:  # Nobody may drop or replace groups until the cuts are done.
-            begun, sent = books.operations(), books.with_transfers() if transferring else ()
+    def _cut_hopeless(self) -> None:
+        """Cut (abort) process groups on which this rank waits for operations that other ranks never start."""
+        with INSPECTION_LOCK:  # Nobody may drop or replace groups until the cuts are done.
+            begun, sent = books.count_operations(), books.list_transferring() if transferring else ()
             with self._lock:
-                vain = self._usable.vain(begun, books.members)
-                # Transfers aren't counted per peer, so a wait counts as futile if any member is lost.
-                vain.update(name for name in sent if self._usable.shares(books.members(name)))
-            self._cut_those(vain - self._usable.cuts - self._making.unfinished())
+                vain = self._usable.find_hopeless(begun, books.list_members)
+                # Sends aren't counted per peer, so a wait counts as futile if any member of the group has left.
+                vain.update(name for name in sent if self._usable.includes_left(books.list_members(name)))
+            self._cut_groups(vain - self._usable.cuts - self._making.list_unfinished())
 
-    def cut(self, waits: Callable[[], bool] = lambda: True) -> None:
-        """Cut all groups in use, which ends the waits of this rank and of peers in collectives.
+    def cut_all(self, waits: Callable[[], bool] = lambda: True) -> None:
+        """Cut (abort) all process groups in use, which ends the waits of this rank and of peers in collectives.
 
         `waits` returns whether this rank may still be waiting. It runs under the lock that excludes `back`, because
         groups that are cut after `back` would count as usable.
         """
-        with LOOKING:
+        with INSPECTION_LOCK:
             if waits():
-                self._cut_those([name for name, (count, _) in self.operations().items() if count])
+                self._cut_groups([name for name, (count, _) in self.operations_by_group().items() if count])
 
-    def _cut_those(self, names: Collection[str]) -> threading.Thread | None:
-        """Record and cut groups, and return the thread of an unfinished abort, or None."""
+    def _cut_groups(self, names: Collection[str]) -> threading.Thread | None:
+        """Cut (abort) process groups, record their names, and return the thread of an unfinished abort, or None."""
         with self._lock:
             self._usable.cuts.update(names)
-        self.cuts += len(names)
-        return books.cut(names)
+        self.cut_count += len(names)
+        return books.cut_groups(names)
 
-    def back(self, hold: int) -> tuple[Operations, list[str]]:
-        """Return the operations that this rank has started, and the names of cut groups. Called on the idle lane."""
-        self._making.back()
+    def enter_hold(self, hold: int) -> tuple[Operations, list[str]]:
+        """Mark this rank as back, and return its counts of operations and the cut groups. Called on the idle lane."""
+        self._making.wait_until_idle()
         with self._lock:
-            self._usable.back(hold)
-            over, self._watching = self._watching, None
+            self._usable.on_back(hold)
+            over, self._watch_over = self._watch_over, None
         if over is not None:
             over.set()
-        operations = self.operations()  # This takes the lock, and so waits for a cut in progress.
+        operations = self.operations_by_group()  # This takes the lock, and so waits for a cut in progress.
         return operations, sorted(self._usable.cuts)
 
-    def concerns(self, names: Sequence[str], role: str) -> bool:
+    def concerns_role(self, names: Sequence[str], role: str) -> bool:
         """Return whether a role may use one of these groups, such as the default group or a group made by role code."""
         whole, role_prefix = f"{self._group}/", f"{self._group}/{role}/"
         return any(
             name.startswith(role_prefix) or not name.startswith(whole) or name == self.default.name for name in names
         )
 
-    def about_to_drop(self, names: Sequence[str]) -> None:
+    def expect_drop(self, names: Sequence[str]) -> None:
         """Record that the lane is about to drop groups. Called on any thread."""
         if self.default.name in names:
-            self.default.about_to_drop()
+            self.default.expect_drop()
 
-    def drop(self, names: Sequence[str]) -> None:
+    def drop_groups(self, names: Sequence[str]) -> None:
         """Drop broken groups, so that the next requests make new groups. Called on the lane."""
-        with LOOKING:  # Wait for a cut in progress. A later cut finds no group.
+        with INSPECTION_LOCK:  # Wait for a cut in progress. A later cut finds no group.
             pass
         whole = self.default.name in names
         if whole:  # Together with the default group, torch removes all other groups.
-            names = [*books.all_groups()]
-        if (rest := books.cut(names)) is not None:  # Wait until the groups on devices are aborted.
+            names = [*books.list_groups()]
+        if (rest := books.cut_groups(names)) is not None:  # Wait until the groups on devices are aborted.
             rest.join()
         self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
         for name in names:
-            self._made.pop(name.removeprefix(f"{self._group}/"), None)
-            if (reference := books.reference(name)) is not None:
+            self._groups_by_name.pop(name.removeprefix(f"{self._group}/"), None)
+            if (reference := books.get_reference(name)) is not None:
                 self._dropped.append((reference, name))
-            self._left += books.forget(name)
+            self._leftovers += books.forget_group(name)
         with self._lock:
             # Store the names until the roles are renewed, because another driver may repeat the request.
             self._usable.cuts.update(names)
-        self.default.dropped(self._usable.epoch if whole else None)
+        self.default.on_dropped(self._usable.epoch if whole else None)
 
-    def renewed(self) -> None:
+    def on_renewed(self) -> None:
         """Clear the record of cuts, because the roles were renewed without the dropped groups."""
         with self._lock:
             self._usable.cuts.clear()
 
-    def holders(self) -> list[str]:
+    def take_holders(self) -> list[str]:
         """Return the names of dropped groups that role code still refers to, and clear the record of drops."""
         dropped, self._dropped = self._dropped, []
         if dropped:
-            with LOOKING:  # Wait for an inspection of the lane's frames, which may refer to groups.
+            with INSPECTION_LOCK:  # Wait for an inspection of the lane's stack frames, which may refer to groups.
                 pass
-            gc.collect()  # The frames of role code may be in reference cycles.
-        # Drop the backends last, because a model that drops a last reference on the lane waits for operations.
-        destroy_later(self._left)
+            gc.collect()  # Stack frames of role code may be in reference cycles.
+        # Drop these references last: otherwise a model on the lane could drop the last one, and wait for operations.
+        destroy_later(self._leftovers)
         return sorted({name for group, name in dropped if group() is not None})
 
-    def ending(self) -> None:
+    def on_ending(self) -> None:
         """End all waits for peers, because the worker is about to end. Called on any thread."""
-        self._making.give_up()
-        self.cut()
+        self._making.abandon_waits()
+        self.cut_all()
 
     def close(self) -> None:
         """Drop all groups at the worker's end."""
         self._making.close(GROUPS_CLOSE_WITHIN_S)
         self._meshes.clear()
-        names = [f"{self._group}/{name}" for name in self._made]
-        self._made.clear()
+        names = [f"{self._group}/{name}" for name in self._groups_by_name]
+        self._groups_by_name.clear()
         if self._in_process:
-            backends = [backend for name in names for backend in books.forget(name)]
+            backends = [backend for name in names for backend in books.forget_group(name)]
             backends += self.default.unshare()
         else:
             # Cut unused groups, too, because dropping the last reference to an NCCL group without a cut would block.
-            with LOOKING:
-                rest = self._cut_those(books.all_groups())
+            with INSPECTION_LOCK:
+                rest = self._cut_groups(books.list_groups())
             if rest is not None:
                 rest.join(GROUPS_CLOSE_WITHIN_S)
-                if rest.is_alive():  # NCCL takes a second for each group, and forever if a kernel doesn't end.
+                if rest.is_alive():  # NCCL's abort takes a second for each group, and forever if a kernel doesn't end.
                     return  # The end of the process cleans up.
             backends = books.forget_all()
         destroy_later(backends, GROUPS_CLOSE_WITHIN_S)
@@ -346,7 +348,7 @@ def _needs_processes(what: str, ctx: Context) -> CapabilityError:
     )
 
 
-def _members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
+def _group_members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
     """Return the slots of a process group, this rank's index there, and a name that is equal on all these slots."""
     role, mesh = ctx.role or "", ""
     if axis is None:

@@ -1,4 +1,4 @@
-"""Messages about process groups. `Left`, `DropGroups` and `Join` go to workers, all others come from workers."""
+"""Messages about process groups. `LeftGroups`, `DropGroups` and `JoinDefault` go to workers, others to the driver."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from colocate._protocol.message import Head, Message, message, values
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """A rank's report on process groups, sent as a tuple after a call, after a failure, and during a hold."""
 
-    updates: int = 0  # The number of starts and ends of updates of shared weights in the call.
+    updates: int = 0  # The number of started plus ended updates of shared weights in the call.
     operations: Operations = {}  # The operations started on each process group.
     in_step: bool = False  # Whether the failed call had started operations, or raised in a backward pass.
     cuts: Sequence[str] = ()  # The names of process groups that the rank has cut.
     begins: bool = False  # Whether the finished call has started operations.
 
-    def plain(self) -> tuple[Any, ...] | None:
+    def encode(self) -> tuple[Any, ...] | None:
         """Return the report in the wire format, or None for an empty report."""
         return tuple(self) if any(self) else None
 
 
 @message
-class Left(Message):
+class LeftGroups(Message):
     """The driver's notification that a rank starts no further operations until the hold ends."""
 
     number: int  # The number of the hold.
@@ -45,12 +45,12 @@ class DropGroups(Message):
 
 
 @message
-class Join(Message):
+class JoinDefault(Message):
     """The driver's request to a slot to take part in making the default process group."""
 
 
 @message
-class Joining(Message):
+class DefaultStarted(Message):
     """A worker's notification that a slot starts to make the default process group. All other slots must join."""
 
     key: str  # The key of the slots' rendezvous.
@@ -58,7 +58,7 @@ class Joining(Message):
 
 @message
 class GroupsDropped(Message):
-    """The answer to `DropGroups` after roles were renewed. The body is the exception of a failed role, if sendable."""
+    """The answer to `DropGroups` after roles were renewed. The body is a failed role's exception, if serializable."""
 
     number: int  # The number of the hold.
     holders: Sequence[str]  # The names of dropped groups that role code still refers to.
@@ -69,7 +69,7 @@ class GroupsDropped(Message):
         return "GroupsDropped", self.number, self.holders, None if self.failure is None else values(self.failure)
 
     @classmethod
-    def of(cls, *values: Any) -> GroupsDropped:
-        """Return the message for values from the wire; see `Message.of`."""
+    def from_values(cls, *values: Any) -> GroupsDropped:
+        """Return the message for values from the wire; see `Message.from_values`."""
         number, holders, failure = values
         return cls(number, holders, None if failure is None else Failure(*failure))

@@ -22,30 +22,31 @@ M = TypeVar("M", bound=nn.Module)
 _LruCache = type(functools.cache(lambda: None))
 
 
-def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callable[[], M]) -> M:
+def rebuild_model(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callable[[], M]) -> M:
     """Rebuild a model, copy the former model's state, and point the optimizer to the new parameters.
 
     A tensor on the meta device is replaced by the former tensor's shard. Any other tensor gets a copy of the values, so
     that users of the new tensor, such as DDP's reducer, stay valid. A model with other tensors is a `ConfigError`.
     """
     former.state_dict(keep_vars=True)  # This makes FSDP2 restore the shards, even in the middle of a step.
-    before = _tensors(former)
+    before = _named_tensors(former)
     _forget_layouts()
     fresh = rebuild()
-    names = _tensors(fresh)
+    names = _named_tensors(fresh)
     if before.keys() != names.keys():
-        raise _other(f"other parameters or buffers: {', '.join(sorted(before.keys() ^ names.keys()))}")
+        raise _mismatch_error(f"other parameters or buffers: {', '.join(sorted(before.keys() ^ names.keys()))}")
     replaced: dict[int, torch.Tensor] = {}  # The key is the former tensor's id, so that tied tensors stay tied.
     for name, tensor in names.items():
         old = before[name]
-        if _local(tensor).shape != _local(old).shape or tensor.shape != old.shape:
+        if _local_tensor(tensor).shape != _local_tensor(old).shape or tensor.shape != old.shape:
             shapes = [
-                f"shape {[*item.shape]}" + (f", {[*_local(item).shape]} here" if isinstance(item, DTensor) else "")
+                f"shape {[*item.shape]}"
+                + (f", {[*_local_tensor(item).shape]} here" if isinstance(item, DTensor) else "")
                 for item in (tensor, old)
             ]
-            raise _other(f"{name} of {shapes[0]}, not {shapes[1]}")
+            raise _mismatch_error(f"{name} of {shapes[0]}, not {shapes[1]}")
         if id(old) not in replaced:
-            replaced[id(old)] = _moved(old, tensor)
+            replaced[id(old)] = _move_values(old, tensor)
         if replaced[id(old)] is not tensor:
             owner, _, last = name.rpartition(".")
             setattr(fresh.get_submodule(owner), last, replaced[id(old)])
@@ -53,7 +54,7 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
     for name, item in fresh.named_modules():
         item.training = modes.get(name, item.training)
     for mesh in {id(old.device_mesh): old.device_mesh for old in before.values() if isinstance(old, DTensor)}.values():
-        books.let_go(mesh)
+        books.release_mesh(mesh)
     if optimizer is None:
         return fresh
     for group in optimizer.param_groups:
@@ -62,7 +63,7 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
         if old in optimizer.state:
             new, state = replaced[id(old)], optimizer.state.pop(old)
             optimizer.state[new] = {
-                name: _laid_like(value, new) if isinstance(value, DTensor) else value for name, value in state.items()
+                name: _place_like(value, new) if isinstance(value, DTensor) else value for name, value in state.items()
             }
     return fresh
 
@@ -81,30 +82,30 @@ def _forget_layouts() -> None:
             clear()
 
 
-def _other(what: str) -> ConfigError:
+def _mismatch_error(what: str) -> ConfigError:
     return ConfigError(f"the model that `rebuild` has made has {what}; it has to make it as it was")
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def _moved(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def _move_values(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Copy the former values to the new tensor, or return the former shard if the new tensor is on the meta device."""
     if not into.is_meta:
-        _local(into).copy_(_local(old))
+        _local_tensor(into).copy_(_local_tensor(old))
         return into.requires_grad_(old.requires_grad)
-    moved = _laid_like(old, into)
+    moved = _place_like(old, into)
     return nn.Parameter(moved, old.requires_grad) if isinstance(into, nn.Parameter) else moved
 
 
-def _laid_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _place_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the former tensor's own shard, on the mesh of the tensor `like`."""
     if not (isinstance(old, DTensor) and isinstance(like, DTensor)):
         return old.detach()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colocate._role.context import Context, context
-from colocate._role.on_mesh import is_on_mesh, of_fsdp
+from colocate._role.on_mesh import find_fsdp_modules, is_on_mesh
 from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def renew(
     ctx: Context | None = None,
     rebuild: Callable[[], M] | None = None,
 ) -> M:
-    """Renew a model's process groups after the former groups were cut. Call this in a role's method `renew(self)`.
+    """Renew a model's process groups after the former ones were cut (aborted). Call this in a role's `renew(self)`.
 
     The parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. Results
     of the failed step are lost: gradients, including gradients accumulated under `no_sync`, and the state of a
@@ -59,7 +59,7 @@ def renew(
         ConfigError: The model is sharded by `FullyShardedDataParallel` (FSDP1), or `rebuild` is missing
             although it is needed, or has made another model.
     """
-    if of_fsdp(module, "FullyShardedDataParallel"):
+    if find_fsdp_modules(module, "FullyShardedDataParallel"):
         raise ConfigError(
             f"{type(module).__name__} can't be renewed: FullyShardedDataParallel (FSDP1) has no way to go on with "
             "other process groups; shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
@@ -67,60 +67,64 @@ def renew(
     ctx = context() if ctx is None else ctx
     ctx._groups().make_again(ctx)
     try:
-        _go_on(module, optimizer)
-    except _CannotGoOn as error:
+        _renew_in_place(module, optimizer)
+    except _NotRenewable as error:
         if rebuild is None:
             raise ConfigError(f"{type(module).__name__} can't be renewed in place: {error}") from error.__cause__
-        from colocate.features.process_groups.rebuilt import rebuilt
+        from colocate.features.process_groups.rebuilt import rebuild_model
 
-        module = rebuilt(module, optimizer, rebuild)
+        module = rebuild_model(module, optimizer, rebuild)
     module.zero_grad(set_to_none=True)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     return module
 
 
-class _CannotGoOn(Exception):
+class _NotRenewable(Exception):
     """Raised if a model can't be renewed in place; the text is the reason."""
 
 
-def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _renew_in_place(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     advice = f"it is known to work with torch {_KNOWN[0]} to {_KNOWN[-1]}, and with others by `rebuild`"
     if ".".join(torch.__version__.split(".")[:2]) not in _KNOWN:
-        raise _CannotGoOn(
+        raise _NotRenewable(
             f"that needs private parts of torch, and nobody has tried it with {torch.__version__}; {advice}"
         )
     try:
-        for mesh in {id(tensor.device_mesh): tensor.device_mesh for tensor in _tensors(module, optimizer)}.values():
+        for mesh in {
+            id(tensor.device_mesh): tensor.device_mesh for tensor in _mesh_tensors(module, optimizer)
+        }.values():
             _look_up_groups(mesh)
-        _reset_sharded(of_fsdp(module, "FSDPModule"))
+        _reset_sharded(find_fsdp_modules(module, "FSDPModule"))
         for submodule in module.modules():
             if isinstance(submodule, DistributedDataParallel):
                 wrapped: Any = submodule
                 former = wrapped.process_group
-                wrapped._update_process_group(_resolve(str(former.group_name), "DistributedDataParallel"))
+                wrapped._update_process_group(_resolve_group(str(former.group_name), "DistributedDataParallel"))
                 # Update copies of the attribute, too, because `torch.compile` wraps models in functions with copies.
                 for copy in gc.get_referrers(former):
                     if isinstance(copy, dict) and copy.get("process_group") is former:
                         copy["process_group"] = wrapped.process_group
     except AttributeError as error:
-        raise _CannotGoOn(f"that needs parts of torch which {torch.__version__} hasn't ({error}); {advice}") from error
+        raise _NotRenewable(
+            f"that needs parts of torch which {torch.__version__} hasn't ({error}); {advice}"
+        ) from error
 
 
-def _resolve(name: str, what: str) -> Any:
+def _resolve_group(name: str, what: str) -> Any:
     """Return the current process group with the name of a former group."""
     from torch._C._distributed_c10d import _resolve_process_group
 
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:
-        raise _CannotGoOn(
+        raise _NotRenewable(
             f"{what} lies on the process group {name!r}, which was cut, and which colocate can't make again: give it "
             "ctx.process_group(), or a mesh of ctx.device_mesh(), or say how it is made by `rebuild`"
         ) from None
 
 
-def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
+def _mesh_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
     for tensor in (*module.parameters(), *module.buffers()):
         if is_on_mesh(tensor):
             yield tensor
@@ -135,7 +139,7 @@ def _look_up_groups(mesh: DeviceMesh) -> None:
     root = mesh._get_root_mesh()
     for one_mesh in (root, mesh):
         for name in one_mesh._dim_group_names:
-            root._pg_registry[name] = _resolve(str(name), f"mesh {one_mesh}")
+            root._pg_registry[name] = _resolve_group(str(name), f"mesh {one_mesh}")
 
 
 def _reset_sharded(modules: list[Any]) -> None:

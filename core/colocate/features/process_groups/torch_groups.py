@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate import wire
-from colocate._system.jobs import message_of
+from colocate._system.jobs import get_message
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ConfigError
-from colocate.features.process_groups.books import forget
-from colocate.features.process_groups.meetings import NotMade, all_have
+from colocate.features.process_groups.books import forget_group
+from colocate.features.process_groups.meetings import GroupNotMade, wait_all_made
 from colocate.gpus import backend_for
 
 if TYPE_CHECKING:
@@ -33,48 +33,48 @@ _sharers: set[int] = set()
 
 
 @attrs.frozen
-class Plan:
+class ProcessGroupPlan:
     """The parameters for making a process group."""
 
     name: str  # The name in torch, which renewals don't change.
     rendezvous_key: str  # The key of the rendezvous, which is new for each attempt.
-    slots: Sequence[int]  # The slots of the ranks, in order. A slot's number is the rank in the default group.
+    slots: Sequence[int]  # The slots of the ranks, in order. A slot's number is its rank in the default group.
     index: int  # The index of this rank among the ranks.
     is_default: bool
     lies_in_default: bool  # Whether the group is part of the default group.
     device: str
     timeout_s: float  # The timeout of a collective, in seconds.
 
-    def make(self, store: Any) -> ProcessGroup:
+    def make_group(self, store: Any) -> ProcessGroup:
         """Make the group together with all other ranks through a store, and return when all ranks have succeeded.
 
         Raises:
-            NotMade: Another rank has failed.
+            GroupNotMade: Another rank has failed.
             Exception: This rank has failed. The caller must notify the other ranks, which wait for this rank.
         """
         group = self._connect(store)
         # Wait for all ranks, because a rank that cuts the group too early would block the construction on peers.
         try:
-            is_complete = len(self.slots) == 1 or all_have(
+            is_complete = len(self.slots) == 1 or wait_all_made(
                 store, self.rendezvous_key, self.index, len(self.slots), self.timeout_s
             )
         except BaseException:
             del group  # Otherwise the traceback would keep a reference to the group.
-            forget(self.name)
+            forget_group(self.name)
             raise
         if not is_complete:
             del group
-            forget(self.name)
-            raise NotMade(f"another rank could not make the process group {self.name!r}, or was late")
+            forget_group(self.name)
+            raise GroupNotMade(f"another rank could not make the process group {self.name!r}, or was late")
         return group
 
     def _connect(self, store: Any) -> ProcessGroup:
-        # These are the steps of `init_process_group` and `new_group`.
+        # Do the steps of `init_process_group` and `new_group` here.
         # The public functions need all ranks of the default group, and use numbers as names.
         import torch
         import torch.distributed as dist
 
-        # Import this before the default group exists, because default arguments there would keep the group forever.
+        # Import this before the default group exists, because its functions' default arguments would keep the group.
         import torch.distributed.nn.functional
         from torch.distributed import distributed_c10d as c10d
 
@@ -82,7 +82,7 @@ class Plan:
         # Gloo is always needed, for tensors on the host.
         backend = "gloo" if device_backend is None else f"cpu:gloo,{device_backend}"
         bound = None if device_backend is None else torch.device(self.device)
-        with _no_split(c10d) if self.lies_in_default else contextlib.nullcontext():
+        with _prevent_split(c10d) if self.lies_in_default else contextlib.nullcontext():
             group, _ = c10d._new_process_group_helper(
                 len(self.slots),
                 self.index,
@@ -102,7 +102,7 @@ class Plan:
 
 
 @contextlib.contextmanager
-def _no_split(c10d: Any) -> Any:
+def _prevent_split(c10d: Any) -> Any:
     """A context manager in which NCCL doesn't split the default group's communicator, which would need all ranks."""
     # Don't hold a reference to the default group, because the block may outlast the group.
     with _splits_lock:
@@ -128,7 +128,7 @@ def serve_store(host: str, ports: tuple[int, int] | None = None) -> tuple[Any, t
     """Serve a store for ranks at a port that the listener has reserved, and return the store and the address."""
     import torch.distributed as dist
 
-    listener = wire.listening_within(host, ports, "torch's store of process groups")
+    listener = wire.listen_in_range(host, ports, "torch's store of process groups")
     address = listener.getsockname()[:2]
     # Use libuv, because torch's other server doesn't wake clients that wait for keys set by `compare_set`.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # exported without a declaration
@@ -154,7 +154,7 @@ def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
     return store
 
 
-def hash_store() -> Any:
+def create_hash_store() -> Any:
     """Return a store in this process's memory, for a group of one rank."""
     import torch.distributed as dist
 
@@ -165,7 +165,7 @@ def hash_store() -> Any:
 
 
 def share_default(owner: object) -> None:
-    """Register a user of the default group of this process alone, and create the group for the first user.
+    """Register a user of the default group that only this process has, and create the group for the first user.
 
     Raises:
         ConfigError: The default group has other processes already.
@@ -174,7 +174,7 @@ def share_default(owner: object) -> None:
 
     with _sharers_lock:
         if not dist.is_initialized():
-            Plan(_SHARED, "", [0], 0, True, False, "cpu", 60.0).make(hash_store())
+            ProcessGroupPlan(_SHARED, "", [0], 0, True, False, "cpu", 60.0).make_group(create_hash_store())
         elif dist.get_world_size() > 1:
             raise ConfigError(
                 "torch's default process group has other processes in it already, made by somebody else in this one: "
@@ -186,14 +186,14 @@ def share_default(owner: object) -> None:
 def unshare_default(owner: object) -> list[Any]:
     """Unregister a user of the shared default group, and remove the group after the last user.
 
-    `forget` describes the returned list.
+    `forget_group` describes the returned list.
     """
     with _sharers_lock:
         _sharers.discard(id(owner))
-        return [] if _sharers else forget(_SHARED)
+        return [] if _sharers else forget_group(_SHARED)
 
 
-def take_up() -> None:
+def adopt_default() -> None:
     """Replace torch's `init_process_group()` and `destroy_process_group()`, so that both keep colocate's default group.
 
     Scripts that always call `init_process_group()`, and `destroy_process_group()` at the end, then run unchanged.
@@ -208,14 +208,14 @@ def take_up() -> None:
 
     @functools.wraps(make)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        if _colocate_has_made_it(c10d):
-            _check_wanted(dist, **parameters.bind(*args, **kwargs).arguments)
+        if _is_colocates(c10d):
+            _check_matches(dist, **parameters.bind(*args, **kwargs).arguments)
         else:
             make(*args, **kwargs)
 
     @functools.wraps(destroy)
     def destroy_process_group(group: ProcessGroup | None = None) -> None:
-        if group not in (None, c10d.GroupMember.WORLD) or not _colocate_has_made_it(c10d):
+        if group not in (None, c10d.GroupMember.WORLD) or not _is_colocates(c10d):
             destroy(group)
 
     init_process_group.takes_up = True  # type: ignore[attr-defined]
@@ -224,12 +224,12 @@ def take_up() -> None:
         module.init_process_group, module.destroy_process_group = init_process_group, destroy_process_group
 
 
-def _colocate_has_made_it(c10d: Any) -> bool:
+def _is_colocates(c10d: Any) -> bool:
     default = c10d.GroupMember.WORLD
     return default is not None and str(default.group_name).endswith("/default")
 
 
-def _check_wanted(
+def _check_matches(
     dist: Any, backend: Any = None, world_size: int = -1, rank: int = -1, pg_options: Any = None, **_: object
 ) -> None:
     """Raise a `ConfigError` if colocate's default group doesn't fit the arguments of `init_process_group()`."""
@@ -253,9 +253,9 @@ def _check_wanted(
         )
 
 
-def hint_for(error: BaseException) -> str | None:
-    """Return a hint for an error that shows that role code tried to make the default group, otherwise None."""
-    text = message_of(error) if isinstance(error, ValueError) else ""
+def default_group_hint(error: BaseException) -> str | None:
+    """Return a hint if an error shows that role code tried to make the default process group, otherwise None."""
+    text = get_message(error) if isinstance(error, ValueError) else ""
     if "environment variable RANK expected" in text:
         return (
             'A library reads what torchrun sets: say .on(env="torchrun") of its role, in a config env: torchrun. '
@@ -265,7 +265,7 @@ def hint_for(error: BaseException) -> str | None:
         return None
     from torch.distributed import distributed_c10d as c10d
 
-    if not _colocate_has_made_it(c10d):
+    if not _is_colocates(c10d):
         return (
             "A role of this worker has made torch's default process group by init_process_group() already: leave that "
             "out in all of them, and say .on(default_group=True) of these roles, for which colocate makes one over the "

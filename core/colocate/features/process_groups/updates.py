@@ -1,4 +1,4 @@
-"""Counts weight updates in calls, which show whether ranks with a shared model still have the same state."""
+"""Counts each call's weight updates, in order to check that ranks with a shared model still have the same state."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import attrs
 
 
 @attrs.define(eq=False)
-class Counts:
+class CallCounts:
     """The counts of operations, cuts and weight updates for one call."""
 
     operations: int = 0  # The number of operations on all process groups before the call.
     cuts: int = 0  # The number of cuts of process groups before the call.
-    before: int = 0  # The role's own count of operations before the call, minus `operations`.
+    before: int = 0  # The role's own count of operations minus the process's count, before the call.
     step_events: int = 0  # The number of starts and ends of weight updates in the call.
     shares: bool = False  # Whether ranks share the updated weights.
 
-    def updates(self, operations: int) -> int:
-        """Return the step events if ranks share the weights, otherwise 0. `operations` is the count after the call."""
+    def shared_updates(self, operations: int) -> int:
+        """Return the number of step events if ranks share the weights, otherwise 0. `operations` is the final count."""
         return self.step_events if self.shares or operations != self.operations else 0
 
 
-def count_updates(running: Callable[[], Counts | None], operations: Callable[[], int]) -> None:
+def count_updates(running: Callable[[], CallCounts | None], operations: Callable[[], int]) -> None:
     """Start to count the weight updates of each call.
 
     Torch's hooks run before and after each step of any optimizer. Both are counted: an odd number shows a failure

@@ -27,12 +27,12 @@ from colocate.features.process_groups import works
 from colocate.worker.serving.signal_handlers import waits_for_role_code
 
 _SLICE = datetime.timedelta(milliseconds=20)
-_hopeless: Callable[[], str | None] | None = None  # The function that was passed to `guard`.
+_hopeless: Callable[[], str | None] | None = None  # The function that was passed to `guard_waits`.
 transferring: list[None] = []
 """One entry per thread that waits for a send or a receive."""
 
 
-def guard(hopeless: Callable[[], str | None]) -> None:
+def guard_waits(hopeless: Callable[[], str | None]) -> None:
     """Make `Work.wait()` raise a `Consequence` if no peer will come any more and gloo raises no error.
 
     This is only for processes with collectives on gloo. Collectives of NCCL don't wait on the host, and mustn't start
@@ -42,11 +42,11 @@ def guard(hopeless: Callable[[], str | None]) -> None:
     from torch.distributed import Work
 
     if _hopeless is None:
-        Work.wait = _guarded(Work.wait)  # type: ignore[method-assign]  # in this worker's own process
+        Work.wait = _guard_wait(Work.wait)  # type: ignore[method-assign]  # in this worker's own process
     _hopeless = hopeless
 
 
-def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
+def _guard_wait(original: Callable[..., bool]) -> Callable[..., bool]:
     @waits_for_role_code
     def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
         if not works.is_collective(work):
@@ -84,7 +84,7 @@ def finish_works() -> None:
         Consequence: A peer of an operation has failed.
         ValueError: An operation isn't finished in time, or only role code can wait for it.
     """
-    for work in works.pending():
+    for work in works.list_pending():
         if works.is_collective(work):
             with suppress(RuntimeError):
                 work.wait(datetime.timedelta(seconds=WORKS_DONE_WITHIN_S))
@@ -110,4 +110,4 @@ def destroy_later(backends: list[Any], within_s: float = 0.0) -> None:
         threads[-1].start()
     deadline = Deadline(within_s)
     for thread in threads:
-        thread.join(deadline.left)
+        thread.join(deadline.seconds_left)

@@ -29,7 +29,7 @@ METHODS = (
 
 
 @attrs.frozen
-class _Begun:
+class _StartedWork:
     """A started operation, with weak references to the work and the group."""
 
     work: weakref.ref[Work]
@@ -37,27 +37,27 @@ class _Begun:
     sends: bool
 
 
-_begun: dict[int, _Begun] = {}  # The key is the id of the work object.
+_started: dict[int, _StartedWork] = {}  # The key is the id of the work object.
 
 
-def record() -> None:
+def start_recording() -> None:
     """Start to record the operations that this process starts."""
     from torch.distributed import ProcessGroup
 
     for name in METHODS:
         begin = getattr(ProcessGroup, name, None)
         if begin is not None and not getattr(begin, "records_works", False):
-            setattr(ProcessGroup, name, _recording(begin, name == "send"))
+            setattr(ProcessGroup, name, _record_begin(begin, name == "send"))
 
 
-def pending() -> list[Work]:
+def list_pending() -> list[Work]:
     """Return operations that aren't finished according to torch, except gloo's sends, which write no tensors.
 
     Operations of removed groups are left out, because these write nothing any more.
     """
-    groups = {id(group) for group in books.all_groups().values()} if _begun else ()
+    groups = {id(group) for group in books.list_groups().values()} if _started else ()
     works = []
-    for begun in list(_begun.values()):
+    for begun in list(_started.values()):
         work, group = begun.work(), begun.group()
         if work is None or group is None or id(group) not in groups or work.is_completed():
             continue
@@ -67,7 +67,7 @@ def pending() -> list[Work]:
 
 
 def is_collective(work: Any) -> bool:
-    """Return whether a wait for a work may have a timeout. A timeout of gloo's transfers would end the group."""
+    """Return whether waiting for a `Work` may have a timeout. A timeout of gloo's sends and receives ends the group."""
     try:
         work.get_future()
     except RuntimeError:
@@ -75,12 +75,14 @@ def is_collective(work: Any) -> bool:
     return True
 
 
-def _recording(begin: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+def _record_begin(begin: Callable[..., Any], sends: bool) -> Callable[..., Any]:
     def recording(group: Any, *args: Any, **kwargs: Any) -> Any:
         work = begin(group, *args, **kwargs)
         if work is not None:
             key = id(work)
-            _begun[key] = _Begun(weakref.ref(work, lambda _: _begun.pop(key, None)), weakref.ref(group), sends)
+            _started[key] = _StartedWork(
+                weakref.ref(work, lambda _: _started.pop(key, None)), weakref.ref(group), sends
+            )
         return work
 
     recording.records_works = True  # type: ignore[attr-defined]

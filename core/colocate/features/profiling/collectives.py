@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 
 @attrs.define(eq=False)
-class Collectives:
-    """The operations that this process starts and awaits between `begin` and `end`, with times of `time.time_ns()`.
+class CollectiveRecorder:
+    """The operations that this process starts and awaits between `start_recording` and `stop_recording`.
+
+    Times are those of `time.time_ns()`.
 
     Attributes:
         calls: Each operation, in order, with the start and end of the call that started it.
-        waits: Each wait of the thread that called `begin`: the operation (None if unknown), start and end.
+        waits: Each wait of the thread that called `start_recording`: the operation (None if unknown), start and end.
     """
 
     calls: list[tuple[Meeting, int, int]] = attrs.field(factory=list, init=False)
@@ -39,38 +41,38 @@ class Collectives:
     _works: weakref.WeakKeyDictionary[Work, Meeting] = attrs.field(factory=weakref.WeakKeyDictionary, init=False)
     _undo: list[Callable[[], object]] = attrs.field(factory=list, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
-    # This function returns the group's name, which is equal on all ranks.
-    _known_as: Callable[[Any], str] = attrs.field(default=str, init=False)
+    # This function returns a process group's name, which is the same on all ranks.
+    _shared_name: Callable[[Any], str] = attrs.field(default=str, init=False)
 
-    def begin(self) -> None:
+    def start_recording(self) -> None:
         """Start recording, by wrapping torch's functions."""
         from torch import distributed
 
         if distributed.is_available() and "process_groups" in FEATURES:
-            from colocate.features.process_groups.books import known_as
+            from colocate.features.process_groups.books import shared_name
             from colocate.features.process_groups.works import METHODS
 
-            self._known_as = known_as
+            self._shared_name = shared_name
             for name in (*METHODS, "barrier"):
                 if hasattr(distributed.ProcessGroup, name):
-                    self._replace(distributed.ProcessGroup, name, self._begun(name))
-            self._replace(distributed.Work, "wait", self._waited)
+                    self._replace_method(distributed.ProcessGroup, name, self._wrap_begin(name))
+            self._replace_method(distributed.Work, "wait", self._wrap_wait)
 
-    def end(self) -> None:
+    def stop_recording(self) -> None:
         """Stop recording, by restoring torch's functions."""
         while self._undo:
             self._undo.pop()()
 
-    def _replace(self, owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _replace_method(self, owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         before = getattr(owner, name)
         setattr(owner, name, by(before))
         self._undo.append(lambda: setattr(owner, name, before))
 
-    def _begun(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _wrap_begin(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def by(original: Callable[..., Any]) -> Callable[..., Any]:
             @waits_for_role_code
             def begun(group: Any, *args: Any, **kwargs: Any) -> Any:
-                key = self._key(group, name, args)
+                key = self._operation_key(group, name, args)
                 meeting = key, self._counts[key]
                 self._counts[key] += 1
                 start = time.time_ns()
@@ -84,17 +86,17 @@ class Collectives:
 
         return by
 
-    def _key(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
-        """Return the key by which an operation is numbered: the group's name, with both ranks for `send` and `recv`."""
+    def _operation_key(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
+        """Return the key for numbering operations: the process group's name, and both ranks for `send` and `recv`."""
         group_name = self._names.get(group)
         if group_name is None:
-            group_name = self._names[group] = self._known_as(group)
+            group_name = self._names[group] = self._shared_name(group)
         if name not in ("send", "recv"):
             return group_name
         rank, peer = int(group.rank()), int(args[1])
         return f"{group_name} {rank}>{peer}" if name == "send" else f"{group_name} {peer}>{rank}"
 
-    def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @waits_for_role_code
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             start = time.time_ns()

@@ -20,21 +20,21 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.runtime import Runtime
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import CallRecord, MoveRecord
-from colocate._calls.sending import for_all, refuse_here, start
+from colocate._calls.sending import for_all, refuse_here, send_blocking
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.deadline import Deadline
 from colocate._system.nearest import did_you_mean
 from colocate._system.recent import Interval
-from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.hooks import GroupFeature
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import CapabilityError, ColocateError, ConfigError
 from colocate.features import CALLS
-from colocate.features.looking.idle import Called, Known, Slot, label_of
-from colocate.features.profiling.messages import BEGIN, END, AskClock, Clock, Meeting, Profiled
-from colocate.features.profiling.parts import Part, Piece, rows, split
+from colocate.features.looking.idle import CallHistory, Slot, TimedCall, call_label
+from colocate.features.profiling.messages import BEGIN, END, AskClock, Clock, Meeting, RankProfile
+from colocate.features.profiling.parts import Part, Piece, format_rows, split_time
 from colocate.features.profiling.worker import ProfilingOfWorker
 
 _LOOKS = 7
@@ -44,27 +44,27 @@ _MOST_RECORDS = 200_000
 SAMPLERS = ("torch", "py-spy")
 
 
-class ProfilingOfGroup(OfGroup):
-    """The driver's half of a group's profiles: measures how far the workers' clocks differ."""
+class ProfilingOfGroup(GroupFeature):
+    """The driver's half of a group's profiles: measures how far workers' clocks differ from the driver's clock."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self._requests: Requests[int, tuple[float, float]] = Requests(worker_group.base)
 
-    def renewed(self) -> None:
+    def on_restarted(self) -> None:
         """Drop pending requests after a restart, because the former workers have exited."""
         self._requests = Requests(self._worker_group.base)
 
-    def failed(self, error: ColocateError) -> None:
+    def on_failed(self, error: ColocateError) -> None:
         """Fail all pending requests with the group's error."""
         self._requests.fail_all(error)
 
-    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+    def on_message(self, worker: Worker, message: Message, body: Any) -> None:
         """Record a worker's time, together with the driver's time of receipt."""
         assert isinstance(message, Clock)
-        self._requests.answered(message.token, worker.slot, (message.now, time.time()))
+        self._requests.add_answer(message.token, worker.slot, (message.now, time.time()))
 
-    def ahead(self, within_s: float) -> dict[int, float]:
+    def clock_offsets(self, within_s: float) -> dict[int, float]:
         """Return, by slot, how many seconds each worker's clock is ahead of the driver's clock.
 
         The offset is 0 if it is within the error of the measurement (half the round trip), as on one machine.
@@ -75,13 +75,13 @@ class ProfilingOfGroup(OfGroup):
         """
         deadline, best = Deadline(within_s), dict[int, tuple[float, float]]()
         for _ in range(_LOOKS):
-            tell, asked = self._worker_group.teller(), dict[int, float]()
+            tell, asked = self._worker_group.make_sender(), dict[int, float]()
 
             def ask(slot: int, token: int, tell: Any = tell, asked: dict[int, float] = asked) -> None:
                 asked[slot] = time.time()
                 tell(slot, AskClock(token))
 
-            slots = self._worker_group.live()
+            slots = self._worker_group.live_slots()
             answers = self._requests.ask(slots, ask, deadline, lambda who: f"worker {who} doesn't tell its time")
             for slot, (worker_time, received_at) in zip(slots, answers, strict=True):
                 error, offset = (received_at - asked[slot]) / 2, worker_time - (asked[slot] + received_at) / 2
@@ -91,7 +91,7 @@ class ProfilingOfGroup(OfGroup):
 
 
 @attrs.define(eq=False)
-class _Told:
+class _EventLog:
     calls: deque[CallRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
     moves: deque[MoveRecord] = attrs.field(factory=lambda: deque(maxlen=_MOST_RECORDS))
 
@@ -128,7 +128,7 @@ class Profile:
 
     def rows(self) -> list[dict[str, str | float]]:
         """Return a table of `parts` with the average seconds per slot. The last row is the sum, equal to `seconds`."""
-        return rows(self.parts, max(1, sum(map(len, self.slots.values()))))
+        return format_rows(self.parts, max(1, sum(map(len, self.slots.values()))))
 
 
 @contextlib.contextmanager
@@ -161,22 +161,22 @@ def profile(
             example because another profiler of torch's runs in that process.
     """
     groups = [group] if isinstance(group, ColocatedGroup) else list(group)
-    session = _Session(groups, _targets(groups, roles, ranks), memory, sampler)
+    session = _Session(groups, _select_slots(groups, roles, ranks), memory, sampler)
     try:
-        session.begin()
+        session.start_profile()
         yield session.profile
-        session.end(title)
+        session.finish_profile(title)
     except BaseException:
-        session.forget()
+        session.discard_profile()
         raise
 
 
 def check_profile(groups: Sequence[Any], roles: Any, ranks: Any, memory: bool, sampler: str) -> None:
     """Check the arguments of a profile. Raises the same errors as `profile`."""
-    _Session(groups, _targets(groups, roles, ranks), memory, sampler)
+    _Session(groups, _select_slots(groups, roles, ranks), memory, sampler)
 
 
-def _targets(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[int, ...]]:
+def _select_slots(groups: Sequence[Any], roles: Any, ranks: Any) -> dict[str, tuple[int, ...]]:
     for item in groups:
         if not isinstance(item, ColocatedGroup):
             raise ConfigError(f"colocate.profile(group): it is a group, not {item!r}")
@@ -223,7 +223,7 @@ class _Session:
             connection = connection.owner
         self._connection = connection
         for node in self._groups.values():
-            self._check(node, slots[node.name])
+            self._check_slots(node, slots[node.name])
         if memory and not any(
             worker.boot.device != "cpu" and worker.slot in slots[node.name]
             for node in self._groups.values()
@@ -233,16 +233,16 @@ class _Session:
         run = first.services.run
         self._folder = (Path.cwd() if run is None else Path(run.directory)) / "profile"
         self.profile = Profile(self._folder.with_suffix(".json"), slots)
-        self._is_made = False  # Whether this session has created the folder.
-        self._told = _Told()
-        self._begun: dict[str, PendingCall] = {}
-        self._ended: dict[str, PendingCall] = {}
-        self._ahead: dict[Slot, float] = {}
-        self._zero = time.time()
+        self._has_folder = False  # Whether this session has created the folder.
+        self._event_log = _EventLog()
+        self._begin_calls: dict[str, PendingCall] = {}
+        self._end_calls: dict[str, PendingCall] = {}
+        self._clock_offsets: dict[Slot, float] = {}
+        self._start_time = time.time()
         self._token = uuid.uuid4().hex
         self._timeline: Any = None
 
-    def _check(self, node: WorkerGroup, slots: Sequence[int]) -> None:
+    def _check_slots(self, node: WorkerGroup, slots: Sequence[int]) -> None:
         label = f"a profile of group {node.name!r}"
         if node.services.executor.in_process:
             raise CapabilityError(
@@ -250,26 +250,30 @@ class _Session:
                 "Use connect(processes=True) (--set executor.with.processes=true), Ray or Dask"
             )
         refuse_here(node, label)
-        refuse_to_wait(label)
+        check_may_wait(label)
 
-    def begin(self) -> None:
+    def start_profile(self) -> None:
         for node in list(self._connection.worker_groups.values()):
             if node.alive:
-                # Other groups may hang or have failed, so their errors are ignored.
+                # Groups outside the profile may hang or have failed, so their errors are ignored.
                 is_other = node.name not in self._groups
                 within_s, errors = (1.0, (ColocateError, TimeoutError)) if is_other else (_CLOCKS_WITHIN_S, ())
                 with contextlib.suppress(*errors):
-                    measure_offsets = partial(cast("ProfilingOfGroup", node.part("profiling")).ahead, within_s)
-                    self._ahead |= {(node.name, slot): seconds for slot, seconds in measure_offsets().items()}
+                    measure_offsets = partial(
+                        cast("ProfilingOfGroup", node.get_part("profiling")).clock_offsets, within_s
+                    )
+                    self._clock_offsets |= {(node.name, slot): seconds for slot, seconds in measure_offsets().items()}
         self._make_folder()
-        runtime: Runtime = Runtime._of(self._connection)
-        runtime.observe(self._told)
-        self._timeline = runtime._trace(self._folder / "timeline.part", self._ahead, self._zero, (BEGIN, END))
+        runtime: Runtime = Runtime._wrap(self._connection)
+        runtime.observe(self._event_log)
+        self._timeline = runtime._trace(
+            self._folder / "timeline.part", self._clock_offsets, self._start_time, (BEGIN, END)
+        )
         for name, node in self._groups.items():
             parameters = {"token": self._token, "slots": self.profile.slots[name], "memory": self._memory}
             parameters["folder"] = "" if self._sampler == "torch" else str(self._folder.absolute())
-            self._begun[name] = _call(node, BEGIN, parameters)
-            _check(self._begun[name].result())
+            self._begin_calls[name] = _submit_call(node, BEGIN, parameters)
+            _check_answers(self._begin_calls[name].result())
 
     def _make_folder(self) -> None:
         for number in itertools.count(1):
@@ -280,77 +284,77 @@ class _Session:
             except FileExistsError:  # Another thread or process may have created the folder just now.
                 continue
             if not self.profile.trace.exists():
-                self._is_made = True
+                self._has_folder = True
                 return
             self._folder.rmdir()
 
-    def forget(self) -> None:
+    def discard_profile(self) -> None:
         """Stop the profile without results, and without waiting for ranks, because one may never answer."""
         for node in self._groups.values():
             with contextlib.suppress(ColocateError):  # Ignore this error, because the block's own error is raised.
-                _call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0})
-        self._stop()
-        if self._is_made:
+                _submit_call(node, END, {"token": self._token, "folder": "", "places": (), "ahead": (), "zero": 0.0})
+        self._stop_workers()
+        if self._has_folder:
             with contextlib.suppress(OSError):
                 # Rename the folder first, because a file that a rank still writes there would make the removal fail.
                 shutil.rmtree(self._folder.rename(self._folder.with_name(f".{self._token}")), ignore_errors=True)
 
-    def _stop(self) -> None:
-        if self._told in self._connection.services.observers:
-            self._connection.services.observers.remove(self._told)
+    def _stop_workers(self) -> None:
+        if self._event_log in self._connection.services.observers:
+            self._connection.services.observers.remove(self._event_log)
         if self._timeline is not None:
             self._timeline.close()
 
-    def end(self, title: str) -> None:
+    def finish_profile(self, title: str) -> None:
         profile, counter = self.profile, itertools.count()
-        results: dict[Slot, Profiled] = {}
+        results: dict[Slot, RankProfile] = {}
         for name, node in self._groups.items():
             places = [(-1, 0, 0, 0, 0)] * node.size
             for slot in profile.slots[name]:
                 places[slot] = next(counter), *self._timeline.below(name, slot)
-            offsets = [self._ahead.get((name, slot), 0.0) for slot in range(node.size)]
-            parameters = {"places": places, "ahead": offsets, "zero": self._zero}
+            offsets = [self._clock_offsets.get((name, slot), 0.0) for slot in range(node.size)]
+            parameters = {"places": places, "ahead": offsets, "zero": self._start_time}
             parameters |= {"token": self._token, "folder": str(self._folder.absolute())}
-            self._ended[name] = _call(node, END, parameters)
-            answers: list[Profiled | None] = _check(self._ended[name].result())
+            self._end_calls[name] = _submit_call(node, END, parameters)
+            answers: list[RankProfile | None] = _check_answers(self._end_calls[name].result())
             results |= {(name, slot): result for slot, result in enumerate(answers) if result is not None}
             if sum(group == name for group, _ in results) < len(profile.slots[name]):
                 raise ColocateError(f"workers of group {name!r} are others than when its profile began: it is lost")
-        self._connection.services.settle()
-        self._stop()
-        profile.seconds, profile.parts = self._parts(results)
+        self._connection.services.flush_observers()
+        self._stop_workers()
+        profile.seconds, profile.parts = self._compute_parts(results)
         profile.untraced = tuple(slot for slot, result in results.items() if not result.traced)
-        self._merge()
+        self._merge_parts()
         if (run := self._connection.services.run) is not None:
             run.show(title, profile.rows())
 
-    def _parts(self, found: Mapping[Slot, Profiled]) -> tuple[float, dict[str, Part]]:
-        calls, transfers = list[Called](), dict[Slot, list[Piece]]()
-        for record in list(self._told.calls):
+    def _compute_parts(self, found: Mapping[Slot, RankProfile]) -> tuple[float, dict[str, Part]]:
+        calls, transfers = list[TimedCall](), dict[Slot, list[Piece]]()
+        for record in list(self._event_log.calls):
             ran = {}
             for rank, begin, end in record.ran:
-                slot = record.group, self._connection.slot_of(record.group, record.role, rank)
-                offset = self._ahead.get(slot, 0.0)
+                slot = record.group, self._connection.find_slot(record.group, record.role, rank)
+                offset = self._clock_offsets.get(slot, 0.0)
                 ran[slot] = begin - offset, end - offset
             if record.method in (BEGIN, END) and not record.role:
                 continue
-            calls.append(Called(label_of(record.role, record.method), record.submitted, record.ready, ran))
+            calls.append(TimedCall(call_label(record.role, record.method), record.submitted, record.ready, ran))
             if not record.role and CALLS.get(record.method) == "weights":  # The whole call is a sync of weights.
                 for slot, (begin, end) in ran.items():
                     transfers.setdefault(slot, []).append(Piece(begin, end, begin))
             for item in record.transfers:
-                slot = record.group, self._connection.slot_of(record.group, record.role, item.rank)
+                slot = record.group, self._connection.find_slot(record.group, record.role, item.rank)
                 if slot in ran:
-                    offset = self._ahead.get(slot, 0.0)
+                    offset = self._clock_offsets.get(slot, 0.0)
                     piece = Piece(ran[slot][0], item.end - offset, item.start - offset)
                     transfers.setdefault(slot, []).append(piece)
         moves = []
-        for move in list(self._told.moves):
-            slot = move.group, self._connection.slot_of(move.group, move.role, move.rank)
-            offset = self._ahead.get(slot, 0.0)
+        for move in list(self._event_log.moves):
+            slot = move.group, self._connection.find_slot(move.group, move.role, move.rank)
+            offset = self._clock_offsets.get(slot, 0.0)
             moves.append((slot, (move.start - offset, move.end - offset)))
-        since = max(end for slot, (_, end) in self._ran(self._begun).items() if slot in found)
-        until = min(begin for slot, (begin, _) in self._ran(self._ended).items() if slot in found)
+        since = max(end for slot, (_, end) in self._call_spans(self._begin_calls).items() if slot in found)
+        until = min(begin for slot, (begin, _) in self._call_spans(self._end_calls).items() if slot in found)
         met: dict[tuple[str, Meeting], list[float]] = {}
         for (group, _), result in found.items():
             for meeting, when in result.arrived.items():
@@ -366,18 +370,18 @@ class _Session:
             )
             for slot, item in found.items()
         }
-        return until - since, split(Known(calls, moves), pieces, (since, until))
+        return until - since, split_time(CallHistory(calls, moves), pieces, (since, until))
 
-    def _ran(self, calls: Mapping[str, PendingCall]) -> dict[Slot, Interval]:
+    def _call_spans(self, calls: Mapping[str, PendingCall]) -> dict[Slot, Interval]:
         """Return, by slot, when each call that begins or ends the profile ran, in seconds of the driver's clock."""
         spans = {}
         for name, call in calls.items():
             for index, begin, end in call.spans:
                 slot = name, call.targets[index]
-                spans[slot] = begin - self._ahead.get(slot, 0.0), end - self._ahead.get(slot, 0.0)
+                spans[slot] = begin - self._clock_offsets.get(slot, 0.0), end - self._clock_offsets.get(slot, 0.0)
         return spans
 
-    def _merge(self) -> None:
+    def _merge_parts(self) -> None:
         profile = self.profile
         merged = self._folder / "merged"
         with merged.open("wb") as target:
@@ -396,12 +400,12 @@ class _Session:
         shutil.rmtree(self._folder)
 
 
-def _check(told: list[Any]) -> list[Any]:
+def _check_answers(told: list[Any]) -> list[Any]:
     for answer in told:
         if isinstance(answer, str):
             raise ColocateError(answer)
     return told
 
 
-def _call(node: WorkerGroup, what: str, given: Mapping[str, Any]) -> PendingCall:
-    return start(for_all(node, what, what, ProfilingOfWorker.calls[what], given))
+def _submit_call(node: WorkerGroup, what: str, given: Mapping[str, Any]) -> PendingCall:
+    return send_blocking(for_all(node, what, what, ProfilingOfWorker.calls[what], given))

@@ -33,7 +33,7 @@ Meeting: TypeAlias = tuple[str, int]
 
 
 @attrs.frozen
-class Profiled:
+class RankProfile:
     """One rank's results of a profile. All times are in seconds of the driver's clock.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from colocate._system.recent import Interval
-from colocate.features.looking.idle import DRIVER, Called, Known, Slot
+from colocate.features.looking.idle import DRIVER, CallHistory, Slot, TimedCall
 
 COMPUTE, COMMUNICATION, OTHERS, DRIVERS, MEMORY = "compute", "communication", "for others", "for the driver", "memory"
 LAST = "(after the last call)"
@@ -23,12 +23,12 @@ class Piece:
     Attributes:
         start: The start, in seconds of the driver's clock.
         end: The end.
-        met: The arrival of the last participant, until which the slot waited for other slots.
+        met_at: The arrival of the last participant, until which the slot waited for other slots.
     """
 
     start: float
     end: float
-    met: float
+    met_at: float
 
 
 @attrs.define
@@ -43,13 +43,13 @@ class Part:
     calls: int = 0
     seconds: dict[str, float] = attrs.field(factory=dict)
 
-    def add(self, what: str, seconds: float) -> None:
+    def add_seconds(self, what: str, seconds: float) -> None:
         """Add seconds to one kind of work or wait."""
         if seconds > 0:
             self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
 
-def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval) -> dict[str, Part]:
+def split_time(known: CallHistory, pieces: Mapping[Slot, Sequence[Piece]], window: Interval) -> dict[str, Part]:
     """Split the time of slots by called method, and return the parts in the order of the first calls.
 
     Within a call a slot computes, communicates, waits for other participants, or moves memory. If calls overlap on a
@@ -63,44 +63,47 @@ def split(known: Known, pieces: Mapping[Slot, Sequence[Piece]], window: Interval
     """
     parts: dict[str, Part] = {}
     for slot, slot_pieces in pieces.items():
-        slot_calls = known.own(slot)
+        slot_calls = known.slot_calls(slot)
         for (start, end), call in slot_calls:
             part = parts.setdefault(call.label, Part())
             part.calls += int(end > window[0] and start < window[1])
-        for label, kind, seconds in _in_calls(slot_calls, known.moving(slot, window), slot_pieces, window):
-            parts[label].add(kind, seconds)
-        for then, why, seconds in known.gaps(slot, window):
+        for label, kind, seconds in _time_in_calls(slot_calls, known.memory_moves(slot, window), slot_pieces, window):
+            parts[label].add_seconds(kind, seconds)
+        for then, why, seconds in known.idle_gaps(slot, window):
             part = parts.setdefault(LAST if then is None else then.label, Part())
-            part.add(DRIVERS if why == DRIVER else OTHERS, seconds)
-        for label, seconds in _moves_between(slot_calls, known.moving(slot, window), window):
-            parts.setdefault(label, Part()).add(MEMORY, seconds)
+            part.add_seconds(DRIVERS if why == DRIVER else OTHERS, seconds)
+        for label, seconds in _time_between_calls(slot_calls, known.memory_moves(slot, window), window):
+            parts.setdefault(label, Part()).add_seconds(MEMORY, seconds)
     if LAST in parts:
         parts[LAST] = parts.pop(LAST)
     return {label: part for label, part in parts.items() if part.seconds}
 
 
-def _in_calls(
-    own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], pieces: Sequence[Piece], window: Interval
+def _time_in_calls(
+    own: Sequence[tuple[Interval, TimedCall]], moving: Sequence[Interval], pieces: Sequence[Piece], window: Interval
 ) -> Iterator[tuple[str, str, float]]:
     """Yield a tuple for each activity of a slot within calls: the call's label, the kind, and the seconds."""
     moments = sorted(
         {
             *(min(max(item, window[0]), window[1]) for interval, _ in own for item in interval),
             *(item for interval in moving for item in interval),
-            *(moment for item in pieces for moment in (item.start, item.met, item.end)),
+            *(moment for item in pieces for moment in (item.start, item.met_at, item.end)),
         }
     )
-    calls = _Running((start, end, call.label) for (start, end), call in own)
-    moves, exchanges = _Running((*item, True) for item in moving), _Running((p.start, p.end, p.met) for p in pieces)
+    calls = _SpanCursor((start, end, call.label) for (start, end), call in own)
+    moves, exchanges = (
+        _SpanCursor((*item, True) for item in moving),
+        _SpanCursor((p.start, p.end, p.met_at) for p in pieces),
+    )
     for start, end in pairwise(moments):
-        label, moves_now, met = calls.at(start), moves.at(start), exchanges.at(start)
+        label, moves_now, met = calls.value_at(start), moves.value_at(start), exchanges.value_at(start)
         if label is not None and window[0] <= start and end <= window[1]:
             kind = COMPUTE if met is None else COMMUNICATION if start >= met else OTHERS
             yield label, MEMORY if moves_now else kind, end - start
 
 
-def _moves_between(
-    own: Sequence[tuple[Interval, Called]], moving: Sequence[Interval], window: Interval
+def _time_between_calls(
+    own: Sequence[tuple[Interval, TimedCall]], moving: Sequence[Interval], window: Interval
 ) -> Iterator[tuple[str, float]]:
     """Yield the next call's label, and the seconds for which memory moved before this call."""
     last = window[0]
@@ -111,26 +114,26 @@ def _moves_between(
         last = max(last, end)
 
 
-class _Running:
+class _SpanCursor:
     """A sweep over time spans that finds, for increasing moments, the running span that began last."""
 
     def __init__(self, spans: Iterable[tuple[float, float, Any]]) -> None:
-        self._coming = sorted(spans, key=lambda each: each[0], reverse=True)
-        self._now: list[tuple[float, int, float, Any]] = []
+        self._upcoming = sorted(spans, key=lambda each: each[0], reverse=True)
+        self._current: list[tuple[float, int, float, Any]] = []
         self._count = 0
 
-    def at(self, moment: float) -> Any:
+    def value_at(self, moment: float) -> Any:
         """Return the value of the span at a moment, or None. Moments must not decrease."""
-        while self._coming and self._coming[-1][0] <= moment:
-            start, end, value = self._coming.pop()
+        while self._upcoming and self._upcoming[-1][0] <= moment:
+            start, end, value = self._upcoming.pop()
             self._count += 1
-            heapq.heappush(self._now, (-start, -self._count, end, value))
-        while self._now and self._now[0][2] <= moment:
-            heapq.heappop(self._now)
-        return self._now[0][3] if self._now else None
+            heapq.heappush(self._current, (-start, -self._count, end, value))
+        while self._current and self._current[0][2] <= moment:
+            heapq.heappop(self._current)
+        return self._current[0][3] if self._current else None
 
 
-def rows(found: Mapping[str, Part], slots: int) -> list[dict[str, str | float]]:
+def format_rows(found: Mapping[str, Part], slots: int) -> list[dict[str, str | float]]:
     """Return a table of the average seconds per slot, with one row for each method and a row of sums."""
     columns = [
         (COMPUTE, "compute (s)"),
@@ -145,7 +148,7 @@ def rows(found: Mapping[str, Part], slots: int) -> list[dict[str, str | float]]:
     whole = Part(sum(counted_part.calls for counted_part in found.values()))
     for counted_part in found.values():
         for kind, seconds in counted_part.seconds.items():
-            whole.add(kind, seconds)
+            whole.add_seconds(kind, seconds)
     return [
         {
             "call": label,

@@ -16,7 +16,7 @@ import attrs
 
 from colocate._system.deadline import Deadline
 from colocate.errors import CapabilityError
-from colocate.features.profiling.traces import Rank
+from colocate.features.profiling.traces import RankTrace
 
 _RATE = 100
 _BEGINS_WITHIN_S = 30.0
@@ -26,21 +26,21 @@ _SPIN_S, _SPINS = 0.035, 4
 
 @attrs.define(eq=False)
 class Sampler:
-    """A py-spy process that samples this process from `begin` to `end`; called on the lane."""
+    """A py-spy process that samples this process from `start_sampling` to `stop_sampling`; called on the lane."""
 
     _file: Path  # The file that py-spy writes.
-    clocks: list[float] = attrs.field(factory=list, init=False)  # Start and end times of `colocate_clock`, in turn.
+    clocks: list[float] = attrs.field(factory=list, init=False)  # Alternating starts and ends of `colocate_clock`.
     _process: subprocess.Popen[bytes] | None = attrs.field(default=None, init=False)
 
-    def begin(self) -> None:
+    def start_sampling(self) -> None:
         """Start py-spy, and wait until the sampling has begun.
 
         Raises:
             CapabilityError: There is no py-spy here, or it lacks the permission.
         """
-        from colocate.keeper.outside import py_spy  # Imported here, because only the sampler needs psutil.
+        from colocate.keeper.outside import find_py_spy  # Imported here, because only the sampler needs psutil.
 
-        if (program := py_spy()) is None:
+        if (program := find_py_spy()) is None:
             raise CapabilityError("there is no py-spy beside this worker's interpreter, nor on its path: install it")
         pid = str(os.getpid())
         how = ["--rate", str(_RATE), "--format", "chrometrace", "--nonblocking", "--idle", "--output", str(self._file)]
@@ -54,10 +54,10 @@ class Sampler:
         output, deadline = b"", Deadline(_BEGINS_WITHIN_S)
         assert process.stdout is not None
         while b"Sampling process" not in output:
-            if not select.select([process.stdout], [], [], deadline.left)[0] or not (
+            if not select.select([process.stdout], [], [], deadline.seconds_left)[0] or not (
                 more := os.read(process.stdout.fileno(), 4096)
             ):
-                self.end()
+                self.stop_sampling()
                 words = output.decode(errors="replace").strip() or "it says nothing"
                 raise CapabilityError(f"py-spy can't sample process {pid}: {words}")
             output += more
@@ -65,7 +65,7 @@ class Sampler:
             self.clocks += colocate_clock()
             time.sleep(_SPIN_S)
 
-    def end(self) -> None:
+    def stop_sampling(self) -> None:
         """Stop py-spy, and wait until the output is written. A second call does nothing."""
         process, self._process = self._process, None
         if process is not None:
@@ -76,7 +76,7 @@ class Sampler:
                 process.kill()
                 process.wait()
 
-    def convert(self, target: IO[str], rank: Rank) -> int:
+    def convert(self, target: IO[str], rank: RankTrace) -> int:
         """Write the samples as trace events into a file, and return the number of samples.
 
         Raises:
@@ -96,7 +96,7 @@ class Sampler:
         # A sample shows a function's start or end up to one period late, so the smallest delay is the best estimate.
         late = min(sampled_at - mine for sampled_at, mine in zip(marks, clocks, strict=True))
         rank.thread = threading.get_ident()
-        shift = -round((late + rank.ahead + rank.zero) * 1e6)
+        shift = -round((late + rank.offset + rank.start_time) * 1e6)
         names: dict[int, int] = {}
         for event in samples:
             if event["ph"] not in "BE":

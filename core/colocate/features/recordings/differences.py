@@ -10,11 +10,11 @@ from typing import Any
 
 import attrs
 
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 from colocate.features.recordings.values import named_parts
 
 
-class Raised(str):
+class ErrorText(str):
     """The text of an error, used as the result of a call that raised the error."""
 
     __slots__ = ()
@@ -42,48 +42,48 @@ class Difference:
     size: float = 0.0
     first: str | None = None
 
-    def add(self, was: Any, now: Any, path: str = "") -> None:
-        """Compare a part of the values, and add the result to the counts."""
-        torch, numpy = imported("torch"), imported("numpy")
+    def compare_parts(self, was: Any, now: Any, path: str = "") -> None:
+        """Compare a part of the recorded value with the same part of the new value, and update the counts."""
+        torch, numpy = find_imported("torch"), find_imported("numpy")
         arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
         if torch is not None and isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
-            self._tensors(torch, was, now, path)
+            self._compare_tensors(torch, was, now, path)
         elif type(was) is not type(now) and not ({type(was), type(now)} <= {int, float, bool}):
-            self._part(False, path, f"{_kind(was)}, and is {_kind(now)}")
+            self._count_part(False, path, f"{_describe_kind(was)}, and is {_describe_kind(now)}")
         elif numpy is not None and isinstance(was, arrays):
             before, after = numpy.asarray(was), numpy.asarray(now)
             if before.shape != after.shape or before.dtype.newbyteorder("=") != after.dtype.newbyteorder("="):
-                self._part(False, path, f"{_layout(before)}, and is {_layout(after)}")
+                self._count_part(False, path, f"{_describe_layout(before)}, and is {_describe_layout(after)}")
             else:
-                self._arrays(before, after, path)
+                self._compare_arrays(before, after, path)
         elif isinstance(was, float | int | complex) and not isinstance(was, bool):
-            self._number(was, now, path)
+            self._compare_numbers(was, now, path)
         elif (parts := named_parts(was)) is not None:
-            self._parts(parts, named_parts(now) or {}, path)
+            self._compare_items(parts, named_parts(now) or {}, path)
         elif isinstance(was, dict):
             before, after = ({f"[{key!r}]": part for key, part in value.items()} for value in (was, now))
-            self._parts(before, after, path)
+            self._compare_items(before, after, path)
         elif isinstance(was, list | tuple | deque):
             if len(was) != len(now):
-                self._part(False, path, f"of {len(was)}, and is of {len(now)}")
+                self._count_part(False, path, f"of {len(was)}, and is of {len(now)}")
             for index, (one, other) in enumerate(zip(was, now, strict=False)):
-                self.add(one, other, f"{path}[{index}]")
+                self.compare_parts(one, other, f"{path}[{index}]")
         elif isinstance(was, str | bytes):
-            self._part(was == now, path, _apart(was, now))
+            self._count_part(was == now, path, _show_difference(was, now))
         else:
             is_same = bool(was == now) or bool(was != was and now != now)
-            if not is_same and isinstance(was, set | frozenset):  # Here a NaN in a set equals another NaN.
+            if not is_same and isinstance(was, set | frozenset):  # Compare texts, in which a NaN equals a NaN.
                 is_same = sorted(map(repr, was)) == sorted(map(repr, now))
-            self._part(is_same, path, f"{was!r:.60}, and is {now!r:.60}")
+            self._count_part(is_same, path, f"{was!r:.60}, and is {now!r:.60}")
 
-    def _parts(self, before: dict[str, Any], after: dict[str, Any], path: str) -> None:
+    def _compare_items(self, before: dict[str, Any], after: dict[str, Any], path: str) -> None:
         for name in dict.fromkeys([*before, *after]):
             if name not in before or name not in after:
-                self._part(False, path + name, "there, and isn't" if name in before else "not there, and is")
+                self._count_part(False, path + name, "there, and isn't" if name in before else "not there, and is")
             else:
-                self.add(before[name], after[name], path + name)
+                self.compare_parts(before[name], after[name], path + name)
 
-    def _part(self, is_same: bool, path: str, words: str, size: float = math.inf) -> None:
+    def _count_part(self, is_same: bool, path: str, words: str, size: float = math.inf) -> None:
         self.total += 1
         if not is_same:
             self.count += 1
@@ -91,7 +91,7 @@ class Difference:
             if self.first is None:
                 self.first = f"its value{path} was {words}"
 
-    def _number(self, was: Any, now: Any, path: str) -> None:
+    def _compare_numbers(self, was: Any, now: Any, path: str) -> None:
         if was == now or (was != was and now != now):
             self.total += 1
             return
@@ -103,18 +103,20 @@ class Difference:
         away, relative = (math.inf if number != number else number for number in (away, relative))
         self.absolute, self.relative = max(self.absolute, away), max(self.relative, relative)
         is_near = away <= self.tolerance or relative <= self.tolerance
-        self._part(is_near, path, f"{was!r}, and is {now!r}", min(away, relative))
+        self._count_part(is_near, path, f"{was!r}, and is {now!r}", min(away, relative))
 
-    def _tensors(self, torch: Any, was: Any, now: Any, path: str) -> None:
+    def _compare_tensors(self, torch: Any, was: Any, now: Any, path: str) -> None:
         if was.is_nested and now.is_nested:
             if any(jagged.lengths() is not None or jagged._ragged_idx != 1 for jagged in (was, now)):
-                self.add([*was.unbind()], [*now.unbind()], path)  # Compare rows only, not the gaps between rows.
+                self.compare_parts(
+                    [*was.unbind()], [*now.unbind()], path
+                )  # Compare the rows of jagged tensors, not the gaps between rows.
                 return
-            self._tensors(torch, was.values(), now.values(), f"{path}.values()")
-            self._tensors(torch, was.offsets(), now.offsets(), f"{path}.offsets()")
+            self._compare_tensors(torch, was.values(), now.values(), f"{path}.values()")
+            self._compare_tensors(torch, was.offsets(), now.offsets(), f"{path}.offsets()")
             return
         if was.layout != now.layout or was.dtype != now.dtype or was.shape != now.shape:
-            self._part(False, path, f"{_layout(was)}, and is {_layout(now)}")
+            self._count_part(False, path, f"{_describe_layout(was)}, and is {_describe_layout(now)}")
             return
         arrays: list[Any] = []
         for tensor in (was, now):
@@ -122,14 +124,14 @@ class Difference:
             # Convert float types that NumPy lacks to float32, which holds the values exactly.
             is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
             arrays.append((tensor if is_known else tensor.float()).numpy())
-        self._arrays(arrays[0], arrays[1], path)
+        self._compare_arrays(arrays[0], arrays[1], path)
 
-    def _arrays(self, was: Any, now: Any, path: str) -> None:
+    def _compare_arrays(self, was: Any, now: Any, path: str) -> None:
         import numpy
 
         if was.dtype.names is not None:
             for name in was.dtype.names:
-                self._arrays(was[name], now[name], f"{path}[{name!r}]")
+                self._compare_arrays(was[name], now[name], f"{path}[{name!r}]")
             return
         self.total += was.size
         other = was != now
@@ -149,33 +151,35 @@ class Difference:
             sizes = numpy.fmin(away, relative)
             if self.tolerance:
                 far = ~((away <= self.tolerance) | (relative <= self.tolerance))
-            self.absolute = max(self.absolute, _largest(away))
-            self.relative = max(self.relative, _largest(relative))
+            self.absolute = max(self.absolute, _find_largest(away))
+            self.relative = max(self.relative, _find_largest(relative))
         if not bool(far.any()):
             return
         self.count += int(far.sum())
-        self.size = max(self.size, _largest(sizes[far]))
+        self.size = max(self.size, _find_largest(sizes[far]))
         if self.first is None:
             at = int(far.argmax())
             index = [int(indices[at]) for indices in other.nonzero()] if other.ndim else []
-            self.first = f"its value{path}{index or ''} was {_item(before[at])}, and is {_item(after[at])}"
+            self.first = (
+                f"its value{path}{index or ''} was {_format_item(before[at])}, and is {_format_item(after[at])}"
+            )
 
 
-def _item(value: Any) -> str:
+def _format_item(value: Any) -> str:
     """Format a NumPy scalar like a Python value; dates and long doubles keep NumPy's format."""
     return str(value) if value.dtype.kind in "mM" or value.dtype.char in "gG" else repr(value.item())
 
 
-def _layout(value: Any) -> str:
+def _describe_layout(value: Any) -> str:
     layout = "" if str(getattr(value, "layout", "torch.strided")) == "torch.strided" else f" {value.layout}"
     return f"{value.dtype} {[*value.shape]}{layout}"
 
 
-def _kind(value: Any) -> str:
-    return f"the error {value}" if isinstance(value, Raised) else f"a {type(value).__qualname__}"
+def _describe_kind(value: Any) -> str:
+    return f"the error {value}" if isinstance(value, ErrorText) else f"a {type(value).__qualname__}"
 
 
-def _apart(was: Any, now: Any) -> str:
+def _show_difference(was: Any, now: Any) -> str:
     """Return a text with both values. Long values are cut to a part that starts just before the first difference."""
     pairs = enumerate(zip(was, now, strict=False))
     at = next((index for index, (one, other) in pairs if one != other), min(len(was), len(now)))
@@ -200,7 +204,7 @@ class FirstDifference:
 
 
 @attrs.define
-class Compared:
+class MethodComparison:
     """The result of comparing a method on one rank or on all ranks. `ComparedMethod` describes the fields."""
 
     calls: int = 0
@@ -216,12 +220,12 @@ class Compared:
     origin: FirstDifference | None = None
 
     @classmethod
-    def saved(cls, plain: Mapping[str, Any]) -> Compared:
+    def from_dict(cls, plain: Mapping[str, Any]) -> MethodComparison:
         """Rebuild an instance from the dict of `attrs.asdict`."""
         origin = plain["origin"]
         return cls(**{**plain, "origin": None if origin is None else FirstDifference(**origin)})
 
-    def add(self, difference: Difference, label: str, cause: Cause, seq: int, begun: float) -> str | None:
+    def add_difference(self, difference: Difference, label: str, cause: Cause, seq: int, begun: float) -> str | None:
         """Count the comparison of a call or row, and return a text about the difference, or None if there is none."""
         self.numbers += difference.total
         self.absolute = max(self.absolute, difference.absolute)
@@ -235,14 +239,14 @@ class Compared:
         words = f"{label}: {difference.first}; {difference.count} of {difference.total} differ"
         if difference.absolute:
             words += f", by {difference.absolute:.3g} at most, relatively {difference.relative:.3g}"
-        return self._told(f"{words} ({cause.words})")
+        return self._set_first(f"{words} ({cause.text})")
 
-    def lack(self, label: str, why: str) -> str:
+    def add_missing(self, label: str, why: str) -> str:
         """Count a call or row that can't be compared, and return a text with the reason."""
         self.missing += 1
-        return self._told(f"{label}: {why}")
+        return self._set_first(f"{label}: {why}")
 
-    def _told(self, words: str) -> str:
+    def _set_first(self, words: str) -> str:
         self.first = self.first or words
         return words
 
@@ -262,7 +266,7 @@ class Cause:
     besides: str = ""
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """A text about the inputs, to be added to a difference in parentheses."""
         if self.where is not None:
             words = f"its arguments differ, too: {self.where}"
@@ -281,32 +285,32 @@ class Cause:
         return f"{label}: it was given the same{self.besides}"
 
 
-class Teller:
+class DifferenceReporter:
     """Reports the first difference, and later only differences more than ten times as large as the last report."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell = tell
-        self._size: float | None = None
+        self._notify = tell
+        self._reported_size: float | None = None
 
-    def add(self, words: str | None, size: float = 0.0) -> None:
+    def report(self, words: str | None, size: float = 0.0) -> None:
         """Report a difference (`words`) if the size is large enough. If `words` is None, there is no difference."""
-        if words is not None and (self._size is None or size > _GROWS * self._size):
-            self._size = size
-            self._tell(words)
+        if words is not None and (self._reported_size is None or size > _GROWTH * self._reported_size):
+            self._reported_size = size
+            self._notify(words)
 
 
-_GROWS = 10
+_GROWTH = 10
 
 
-def with_left(methods: dict[str, Compared], calls: Iterable[tuple[str, int]]) -> dict[str, Compared]:
+def add_left(methods: dict[str, MethodComparison], calls: Iterable[tuple[str, int]]) -> dict[str, MethodComparison]:
     """Set `left`, the number of recorded calls that haven't been made yet, in the results of each method."""
     counts = Counter(method for method, _ in calls)
     for method in (*methods, *counts):
-        methods.setdefault(method, Compared()).left = counts[method]
+        methods.setdefault(method, MethodComparison()).left = counts[method]
     return methods
 
 
-def _largest(numbers: Any) -> float:
+def _find_largest(numbers: Any) -> float:
     """Return the largest number, or infinity if there is a NaN."""
     largest = float(numbers.max())
     return math.inf if math.isnan(largest) else largest

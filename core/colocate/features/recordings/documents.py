@@ -1,4 +1,4 @@
-"""Reads documents from a rank's files, and puts the documents of a call together."""
+"""Reads recorded documents (the entries of a rank's recording files), and groups the documents of each call."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import attrs
 
 from colocate.errors import SerializationError
-from colocate.features.recordings.differences import Raised
-from colocate.features.recordings.files import damaged, opened
-from colocate.features.recordings.values import START, Find, Start, digest_of_bytes, head_of, unpacked
+from colocate.features.recordings.differences import ErrorText
+from colocate.features.recordings.files import damaged_error, open_recording
+from colocate.features.recordings.values import START, DocumentStart, Find, decode_document, digest_bytes, parse_head
 
-_AT_ONCE = 256  # The heads of at most this many documents are read ahead.
+_AT_ONCE = 256  # The metadata of at most this many documents is read ahead.
 
 
 @attrs.frozen
 class Document:
-    """A document in a file or in memory: the metadata and the location of a recorded value."""
+    """A recorded document (one entry of a recording), in a file or in memory: a value's metadata and location."""
 
     about: Mapping[str, Any]
     path: Path
@@ -31,36 +31,36 @@ class Document:
     data: bytearray | None = None  # The bytes after the head; None for a document in a file.
 
     @classmethod
-    def heard(cls, data: bytes) -> Document:
+    def from_bytes(cls, data: bytes) -> Document:
         """Create a document from received bytes."""
         begin = 8 + int.from_bytes(data[:8], "little")
-        about, entries, length = head_of(data[8:begin])
+        about, entries, length = parse_head(data[8:begin])
         return cls(about, Path(), begin, length, len(data), entries, data=bytearray(memoryview(data)[begin:]))
 
-    def value(self, find: Find, device: str | None = None) -> Any:
-        """Return the document's value; see `values.unpacked`.
+    def read_value(self, find: Find, device: str | None = None) -> Any:
+        """Return the document's value; see `values.decode_document`.
 
         Raises:
             SerializationError: A class is missing here, or the document is damaged, or the file can't be read.
         """
         if self.data is not None:
-            return unpacked(self.data, self.entries, find, device)
+            return decode_document(self.data, self.entries, find, device)
         data = bytearray(self.length)
-        with opened(self.path) as file:
+        with open_recording(self.path) as file:
             file.seek(self.begin)
             count = file.readinto(data)
         if count < self.length:
-            raise damaged(self.path, self.begin, "it is shorter than it was")
-        if digest_of_bytes(data) != self.digest:
-            raise damaged(self.path, self.begin, "these aren't the bytes that were written")
+            raise damaged_error(self.path, self.begin, "it is shorter than it was")
+        if digest_bytes(data) != self.digest:
+            raise damaged_error(self.path, self.begin, "these aren't the bytes that were written")
         try:
-            return unpacked(data, self.entries, find, device)
+            return decode_document(data, self.entries, find, device)
         except SerializationError as error:
             raise SerializationError(f"{self.path}, entry at byte {self.begin}: {error.message}") from error
 
 
 class RankFiles:
-    """Reads the documents of a rank from files, in order and on demand.
+    """Reads a rank's recorded documents from files, in order and on demand.
 
     Attributes:
         is_torn: Whether the last document that was read is incomplete.
@@ -71,16 +71,16 @@ class RankFiles:
         self._number = self._at = 0
         self.is_torn = False
 
-    def more(self) -> list[Document]:
+    def read_more(self) -> list[Document]:
         """Return the next complete documents, up to a fixed number. The list is empty if there are none yet."""
         path = self._folder / f"rank-{self._rank}.{self._number:04}.calls"
         documents: list[Document] = []
         # Check for the next file before reading, because this file is complete once the next one exists.
         follows = (self._folder / f"rank-{self._rank}.{self._number + 1:04}.calls").exists()
         try:
-            with opened(path) as file:
+            with open_recording(path) as file:
                 size = file.seek(0, 2)
-                while len(documents) < _AT_ONCE and (document := self._read(file, path, size)) is not None:
+                while len(documents) < _AT_ONCE and (document := self._read_document(file, path, size)) is not None:
                     self._at += document.nbytes
                     documents.append(document)
         except FileNotFoundError:
@@ -91,27 +91,27 @@ class RankFiles:
         if not follows:
             return []
         if self.is_torn:
-            raise damaged(path, self._at, "it ends amid an entry, and another file follows")
+            raise damaged_error(path, self._at, "it ends amid an entry, and another file follows")
         self._number, self._at = self._number + 1, 0
-        return self.more()
+        return self.read_more()
 
-    def _read(self, file: Any, path: Path, size: int) -> Document | None:
+    def _read_document(self, file: Any, path: Path, size: int) -> Document | None:
         file.seek(self._at)
         if len(data := file.read(START)) < START:
             return None
         try:
-            start = Start.read(data)
+            start = DocumentStart.from_bytes(data)
             if self._at + start.head + start.body > size:
                 return None
             head = file.read(start.head - START)
-            if digest_of_bytes(head) != start.head_digest:
+            if digest_bytes(head) != start.head_digest:
                 raise ValueError("its head isn't as it was written")
-            about, entries, body = head_of((data + head)[8:])
+            about, entries, body = parse_head((data + head)[8:])
             if body != start.body:
                 raise ValueError(f"its parts have {body:,} bytes, and it has {start.body:,}")
-            _check(about)
+            _check_metadata(about)
         except ValueError as error:
-            raise damaged(path, self._at, error) from error
+            raise damaged_error(path, self._at, error) from error
         nbytes = start.head + start.body
         return Document(about, path, self._at + start.head, body, nbytes, entries, start.body_digest)
 
@@ -131,7 +131,7 @@ _FURTHER: Mapping[str, Any] = {
 }
 
 
-def _check(about: Mapping[str, Any]) -> None:
+def _check_metadata(about: Mapping[str, Any]) -> None:
     """Raise a ValueError if a key of a document's metadata is missing or has the wrong type."""
     kinds = {**{name: _FURTHER[name] for name in about.keys() & _FURTHER}, **_REQUIRED}
     wrong = next((name for name, kind in kinds.items() if not isinstance(about.get(name), kind)), None)
@@ -167,16 +167,16 @@ class RankCall:
     end: Document | None = None
 
     @classmethod
-    def of(cls, about: Mapping[str, Any]) -> RankCall:
+    def from_metadata(cls, about: Mapping[str, Any]) -> RankCall:
         """Return a `RankCall` without documents, for the call in a document's metadata."""
         return cls(about["method"], about["call"], about["place"])
 
     @property
-    def raised(self) -> Document | None:
+    def error_document(self) -> Document | None:
         """The document with the call's error, or None if the call has raised no error."""
         return self.end if self.end is not None and "error" in self.end.about else None
 
-    def add(self, document: Document) -> None:
+    def add_document(self, document: Document) -> None:
         """Add a document to this call."""
         if "inputs" in document.about:
             self.inputs.append(document)
@@ -187,7 +187,7 @@ class RankCall:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """The metadata of the call, from the document of the end or else of the last row or input."""
+        """The call's metadata, from the document that ends the call, or else from the last row or input."""
         return self.end.about if self.end is not None else [*self.inputs, *self.rows][-1].about
 
     @property
@@ -202,55 +202,55 @@ class RankCalls:
     """The recorded calls of a rank, read from files as far as needed.
 
     Attributes:
-        found: The calls that were read, by method and number.
+        calls: The calls that were read, by method and number.
         files: The rank's files.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.files = RankFiles(folder, rank)
-        self.found: dict[tuple[str, int], RankCall] = {}
-        self._more: deque[Document] = deque()
+        self.calls: dict[tuple[str, int], RankCall] = {}
+        self._unread: deque[Document] = deque()
 
     def get(self, method: str, number: int) -> RankCall | None:
-        """Read on until a call has ended, and return the call. Return None if the recording has no end of the call."""
-        while (call := self.found.get((method, number))) is None or call.end is None:
-            if self.read() is None:
+        """Read documents up to a call's end, and return the call. Return None if the call's end wasn't recorded."""
+        while (call := self.calls.get((method, number))) is None or call.end is None:
+            if self.read_next() is None:
                 return None
         return call
 
-    def all(self) -> Mapping[tuple[str, int], RankCall]:
+    def read_all(self) -> Mapping[tuple[str, int], RankCall]:
         """Read all files, and return all calls by method and number."""
-        while self.read() is not None:
+        while self.read_next() is not None:
             pass
-        return self.found
+        return self.calls
 
-    def read(self) -> Document | None:
-        """Read one document, and return None if there is no complete document yet."""
-        if not self._more:
-            self._more.extend(self.files.more())
-        if not self._more:
+    def read_next(self) -> Document | None:
+        """Return the next document, or None if there is no complete document yet."""
+        if not self._unread:
+            self._unread.extend(self.files.read_more())
+        if not self._unread:
             return None
-        document = self._more.popleft()
+        document = self._unread.popleft()
         about = document.about
         key = about["method"], about["call"]
-        self.found.setdefault(key, RankCall.of(about)).add(document)
+        self.calls.setdefault(key, RankCall.from_metadata(about)).add_document(document)
         return document
 
-    def skip(self, after: int) -> tuple[dict[str, int], int]:
+    def skip_until(self, after: int) -> tuple[dict[str, int], int]:
         """Skip calls up to number `after` in the group's order. Return how many were skipped, by method and in all."""
-        while (document := self.read()) is not None and document.about["seq"] <= after:
+        while (document := self.read_next()) is not None and document.about["seq"] <= after:
             pass
         counts: dict[str, int] = {}
         places = 0
-        for key, call in [*self.found.items()]:
+        for key, call in [*self.calls.items()]:
             if call.about["seq"] <= after:
                 counts[call.method] = max(counts.get(call.method, 0), call.number + 1)
                 places = max(places, call.place + 1)
-                del self.found[key]
+                del self.calls[key]
         return counts, places
 
 
-def in_order(
+def sort_rows(
     rows: Sequence[tuple[int, Document]], came: Sequence[tuple[int, int]] | None
 ) -> list[tuple[int, Document]]:
     """Sort rows, as pairs of rank and document, by their order of arrival at the driver.
@@ -267,9 +267,9 @@ def in_order(
     return [row for _, row in sorted(zip(turns, by_time, strict=True), key=lambda pair: pair[0])]
 
 
-def recorded_value(document: Document, find: Find) -> Any:
-    """Return the recorded value of a document, or a `Raised` object for a recorded error."""
+def read_recorded(document: Document, find: Find) -> Any:
+    """Return the value of a recorded document, or an `ErrorText` object for a recorded error."""
     if (error := document.about.get("error")) is not None:
-        return Raised(f"{error['class'].partition(':')[2]}: {error['text']}")
-    value = document.value(find)
+        return ErrorText(f"{error['class'].partition(':')[2]}: {error['text']}")
+    value = document.read_value(find)
     return value[0] if document.about.get("defaults") else value

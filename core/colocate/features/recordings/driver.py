@@ -18,41 +18,50 @@ import attrs
 
 from colocate import features
 from colocate._calls.pending import PendingCall
-from colocate._calls.sending import for_all, refuse_here, start
+from colocate._calls.sending import for_all, refuse_here, send_blocking
 from colocate._calls.view import viewed
 from colocate._protocol.message import Message
 from colocate._role.role import RoleInfo
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.files import GrowingFile
 from colocate._system.numbers import parse_bytes
-from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.hooks import GroupFeature
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ColocateError, ConfigError
-from colocate.features.recordings.differences import Compared, FirstDifference
-from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, lines_of, mark_end, to_line
+from colocate.features.recordings.differences import FirstDifference, MethodComparison
+from colocate.features.recordings.files import STEPS, RoleFolder, RowOrder, mark_end, read_lines, to_line
 from colocate.features.recordings.given import Compare, Replay
-from colocate.features.recordings.joining import Joining
-from colocate.features.recordings.messages import COMPARISON, RECORDING, Gave, Noticed, Played, Recorded
-from colocate.features.recordings.whole import described
+from colocate.features.recordings.joining import JoinedComparison
+from colocate.features.recordings.messages import (
+    COMPARISON,
+    RECORDING,
+    ComparedResult,
+    RecordingNotice,
+    RecordingOrder,
+    ReplaySource,
+)
+from colocate.features.recordings.whole import describe_method
 from colocate.features.recordings.worker import RecordingsOfWorker
 
 _log = logging.getLogger("colocate")
 
 
-class RecordingsOfGroup(OfGroup):
+class RecordingsOfGroup(GroupFeature):
     """The recording feature on the driver: tracks which roles of a group are recorded, replayed or compared."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self.recorded: dict[str, Path] = {}
-        self.played: dict[str, str] = {}
-        self.joining: dict[str, Joining] = {}  # A role is compared here if other ranks or meshes were recorded.
+        self.recorded_folders: dict[str, Path] = {}
+        self.played_folders: dict[str, str] = {}
+        self.comparisons: dict[
+            str, JoinedComparison
+        ] = {}  # The comparisons on the driver: for roles that were recorded with other ranks or meshes.
         self._life = secrets.token_hex(8)
         self._rows: dict[int, list[tuple[int, int]]] = {}  # The rank and the index of each arrived row, by call.
-        self._files: dict[str, RowOrder] = {}  # The files with the order of rows, by role.
+        self._files: dict[str, RowOrder] = {}  # The files with the order in which rows arrive, by role.
 
-    def builds(self) -> Mapping[str, Sequence[Played]]:
+    def role_configs(self) -> Mapping[str, Sequence[ReplaySource]]:
         """Return the recordings for replays and comparisons, by role.
 
         Raises:
@@ -64,95 +73,97 @@ class RecordingsOfGroup(OfGroup):
             options = [option for option in (spec.replay, spec.compare) if option is not None]
             if options:
                 role = self._worker_group.roles[name]
-                recordings[name] = [_played(self._worker_group, role, option, self._life) for option in options]
-                if name not in self.joining and recordings[name][-1].joins:
-                    self.joining[name] = Joining(role, recordings[name][-1], self._tell)
-        self.played = {name: options[0].folder for name, options in recordings.items()}
+                recordings[name] = [_find_played(self._worker_group, role, option, self._life) for option in options]
+                if name not in self.comparisons and recordings[name][-1].joins:
+                    self.comparisons[name] = JoinedComparison(role, recordings[name][-1], self._notify_user)
+        self.played_folders = {name: options[0].folder for name, options in recordings.items()}
         return recordings
 
-    def begun(self, recorded: Mapping[str, Path]) -> None:
-        """Register the folders of roles that are recorded, and start to write the order of rows."""
-        self.recorded |= recorded
+    def add_recorded(self, recorded: Mapping[str, Path]) -> None:
+        """Register the folders of recorded roles, and start to write the order in which rows arrive."""
+        self.recorded_folders |= recorded
         self._files |= {name: RowOrder(folder) for name, folder in recorded.items()}
         if "rows" in features.FEATURES:
-            cast("Any", self._worker_group.part("rows")).listeners = (self._row_came,)
+            cast("Any", self._worker_group.get_part("rows")).listeners = (self._on_row,)
 
-    def over(self, role: str) -> None:
-        """Remove a role that is no longer recorded, and close the file with the order of rows."""
-        self.recorded.pop(role, None)
+    def remove_recorded(self, role: str) -> None:
+        """Remove a role that is no longer recorded, and close its file with the order in which rows arrived."""
+        self.recorded_folders.pop(role, None)
         if (file := self._files.pop(role, None)) is not None:
             file.close()
 
-    def mark(self, step: int) -> None:
+    def mark_step(self, step: int) -> None:
         """Mark the end of a step in the recordings, so that `Replay(step=...)` finds the start of the next step."""
         line = to_line({"step": step, "calls": {self._worker_group.name: self._worker_group.order.next_seq - 1}})
-        for folder in {path.parent for path in self.recorded.values()}:
+        for folder in {path.parent for path in self.recorded_folders.values()}:
             with contextlib.closing(GrowingFile(folder / STEPS)) as file:
-                file.add(line)
+                file.append_text(line)
 
-    def _row_came(self, call: Any, slot: int, row: int) -> None:
+    def _on_row(self, call: Any, slot: int, row: int) -> None:
         if call.role not in self._files:
             return
         if call.seq not in self._rows:
             self._rows[call.seq] = []
-            call._then(self._rows_over)
+            call._add_callback(self._on_rows_ended)
         self._rows[call.seq].append((call.rank_of(slot), row))
 
-    def _rows_over(self, call: Any) -> None:
+    def _on_rows_ended(self, call: Any) -> None:
         rows, file = self._rows.pop(call.seq, []), self._files.get(call.role)
         if file is not None:
-            file.add(call.seq, rows=rows)
+            file.add_call(call.seq, rows=rows)
 
-    def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
-        """Write the rows of each rank in an ended call, if the driver has chosen this partition."""
+    def on_call_report(self, call: PendingCall, slot: int, plain: Any) -> None:
+        """Write down which rank got which rows of a call, if the driver has chosen that."""
         file = self._files.get(call.role)
         if file is None or call.partition is None or slot != call.targets[0]:
             return
-        file.add(call.seq, partition=[[*map(int, rows)] for rows in call.partition])
+        file.add_call(call.seq, partition=[[*map(int, rows)] for rows in call.partition])
 
-    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+    def on_message(self, worker: Worker, message: Message, body: Any) -> None:
         """Show a notice from a worker to the user, or compare a result that a worker has sent."""
-        if isinstance(message, Noticed):
-            self._tell(message.text)
+        if isinstance(message, RecordingNotice):
+            self._notify_user(message.text)
             return
-        assert isinstance(message, Gave)
+        assert isinstance(message, ComparedResult)
         order = self._worker_group.order
         with order.lock:
             call = order.pending.get(message.seq)
-            if call is not None and call.role in self.joining:  # Ignore results of an earlier driver's calls.
-                self.joining[call.role].heard(call, call.rank_of(worker.slot), body)
+            if call is not None and call.role in self.comparisons:  # Ignore results of an earlier driver's calls.
+                self.comparisons[call.role].on_document(call, call.rank_of(worker.slot), body)
 
-    def renewed(self) -> None:
+    def on_restarted(self) -> None:
         """Stop recordings after a restart, because new workers repeat calls that were recorded before."""
-        if self.recorded:
-            self._tell(f"it has been restarted, with which the recording of {', '.join(self.recorded)} has ended")
-            for role, folder in [*self.recorded.items()]:
+        if self.recorded_folders:
+            self._notify_user(
+                f"it has been restarted, with which the recording of {', '.join(self.recorded_folders)} has ended"
+            )
+            for role, folder in [*self.recorded_folders.items()]:
                 mark_end(folder, "its group was restarted")
-                self.over(role)
-        self.restored(None)
+                self.remove_recorded(role)
+        self.load_state(None)
 
-    def restored(self, saved: Any) -> None:
+    def load_state(self, saved: Any) -> None:
         """Restart comparisons after a restore, because calls after the checkpoint may be repeated."""
-        for joining in self.joining.values():  # Ended calls are compared before the restart.
-            self._worker_group.services.timers.soon(joining.begin_anew)
+        for joining in self.comparisons.values():  # Ended calls are compared before the comparison restarts.
+            self._worker_group.services.timers.call_soon(joining.restart_comparison)
 
-    def ending(self, grace: float) -> Sequence[BaseException]:
+    def finish_background(self, grace: float) -> Sequence[BaseException]:
         """Stop all comparisons on the driver."""
-        for joining in self.joining.values():
+        for joining in self.comparisons.values():
             joining.close()
         return ()
 
-    def shown(self, role: str) -> Mapping[str, str]:
+    def role_attributes(self, role: str) -> Mapping[str, str]:
         """Return the folders of a role that is recorded, replayed or compared, to be shown to users."""
-        shown = {"recorded": str(self.recorded[role])} if role in self.recorded else {}
-        if role in self.played:
+        shown = {"recorded": str(self.recorded_folders[role])} if role in self.recorded_folders else {}
+        if role in self.played_folders:
             is_replayed = self._worker_group.declared.specs[role].replay is not None
-            shown["replayed" if is_replayed else "compared"] = self.played[role]
+            shown["replayed" if is_replayed else "compared"] = self.played_folders[role]
         return shown
 
-    def _tell(self, text: str) -> None:
+    def _notify_user(self, text: str) -> None:
         words = f"group {self._worker_group.name!r}, {text}"
-        self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
+        self._worker_group.services.printer.call_soon(lambda: _log.warning("%s", words))
 
 
 class Recorder:
@@ -169,21 +180,22 @@ class Recorder:
 
     def close(self) -> None:
         """Stop recording, and wait until all files are written."""
-        for call in self._end():
+        for call in self._stop_recording():
             with suppress(ColocateError):  # Workers of a failed group have written as much as possible.
                 call.result()
 
-    def _end(self) -> list[PendingCall]:
+    def _stop_recording(self) -> list[PendingCall]:
         """Stop recording, and return calls that end as soon as all files are written."""
         groups, self._groups = self._groups, {}
         calls = []
         for worker_group, roles in groups.values():
-            part = of_group(worker_group)
-            if worker_group.alive and any(role.name in part.recorded for role in roles):
+            part = get_recordings(worker_group)
+            if worker_group.alive and any(role.name in part.recorded_folders for role in roles):
                 with suppress(ColocateError):  # The group may have failed.
-                    calls.append(_send(worker_group, RECORDING, recorded=tuple(_over(role) for role in roles)))
+                    ends = tuple(RecordingOrder(role.name, None) for role in roles)
+                    calls.append(_send_call(worker_group, RECORDING, recorded=ends))
             for role in roles:
-                part.over(role.name)
+                part.remove_recorded(role.name)
         return calls
 
     def __enter__(self) -> Self:
@@ -195,20 +207,20 @@ class Recorder:
         if error is None:
             self.close()
         else:  # Don't wait for the files, because a call may never end after an error.
-            self._end()
+            self._stop_recording()
 
 
 def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, inputs: Any, services: Any) -> Recorder:
     """Record the results of roles; see `Runtime.record`."""
-    refuse_to_wait("runtime.record")
+    check_may_wait("runtime.record")
     most = None if limit is None else parse_bytes(limit, "runtime.record(limit)")
     place = Path(os.path.abspath(folder))
     groups: dict[str, tuple[WorkerGroup, list[RoleInfo]]] = {}
-    with_inputs = {(worker_group.name, role.name) for worker_group, role in _viewed(inputs)}
-    for worker_group, role in _viewed(views):
+    with_inputs = {(worker_group.name, role.name) for worker_group, role in _resolve_views(inputs)}
+    for worker_group, role in _resolve_views(views):
         if worker_group.services is not services:
             raise ConfigError(f"runtime.record: role {role.name!r} is of another runtime")
-        if (where := of_group(worker_group).recorded.get(role.name)) is not None:
+        if (where := get_recordings(worker_group).recorded_folders.get(role.name)) is not None:
             raise ConfigError(f"runtime.record: role {role.name!r} is recorded already, in {where}")
         groups.setdefault(worker_group.name, (worker_group, []))[1].append(role)
     if not groups:
@@ -223,40 +235,45 @@ def record(views: Any, folder: str | os.PathLike[str], limit: str | int | None, 
     paths: list[Path] = []
     try:
         recorded = {
-            name: [_begin(place, worker_group, role, paths, most, (name, role.name) in with_inputs) for role in roles]
+            name: [
+                _create_recording(place, worker_group, role, paths, most, (name, role.name) in with_inputs)
+                for role in roles
+            ]
             for name, (worker_group, roles) in groups.items()
         }
         for name, (worker_group, _) in groups.items():
-            of_group(worker_group).begun(
+            get_recordings(worker_group).add_recorded(
                 {recorded_role.role: Path(str(recorded_role.folder)) for recorded_role in recorded[name]}
             )
             # Prepare all ranks before the recording begins, because a call could arrive before a rank is ready.
-            _tell(worker_group, [attrs.evolve(recorded_role, begins=False) for recorded_role in recorded[name]])
-            _tell(worker_group, recorded[name])
+            _announce_recorded(
+                worker_group, [attrs.evolve(recorded_role, begins=False) for recorded_role in recorded[name]]
+            )
+            _announce_recorded(worker_group, recorded[name])
     except Exception:  # If one role can't be recorded, no role is recorded.
         whole.close()
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
         raise
     except BaseException:  # After an interrupt, don't wait for the workers.
-        whole._end()
+        whole._stop_recording()
         raise
     return whole
 
 
-def of_group(worker_group: WorkerGroup) -> RecordingsOfGroup:
-    """Return the driver's record of a group's recordings."""
-    return cast("RecordingsOfGroup", worker_group.part("recordings"))
+def get_recordings(worker_group: WorkerGroup) -> RecordingsOfGroup:
+    """Return a group's recording feature on the driver."""
+    return cast("RecordingsOfGroup", worker_group.get_part("recordings"))
 
 
-def _viewed(views: Any) -> Iterator[tuple[WorkerGroup, RoleInfo]]:
+def _resolve_views(views: Any) -> Iterator[tuple[WorkerGroup, RoleInfo]]:
     for view in views if isinstance(views, Iterable) and not isinstance(views, str) else [views]:
         yield viewed(view, "runtime.record(view")
 
 
-def _begin(
+def _create_recording(
     place: Path, worker_group: WorkerGroup, role: RoleInfo, made: list[Path], limit: int | None, inputs: bool
-) -> Recorded:
+) -> RecordingOrder:
     path = place / f"{worker_group.name}.{role.name}"
     cls = f"{role.cls.__module__}:{role.cls.__qualname__}"
     RoleFolder(
@@ -266,30 +283,26 @@ def _begin(
         cls,
         len(role.slots),
         worker_group.services.seed,
-        {name: described(spec) for name, spec in role.methods.items()},
+        {name: describe_method(spec) for name, spec in role.methods.items()},
         _meshes(role),
-    ).begin()
+    ).create_folder()
     made.append(path)
-    return Recorded(role.name, str(path), limit, inputs, begins=True)
+    return RecordingOrder(role.name, str(path), limit, inputs, begins=True)
 
 
-def _tell(worker_group: WorkerGroup, recorded: Sequence[Recorded]) -> None:
-    _call(worker_group, RECORDING, recorded=tuple(recorded))
+def _announce_recorded(worker_group: WorkerGroup, recorded: Sequence[RecordingOrder]) -> None:
+    _call_workers(worker_group, RECORDING, recorded=tuple(recorded))
 
 
-def _call(worker_group: WorkerGroup, said: str, **arguments: Any) -> Any:
-    return _send(worker_group, said, **arguments).result()
+def _call_workers(worker_group: WorkerGroup, said: str, **arguments: Any) -> Any:
+    return _send_call(worker_group, said, **arguments).result()
 
 
-def _over(role: RoleInfo) -> Recorded:
-    return Recorded(role.name, None)
+def _send_call(worker_group: WorkerGroup, said: str, **arguments: Any) -> PendingCall:
+    return send_blocking(for_all(worker_group, said, said, RecordingsOfWorker.calls[said], arguments))
 
 
-def _send(worker_group: WorkerGroup, said: str, **arguments: Any) -> PendingCall:
-    return start(for_all(worker_group, said, said, RecordingsOfWorker.calls[said], arguments))
-
-
-def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, life: str) -> Played:
+def _find_played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, life: str) -> ReplaySource:
     """Check the recording for a role's replay or comparison, and return the instruction for the workers.
 
     Raises:
@@ -306,19 +319,19 @@ def _played(worker_group: WorkerGroup, role: RoleInfo, given: Replay | Compare, 
         raise ConfigError(
             f"{problem} the seed {role_folder.seed}, and the runtime has {seed}: other roles would draw otherwise"
         )
-    after = 0 if given.step is None else _before(role_folder, given.step)
+    after = 0 if given.step is None else _last_call_before(role_folder, given.step)
     if isinstance(given, Replay):
-        return Played(str(role_folder.path), True, loose=given.loose, after=after, life=life)
+        return ReplaySource(str(role_folder.path), True, loose=given.loose, after=after, life=life)
     joins = role_folder.ranks != len(role.slots) or json.dumps(role_folder.meshes) != json.dumps(_meshes(role))
-    return Played(str(role_folder.path), False, tolerance=given.tolerance, after=after, joins=joins, life=life)
+    return ReplaySource(str(role_folder.path), False, tolerance=given.tolerance, after=after, joins=joins, life=life)
 
 
 def _meshes(role: RoleInfo) -> dict[str, dict[str, int]]:
     return {name: mesh.shape for name, mesh in role.meshes.items()}
 
 
-def _before(found: RoleFolder, step: int) -> int:
-    steps = lines_of(found.path.parent / STEPS, _check_step)
+def _last_call_before(found: RoleFolder, step: int) -> int:
+    steps = read_lines(found.path.parent / STEPS, _check_step)
     if not any(entry["step"] == step for entry in steps):
         has = f"{steps[0]['step']} to {steps[-1]['step']}" if steps else "none"
         raise ConfigError(f"the recording in {found.path.parent} has no step {step}: it has {has}")
@@ -375,20 +388,20 @@ def comparison(view: Any) -> list[ComparedMethod]:
     worker_group, role = viewed(view, "comparison(view")
     if worker_group.declared.specs[role.name].compare is None:
         raise ConfigError(f"comparison: role {role.name!r} isn't compared: declare it with .on(compare=...)")
-    refuse_to_wait("comparison")
-    worker_group.check()
-    by_method: dict[str, list[Compared]] = {}
-    results = _call(worker_group, COMPARISON, role=role.name)
-    if (joining := of_group(worker_group).joining.get(role.name)) is not None:
+    check_may_wait("comparison")
+    worker_group.check_usable()
+    by_method: dict[str, list[MethodComparison]] = {}
+    results = _call_workers(worker_group, COMPARISON, role=role.name)
+    if (joining := get_recordings(worker_group).comparisons.get(role.name)) is not None:
         worker_group.services.timers.run(lambda: None)  # Wait until the results of ended calls are handled.
         results = [joining.table()]
     for methods in results:
         for name, compared in (methods or {}).items():
             by_method.setdefault(name, []).append(compared)
-    return [_joined(name, ranks) for name, ranks in by_method.items()]
+    return [_join_results(name, ranks) for name, ranks in by_method.items()]
 
 
-def _joined(method: str, ranks: Sequence[Compared]) -> ComparedMethod:
+def _join_results(method: str, ranks: Sequence[MethodComparison]) -> ComparedMethod:
     sums = {name: sum(getattr(each, name) for each in ranks) for name in ("calls", "differ", "numbers", "different")}
     most = {name: max(getattr(each, name) for each in ranks) for name in ("absolute", "relative")}
     more = {name: sum(getattr(each, name) for each in ranks) for name in ("arguments", "missing", "left")}

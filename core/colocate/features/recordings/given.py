@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from colocate._system.numbers import amount_problem, step_problem
+from colocate._system.numbers import find_amount_problem, find_step_problem
 from colocate.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ class Replay:
     loose: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.step is not None and (problem := step_problem(self.step)) is not None:
+        if self.step is not None and (problem := find_step_problem(self.step)) is not None:
             raise ConfigError(f"Replay(step) {problem}")
 
 
@@ -57,12 +57,15 @@ class Compare:
     step: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name, value, problem_of in ("tolerance", self.tolerance, amount_problem), ("step", self.step, step_problem):
+        for name, value, problem_of in (
+            ("tolerance", self.tolerance, find_amount_problem),
+            ("step", self.step, find_step_problem),
+        ):
             if value is not None and (problem := problem_of(value)) is not None:
                 raise ConfigError(f"Compare({name}) {problem}")
 
 
-def given(what: Literal["replay", "compare"], value: Any) -> Replay | Compare:
+def check_option(what: Literal["replay", "compare"], value: Any) -> Replay | Compare:
     """Convert an argument of `role(...).on()` to a `Replay` or `Compare`."""
     kind: type[Replay | Compare] = Replay if what == "replay" else Compare
     if isinstance(value, kind):

@@ -11,7 +11,7 @@ RECORDING, COMPARISON = "the recording", "the comparison"
 
 
 @attrs.frozen
-class Recorded:
+class RecordingOrder:
     """The instruction to record a role, or to stop recording, as sent to workers.
 
     Attributes:
@@ -30,21 +30,21 @@ class Recorded:
 
 
 @message
-class Noticed(Message):
+class RecordingNotice(Message):
     """A notice for the user about a recording, a replay or a comparison."""
 
     text: str
 
 
 @message
-class Gave(Message):
-    """The result of a call or a row on one rank, for a comparison on the driver. The body is a document."""
+class ComparedResult(Message):
+    """The result of a call or a row on one rank, for a comparison on the driver. The body is a recorded document."""
 
-    seq: int  # The call's number in the order of the group.
+    seq: int  # The call's number among the calls of the group.
 
 
 @attrs.frozen
-class Played:
+class ReplaySource:
     """The instruction to replay a role or to compare a role with a recording, as sent to workers.
 
     Attributes:

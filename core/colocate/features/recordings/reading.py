@@ -14,10 +14,10 @@ from colocate._system.nearest import did_you_mean
 from colocate._values.mesh import Mesh
 from colocate.errors import ColocateError, ConfigError, DispatchError, SerializationError
 from colocate.features.recordings.digests import Digest
-from colocate.features.recordings.documents import Document, RankCall, RankCalls, in_order
-from colocate.features.recordings.files import ROLE, RoleFolder, RowOrder, folder_of, why_ended
-from colocate.features.recordings.values import Find, finder
-from colocate.features.recordings.whole import CannotJoin, Whole, method_of
+from colocate.features.recordings.documents import Document, RankCall, RankCalls, sort_rows
+from colocate.features.recordings.files import ROLE, RoleFolder, RowOrder, find_recording, read_end_reason
+from colocate.features.recordings.values import Find, make_finder
+from colocate.features.recordings.whole import JoinedCall, UnjoinableError, parse_method
 
 
 def load_recording(folder: str | os.PathLike[str], *, packages: Collection[str] = ()) -> Recording:
@@ -33,7 +33,7 @@ def load_recording(folder: str | os.PathLike[str], *, packages: Collection[str] 
     Raises:
         ConfigError: There is no recording.
     """
-    return Recording(folder_of(folder), finder(packages))
+    return Recording(find_recording(folder), make_finder(packages))
 
 
 @attrs.frozen
@@ -51,7 +51,7 @@ class RecordedError:
     traceback: str
 
     @classmethod
-    def of(cls, about: Mapping[str, Any]) -> RecordedError | None:
+    def from_metadata(cls, about: Mapping[str, Any]) -> RecordedError | None:
         """Return the error in a document's metadata, or None if there is none."""
         error_entry = about.get("error")
         return None if error_entry is None else cls(error_entry["class"], error_entry["text"], error_entry["trace"])
@@ -80,14 +80,14 @@ class RecordedRow:
     @property
     def value(self) -> Any:
         """The row's value. `RecordedCall.value` lists the errors."""
-        value = _value(self._document, self._find, self.error)
+        value = _read_value(self._document, self._find, self.error)
         # If a method yields rows, each row is recorded as a pair of index and item, without a digest.
         return value if self._document.about["digest"] else value[1]
 
     @property
     def inputs(self) -> Any:
         """The recorded argument of the row. `RecordedCall.inputs` lists the errors."""
-        (value,) = _inputs(self._inputs, self._find).values()
+        (value,) = _read_inputs(self._inputs, self._find).values()
         return value
 
 
@@ -120,12 +120,16 @@ class RecordedCall:
     _role: RecordedRole = attrs.field(repr=False)
 
     @classmethod
-    def of(cls, by_rank: Mapping[int, RankCall], role: RecordedRole) -> RecordedCall:
-        """Combine the recorded documents of all ranks to a call."""
+    def from_ranks(cls, by_rank: Mapping[int, RankCall], role: RecordedRole) -> RecordedCall:
+        """Combine the recorded documents of all ranks into one call."""
         first = next(iter(by_rank.values()))
         abouts = [rank_call.about for rank_call in by_rank.values()]
         begun = min(about["begun"] for about in abouts)
-        errors = (RecordedError.of(rank_call.end.about) for rank_call in by_rank.values() if rank_call.end is not None)
+        errors = (
+            RecordedError.from_metadata(rank_call.end.about)
+            for rank_call in by_rank.values()
+            if rank_call.end is not None
+        )
         return cls(
             first.method,
             first.number,
@@ -149,31 +153,31 @@ class RecordedCall:
             SerializationError: See `value`.
         """
         try:
-            whole = self._whole()
-            if whole.raised is not None:
-                raise SerializationError(f"it has raised {whole.error}")
+            whole = self._joined_call()
+            if whole.error_document is not None:
+                raise SerializationError(f"it has raised {whole.error_text}")
             if not whole.spec.ends_in_rows:
-                return whole.value()
+                return whole.joined_value()
             rows = {row.index: row for row in self.rows if row.index is not None}
             count = max((part.about.get("valid", 0) for part in self._by_rank.values()), default=0)
-            count = count if whole.spec.rows is not None else sum(map(len, whole.places().values()))
+            count = count if whole.spec.rows is not None else sum(map(len, whole.rows_by_rank().values()))
             if missing := [index for index in range(count) if index not in rows]:
-                raise CannotJoin(f"row {missing[0]} isn't there")
+                raise UnjoinableError(f"row {missing[0]} isn't there")
             return [rows[index].value for index in range(count)]
-        except (CannotJoin, DispatchError, KeyError) as error:
+        except (UnjoinableError, DispatchError, KeyError) as error:
             why = error.message if isinstance(error, ColocateError) else str(error)
             raise ConfigError(f"call {self.number} of {self.method} can't be joined: {why}; see its values") from error
 
-    def _whole(self) -> Whole:
+    def _joined_call(self) -> JoinedCall:
         """Return the call with the results of all ranks.
 
         Raises:
-            CannotJoin: The collect is a user's class.
+            UnjoinableError: The collect is a user's class.
         """
         role, folder = self._role, self._role._folder
         meshes = {name: Mesh(shape) for name, shape in folder.meshes.items()}
-        spec, partition = method_of(folder.methods[self.method]), role._partitions.get(self.seq)
-        return Whole(self._by_rank, role.ranks, meshes, partition, spec, role._find)
+        spec, partition = parse_method(folder.methods[self.method]), role._partitions.get(self.seq)
+        return JoinedCall(self._by_rank, role.ranks, meshes, partition, spec, role._find)
 
     def value(self, rank: int = 0) -> Any:
         """Return the recorded value of the call on a rank.
@@ -182,10 +186,10 @@ class RecordedCall:
             ConfigError: The rank has no value: it took no part, the call has rows, or the recording ends amid the call.
             SerializationError: The value's type isn't recorded, or the call raised, or the class is unknown here.
         """
-        end = self._of(rank).end
+        end = self._rank_call(rank).end
         if end is None or "rows" in end.about:
             raise ConfigError(f"call {self.number} of {self.method} has no value of rank {rank}: see its rows")
-        return _value(end, self._role._find, RecordedError.of(end.about))
+        return _read_value(end, self._role._find, RecordedError.from_metadata(end.about))
 
     def inputs(self, rank: int = 0) -> dict[str, Any]:
         """Return the recorded arguments on a rank, by parameter. `rows` has the arguments of single rows.
@@ -195,8 +199,8 @@ class RecordedCall:
                 `--record role:inputs`.
             SerializationError: See `value`.
         """
-        documents = (document for document in self._of(rank).inputs if "row" not in document.about)
-        return _inputs(next(documents, None), self._role._find)
+        documents = (document for document in self._rank_call(rank).inputs if "row" not in document.about)
+        return _read_inputs(next(documents, None), self._role._find)
 
     def values(self) -> list[Any]:
         """Return the values of all ranks that took part in the call. `value` lists the errors."""
@@ -212,7 +216,7 @@ class RecordedCall:
 
     def arguments(self, rank: int = 0) -> Digest:
         """Return the digests of a rank's arguments: the path and a description of each part, by parameter."""
-        digest: Digest = self._of(rank).about["digest"]
+        digest: Digest = self._rank_call(rank).about["digest"]
         return digest
 
     @property
@@ -222,25 +226,27 @@ class RecordedCall:
         if not rows:
             return []
         try:
-            whole = self._whole()
-            places = None if whole.spec.rows is not None else whole.places()
-        except CannotJoin:  # The indices of the rows are unknown.
+            whole = self._joined_call()
+            places = None if whole.spec.rows is not None else whole.rows_by_rank()
+        except UnjoinableError:  # The indices of the rows are unknown.
             places = {}
         find = self._role._find
         return [
             RecordedRow(
-                row := document.about["row"] if places is None else _index(places.get(rank, ()), document.about["row"]),
+                row := document.about["row"]
+                if places is None
+                else _find_index(places.get(rank, ()), document.about["row"]),
                 rank,
                 document.about["ended"],
-                RecordedError.of(document.about),
+                RecordedError.from_metadata(document.about),
                 document,
                 next((inputs for inputs in self._by_rank[rank].inputs if inputs.about.get("row", -1) == row), None),
                 find,
             )
-            for rank, document in in_order(rows, self._role._came.get(self.seq))
+            for rank, document in sort_rows(rows, self._role._row_arrivals.get(self.seq))
         ]
 
-    def _of(self, rank: int) -> RankCall:
+    def _rank_call(self, rank: int) -> RankCall:
         if rank not in self._by_rank:
             raise ConfigError(f"call {self.number} of {self.method} is of ranks {[*self.ranks]}, not of {rank}")
         return self._by_rank[rank]
@@ -269,16 +275,16 @@ class RecordedRole:
     ended: str
     _parts: Sequence[RankCalls] = attrs.field(repr=False)
     _find: Find = attrs.field(repr=False)
-    _came: Mapping[int, Sequence[tuple[int, int]]] = attrs.field(repr=False)
+    _row_arrivals: Mapping[int, Sequence[tuple[int, int]]] = attrs.field(repr=False)
     _partitions: Mapping[int, Sequence[Sequence[int]]] = attrs.field(repr=False)
     _folder: RoleFolder = attrs.field(repr=False)
 
     @classmethod
-    def of(cls, folder: RoleFolder, find: Find) -> RecordedRole:
+    def from_folder(cls, folder: RoleFolder, find: Find) -> RecordedRole:
         """Read the recorded role in a folder."""
         parts = [RankCalls(folder.path, rank) for rank in range(folder.ranks)]
         for part in parts:
-            part.all()
+            part.read_all()
         return cls(
             folder.role,
             folder.group,
@@ -286,25 +292,25 @@ class RecordedRole:
             folder.ranks,
             folder.seed,
             [rank for rank, part in enumerate(parts) if part.files.is_torn],
-            why_ended(folder.path),
+            read_end_reason(folder.path),
             parts,
             find,
-            RowOrder.read(folder.path),
-            RowOrder.read(folder.path, "partition"),
+            RowOrder.read_rows(folder.path),
+            RowOrder.read_rows(folder.path, "partition"),
             folder,
         )
 
     @cached_property
     def calls(self) -> list[RecordedCall]:
-        """All calls of the role, in the order of the group's calls."""
+        """All calls of the role, ordered by their number in the group (`seq`)."""
         by_seq: dict[int, dict[int, RankCall]] = {}
         for rank, part in enumerate(self._parts):
-            for call in part.found.values():
+            for call in part.calls.values():
                 by_seq.setdefault(call.about["seq"], {})[rank] = call
-        return [RecordedCall.of(by_seq[seq], self) for seq in sorted(by_seq)]
+        return [RecordedCall.from_ranks(by_seq[seq], self) for seq in sorted(by_seq)]
 
     def __getitem__(self, method: str) -> list[RecordedCall]:
-        """Return the calls of a method, in the order of the group's calls."""
+        """Return a method's calls, ordered by their number in the group (`seq`)."""
         calls = [call for call in self.calls if call.method == method]
         if not calls:
             has = dict.fromkeys(call.method for call in self.calls)
@@ -322,7 +328,7 @@ class Recording(Mapping[str, RecordedRole]):
     def __init__(self, folder: Path, find: Find) -> None:
         """Create a recording. Users call `load_recording` instead."""
         self.folder = folder
-        folders = [RoleFolder.read(item.parent) for item in sorted(folder.glob(f"*/{ROLE}"))]
+        folders = [RoleFolder.from_folder(item.parent) for item in sorted(folder.glob(f"*/{ROLE}"))]
         names = [item.role for item in folders]
         self._folders = {
             item.role if names.count(item.role) == 1 else f"{item.group}.{item.role}": item for item in folders
@@ -339,7 +345,7 @@ class Recording(Mapping[str, RecordedRole]):
         if name not in self._folders:
             hint = did_you_mean(name, self._folders)
             raise ConfigError(f"role {name!r} isn't in the recording {self.folder}: {', '.join(self)} are{hint}")
-        return RecordedRole.of(self._folders[name], self._find)
+        return RecordedRole.from_folder(self._folders[name], self._find)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._folders)
@@ -351,23 +357,23 @@ class Recording(Mapping[str, RecordedRole]):
         return f"<recording of {', '.join(self)} in {self.folder}>"
 
 
-def _value(document: Document, find: Find, error: RecordedError | None) -> Any:
+def _read_value(document: Document, find: Find, error: RecordedError | None) -> Any:
     if error is not None:
         raise SerializationError(f"it has raised {error.cls.partition(':')[2]}: {error.text}")
     if (why := document.about.get("missing")) is not None:
         raise SerializationError(f"it wasn't recorded: {why}")
-    value = document.value(find)
+    value = document.read_value(find)
     return value[0] if document.about.get("defaults") else value
 
 
-def _inputs(document: Document | None, find: Find) -> dict[str, Any]:
+def _read_inputs(document: Document | None, find: Find) -> dict[str, Any]:
     if document is None:
         raise ConfigError(
             "what it was given isn't recorded: name the role in runtime.record(inputs=...), or `--record role:inputs`"
         )
-    arguments: dict[str, Any] = _value(document, find, None)
+    arguments: dict[str, Any] = _read_value(document, find, None)
     return arguments
 
 
-def _index(own: Sequence[int], row: int) -> int | None:
+def _find_index(own: Sequence[int], row: int) -> int | None:
     return own[row] if row < len(own) else None

@@ -16,11 +16,11 @@ from typing import Any
 
 import attrs
 
-from colocate._protocol.consequence import PutBack
+from colocate._protocol.consequence import RetryCall
 from colocate._role.context import RowState, running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.imported import imported
-from colocate.features.recordings.digests import Digest, digest_of
+from colocate._system.imported import find_imported
+from colocate.features.recordings.digests import Digest, digest_arguments
 from colocate.worker.context import WorkerContext
 from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
@@ -30,7 +30,7 @@ NAME = "recordings"
 
 
 @attrs.define(eq=False)
-class Seen:
+class TappedCall:
     """A running call, as observed by taps.
 
     Attributes:
@@ -41,10 +41,10 @@ class Seen:
         digest: The digests of the arguments.
         begun: The start, in seconds of time.time().
         rows: The number of ended rows.
-        cut: Whether the caller stopped reading before the last row.
+        is_cut: Whether the caller stopped reading before the last row.
         defaults: The states of the process's default generators, if the call has changed these for the whole process.
         weights: A digest of the weights of the last sync; "" if none came while tapped.
-        had: The numbers of rows: without padding (`valid`), and where padding is removed, with it (`padded`).
+        row_counts: The numbers of rows: without padding (`valid`), and where padding is removed, with it (`padded`).
     """
 
     method: str
@@ -55,69 +55,71 @@ class Seen:
     begun: float
     rows: int = 0
     defaults: Any = None
-    cut: bool = False
+    is_cut: bool = False
     weights: str = ""
-    had: Mapping[str, int] = attrs.field(factory=dict)
+    row_counts: Mapping[str, int] = attrs.field(factory=dict)
 
 
 class Tap(abc.ABC):
     """An observer of a role's calls on a rank. Its methods are called on the role's lane."""
 
-    def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:  # noqa: B027
+    def on_arguments(self, seen: TappedCall, arguments: Mapping[str, Any], row: int | None = None) -> None:  # noqa: B027
         """Handle the arguments of a call, or of a row, before the method runs. The default does nothing."""
 
     @abc.abstractmethod
-    def gave(self, seen: Seen, value: Any) -> None:
+    def on_value(self, seen: TappedCall, value: Any) -> None:
         """Handle the value of a call."""
 
     @abc.abstractmethod
-    def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
+    def on_row(self, seen: TappedCall, row: int, value: Any, digest: Digest) -> None:
         """Handle the value of an ended row, with the digest of the row's arguments.
 
         Methods that yield get all rows at once: then the value is the yielded item, and the digest is empty.
         """
 
     @abc.abstractmethod
-    def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """Handle the error of a call, or of a row with a digest of the row's arguments."""
+    def on_error(
+        self, seen: TappedCall, error: BaseException, row: int | None = None, digest: Digest | None = None
+    ) -> None:
+        """Handle the error of a call, or of a row (then with the digest of the row's arguments)."""
 
     @abc.abstractmethod
-    def over(self, seen: Seen) -> None:
-        """Handle the end of a call with rows that end one by one."""
+    def on_rows_ended(self, seen: TappedCall) -> None:
+        """Handle the end of a call whose rows ended one by one."""
 
 
 class Player(abc.ABC):
     """Answers the calls of a replayed role in place of the role."""
 
     @abc.abstractmethod
-    def begins(self, seen: Seen) -> None:
+    def begin_call(self, seen: TappedCall) -> None:
         """Find the recorded answer to a call, or raise an error to refuse the call."""
 
     @abc.abstractmethod
-    def value(self, seen: Seen) -> Any:
+    def play_value(self, seen: TappedCall) -> Any:
         """Return the recorded value of a call, or raise the recorded error."""
 
     @abc.abstractmethod
-    def row(self, seen: Seen, row: int, digest: Digest) -> Any:
+    def play_row(self, seen: TappedCall, row: int, digest: Digest) -> Any:
         """Return the recorded value of a row, or raise the recorded error."""
 
     @abc.abstractmethod
-    def rows(self, seen: Seen) -> Iterator[Any]:
+    def play_rows(self, seen: TappedCall) -> Iterator[Any]:
         """Yield the recorded rows of a call, for methods that yield their rows."""
 
     @abc.abstractmethod
-    def over(self, seen: Seen) -> None:
+    def end_call(self, seen: TappedCall) -> None:
         """Handle the end of a call."""
 
 
-class Tapped:
+class TappedRole:
     """Runs the calls of a role that has taps or a player.
 
     Attributes:
         methods: The methods as declared by the role.
         taps: The observers of calls.
         player: Answers the calls; None if the role itself does.
-        before: The number of each method's calls before the first call that counts.
+        counts_before: The number of each method's calls before the first call that counts.
         weights: A digest of the weights of the last sync.
     """
 
@@ -126,39 +128,39 @@ class Tapped:
         self.methods = role.methods
         self.taps: tuple[Tap, ...] = ()
         self.player: Player | None = None
-        self.before: dict[str, int] = {}
+        self.counts_before: dict[str, int] = {}
         self.weights = ""
         self._places = 0
-        self._under_way: dict[int, Seen] = {}
-        routed = {name: self._routed(spec) for name, spec in role.methods.items()}
+        self._running_calls: dict[int, TappedCall] = {}
+        routed = {name: self._wrap_spec(spec) for name, spec in role.methods.items()}
         role.routes = {name: (routed[name], label) for name, (_, label) in role.routes.items()}
 
-    def counts_from_here(self) -> None:
+    def reset_counts(self) -> None:
         """Start to count calls from 0, at the start of a recording or after a restore."""
-        self.before, self._places = dict(self._role.ctx._calls), 0
+        self.counts_before, self._places = dict(self._role.ctx._calls), 0
 
-    def counted(self, method: str) -> int:
-        """Return the number of a method's calls so far, including withdrawn calls."""
-        return self._role.ctx._calls.get(method, 0) - self.before.get(method, 0)
+    def count_calls(self, method: str) -> int:
+        """Return the number of a method's calls so far, including calls withdrawn after a failure."""
+        return self._role.ctx._calls.get(method, 0) - self.counts_before.get(method, 0)
 
-    def weigh(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def digest_weights(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Yield the weights of a sync, and store their digest after the last weight."""
         digest = hashlib.blake2b(digest_size=8)
         for pair in weights:
-            digest.update(f"{pair[0]} {digest_of({'': pair[1]})[''][0][1]};".encode())
+            digest.update(f"{pair[0]} {digest_arguments({'': pair[1]})[''][0][1]};".encode())
             yield pair
             del pair  # Drop the reference, which would look like a tensor that the target role keeps.
         self.weights = digest.hexdigest()
 
-    def _routed(self, spec: MethodSpec) -> MethodSpec:
-        function = spec.function if spec.feature is None else self._in_rows(spec)
+    def _wrap_spec(self, spec: MethodSpec) -> MethodSpec:
+        function = spec.function if spec.feature is None else self._wrap_rows(spec)
         routed = attrs.evolve(spec, function=function)
         object.__setattr__(routed, "feature", NAME)  # The class is frozen, so a plain assignment would raise.
         return routed
 
     # -- a call
 
-    def runs(self, work: Work, code: Callable[[object, dict[str, Any]], Any]) -> Callable[..., Any]:
+    def wrap_runner(self, work: Work, code: Callable[[object, dict[str, Any]], Any]) -> Callable[..., Any]:
         """Return a function that runs a call by `code` and reports the call to the taps."""
         if not self.taps and self.player is None:
             return code
@@ -166,170 +168,174 @@ class Tapped:
         ends_in_rows = spec.feature is not None
 
         def run(instance: object, arguments: dict[str, Any]) -> Any:
-            tapped_call = self._begin(work, spec, arguments)
+            tapped_call = self._begin_call(work, spec, arguments)
             run_it = code
             if self.player is not None:
                 try:
-                    self.player.begins(tapped_call)
+                    self.player.begin_call(tapped_call)
                 except BaseException:
-                    del self._under_way[tapped_call.seq]
+                    del self._running_calls[tapped_call.seq]
                     raise
                 if not ends_in_rows:
-                    run_it = self._played_async if spec.is_async else self._played
+                    run_it = self._play_async if spec.is_async else self._play_call
             if spec.is_async:
-                return self._awaited(tapped_call, run_it, instance, arguments, ends_in_rows)
+                return self._await_result(tapped_call, run_it, instance, arguments, ends_in_rows)
             try:
                 result = run_it(instance, arguments)
             except BaseException as error:
-                self._failed(tapped_call, error)
+                self._on_error(tapped_call, error)
                 raise
-            self._ended(tapped_call, result, ends_in_rows)
+            self._on_result(tapped_call, result, ends_in_rows)
             return result
 
         return calls_role_code(run)
 
-    def _begin(self, work: Work, spec: MethodSpec, arguments: Mapping[str, Any]) -> Seen:
+    def _begin_call(self, work: Work, spec: MethodSpec, arguments: Mapping[str, Any]) -> TappedCall:
         assert work.place is not None
         method, count = work.place
-        former = self._under_way.get(work.seq)  # A call that is retried is known already.
+        former = self._running_calls.get(work.seq)  # A call that is retried is known already.
         place = self._places if former is None else former.place
         self._places += former is None
-        digest = digest_of(arguments)
+        digest = digest_arguments(arguments)
         if spec.rows is not None:  # Each row has a separate digest, because rows arrive one by one on any rank.
             digest = {**digest, spec.rows: [["", f"{work.valid_rows} rows"]]}
-        tapped_call = Seen(method, count - self.before.get(method, 0), place, work.seq, digest, time.time())
+        tapped_call = TappedCall(
+            method, count - self.counts_before.get(method, 0), place, work.seq, digest, time.time()
+        )
         had = {"valid": work.valid_rows, "padded": work.rows}
         tapped_call.weights = self.weights
-        tapped_call.had = {name: count for name, count in had.items() if count is not None}
+        tapped_call.row_counts = {name: count for name, count in had.items() if count is not None}
         if self._context.in_process and not spec.is_async:
-            tapped_call.defaults = _defaults()
-        self._under_way[work.seq] = tapped_call
+            tapped_call.defaults = _generator_states()
+        self._running_calls[work.seq] = tapped_call
         whole_arguments = {name: value for name, value in arguments.items() if name != spec.rows}
         for tap in self.taps if former is None else ():
-            tap.got(tapped_call, whole_arguments)
+            tap.on_arguments(tapped_call, whole_arguments)
         return tapped_call
 
     @calls_role_code
-    async def _awaited(self, seen: Seen, code: Any, instance: object, arguments: Any, ends_in_rows: bool) -> Any:
+    async def _await_result(
+        self, seen: TappedCall, code: Any, instance: object, arguments: Any, ends_in_rows: bool
+    ) -> Any:
         try:
             result = await code(instance, arguments)
         except BaseException as error:
-            self._failed(seen, error)
+            self._on_error(seen, error)
             raise
-        self._ended(seen, result, ends_in_rows)
+        self._on_result(seen, result, ends_in_rows)
         return result
 
-    def _played(self, instance: object, arguments: Any) -> Any:
+    def _play_call(self, instance: object, arguments: Any) -> Any:
         call = running_call.get()
         assert call is not None
         assert self.player is not None
-        return self.player.value(self._under_way[call.seq])
+        return self.player.play_value(self._running_calls[call.seq])
 
-    async def _played_async(self, instance: object, arguments: Any) -> Any:
-        return self._played(instance, arguments)
+    async def _play_async(self, instance: object, arguments: Any) -> Any:
+        return self._play_call(instance, arguments)
 
-    def _ended(self, seen: Seen, result: Any, ends_in_rows: bool) -> None:
-        self._look(seen)
+    def _on_result(self, seen: TappedCall, result: Any, ends_in_rows: bool) -> None:
+        self._note_randomness(seen)
         for tap in self.taps:
             if ends_in_rows:
-                tap.over(seen)
+                tap.on_rows_ended(seen)
             else:
-                tap.gave(seen, result)
+                tap.on_value(seen, result)
 
-    def _failed(self, seen: Seen, error: BaseException) -> None:
-        if isinstance(error, PutBack):
+    def _on_error(self, seen: TappedCall, error: BaseException) -> None:
+        if isinstance(error, RetryCall):
             return
-        self._look(seen)
+        self._note_randomness(seen)
         for tap in self.taps:
-            tap.raised(seen, error)
+            tap.on_error(seen, error)
 
-    def _look(self, seen: Seen) -> None:
-        """Record the end of a call, and the states of the default generators if the call has changed a state."""
-        del self._under_way[seen.seq]
+    def _note_randomness(self, seen: TappedCall) -> None:
+        """Record the end of a call, and the states of the default random generators if the call has changed any."""
+        del self._running_calls[seen.seq]
         if self.player is not None:
-            self.player.over(seen)
+            self.player.end_call(seen)
         if seen.defaults is not None:
-            now = _defaults()
+            now = _generator_states()
             seen.defaults = None if now == seen.defaults else now
 
     # -- rows
 
-    def _in_rows(self, spec: MethodSpec) -> Callable[..., Any]:
+    def _wrap_rows(self, spec: MethodSpec) -> Callable[..., Any]:
         if spec.rows is not None:
-            return self._given(spec, spec.rows)
-        return self._yielded_async(spec) if spec.is_async else self._yielded(spec)
+            return self._wrap_given_rows(spec, spec.rows)
+        return self._wrap_async_generator(spec) if spec.is_async else self._wrap_generator(spec)
 
-    def _given(self, spec: MethodSpec, parameter: str) -> Callable[..., Any]:
+    def _wrap_given_rows(self, spec: MethodSpec, parameter: str) -> Callable[..., Any]:
         @calls_role_code
         async def row(instance: object, *args: Any, **kwargs: Any) -> Any:
             state = running_call.get()
-            if not isinstance(state, RowState) or (tapped_call := self._under_way.get(state.seq)) is None:
+            if not isinstance(state, RowState) or (tapped_call := self._running_calls.get(state.seq)) is None:
                 return await spec.function(instance, *args, **kwargs)
             row_arguments = {parameter: spec.bind((instance, *args)[1:], kwargs).get(parameter)}
-            digest = digest_of(row_arguments)
+            digest = digest_arguments(row_arguments)
             for tap in self.taps:
-                tap.got(tapped_call, row_arguments, state.row)
+                tap.on_arguments(tapped_call, row_arguments, state.row)
             try:
                 if self.player is not None:
-                    value = self.player.row(tapped_call, state.row, digest)
+                    value = self.player.play_row(tapped_call, state.row, digest)
                 else:
                     value = await spec.function(instance, *args, **kwargs)
             except BaseException as error:
                 for tap in self.taps:
-                    tap.raised(tapped_call, error, state.row, digest)
+                    tap.on_error(tapped_call, error, state.row, digest)
                 raise
             for tap in self.taps:
-                tap.gave_row(tapped_call, state.row, value, digest)
+                tap.on_row(tapped_call, state.row, value, digest)
             tapped_call.rows += 1
             return value
 
         return row
 
-    def _items(self, spec: MethodSpec, instance: object, args: Any, kwargs: Any) -> tuple[Seen | None, Any]:
+    def _open_items(self, spec: MethodSpec, instance: object, args: Any, kwargs: Any) -> tuple[TappedCall | None, Any]:
         call = running_call.get()
-        tapped_call = None if call is None else self._under_way.get(call.seq)
+        tapped_call = None if call is None else self._running_calls.get(call.seq)
         if tapped_call is not None and self.player is not None:
-            return tapped_call, self.player.rows(tapped_call)
+            return tapped_call, self.player.play_rows(tapped_call)
         return tapped_call, spec.function(instance, *args, **kwargs)
 
-    def _saw(self, seen: Seen | None, item: Any) -> None:
+    def _on_item(self, seen: TappedCall | None, item: Any) -> None:
         if seen is not None:
             index = item[0] if isinstance(item, tuple) and item and type(item[0]) is int else seen.rows
             for tap in self.taps:
-                tap.gave_row(seen, index, item, {})
+                tap.on_row(seen, index, item, {})
             seen.rows += 1
 
-    def _yielded(self, spec: MethodSpec) -> Callable[..., Any]:
+    def _wrap_generator(self, spec: MethodSpec) -> Callable[..., Any]:
         @calls_role_code
         def items(instance: object, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            tapped_call, results = self._items(spec, instance, args, kwargs)
+            tapped_call, results = self._open_items(spec, instance, args, kwargs)
             try:
                 for item in results:
-                    self._saw(tapped_call, item)
+                    self._on_item(tapped_call, item)
                     yield item
             except GeneratorExit:
-                _cut(tapped_call)
+                _mark_cut(tapped_call)
                 raise
             finally:
                 results.close()
 
         return items
 
-    def _yielded_async(self, spec: MethodSpec) -> Callable[..., Any]:
+    def _wrap_async_generator(self, spec: MethodSpec) -> Callable[..., Any]:
         @calls_role_code
         async def items(instance: object, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            tapped_call, results = self._items(spec, instance, args, kwargs)
+            tapped_call, results = self._open_items(spec, instance, args, kwargs)
             if tapped_call is not None and self.player is not None:
                 for item in results:
-                    self._saw(tapped_call, item)
+                    self._on_item(tapped_call, item)
                     yield item
                 return
             try:
                 async for item in results:
-                    self._saw(tapped_call, item)
+                    self._on_item(tapped_call, item)
                     yield item
             except GeneratorExit:
-                _cut(tapped_call)
+                _mark_cut(tapped_call)
                 raise
             finally:
                 await results.aclose()
@@ -337,14 +343,14 @@ class Tapped:
         return items
 
 
-def _cut(seen: Seen | None) -> None:
+def _mark_cut(seen: TappedCall | None) -> None:
     if seen is not None:
-        seen.cut = True
+        seen.is_cut = True
 
 
-def _defaults() -> tuple[Any, ...]:
+def _generator_states() -> tuple[Any, ...]:
     """Return the states of the process's default random generators, in a comparable form."""
-    torch, numpy = imported("torch"), sys.modules.get("numpy.random")
+    torch, numpy = find_imported("torch"), sys.modules.get("numpy.random")
     of_torch = None if torch is None else torch.get_rng_state().numpy().tobytes()
     if numpy is None:
         return of_torch, random.getstate(), None
@@ -352,10 +358,10 @@ def _defaults() -> tuple[Any, ...]:
     return of_torch, random.getstate(), (kind, keys.tobytes(), *more)
 
 
-def have_defaults(states: Sequence[Any]) -> None:
+def restore_generators(states: Sequence[Any]) -> None:
     """Set the states of the process's default random generators."""
     of_torch, of_random, of_numpy = states
-    if of_torch is not None and (torch := imported("torch")) is not None:
+    if of_torch is not None and (torch := find_imported("torch")) is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
     random.setstate(of_random)
     if of_numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:

@@ -1,4 +1,4 @@
-"""Taps that convert a role's results to documents, for files or for a comparison on the driver."""
+"""Taps that encode a role's results as documents (entries of a recording), for files or for the driver's comparison."""
 
 from __future__ import annotations
 
@@ -8,53 +8,59 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate._system.jobs import message_of
-from colocate._system.tracebacks import told
+from colocate._system.jobs import get_message
+from colocate._system.tracebacks import format_exception
 from colocate.features.recordings.digests import Digest
 from colocate.features.recordings.files import Writer
-from colocate.features.recordings.messages import Gave
-from colocate.features.recordings.taps import Seen, Tap
-from colocate.features.recordings.values import NotRecorded, packed
+from colocate.features.recordings.messages import ComparedResult
+from colocate.features.recordings.taps import Tap, TappedCall
+from colocate.features.recordings.values import UnrecordableError, encode_document
 from colocate.worker.context import WorkerContext
 
 
 class DocumentTap(Tap):
-    """A tap that converts a role's results to documents."""
+    """A tap that encodes a role's results as documents (entries of a recording)."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell = tell
-        self._told: set[str] = set()
+        self._notify_user = tell
+        self._reported: set[str] = set()
 
     def _is_over(self) -> bool:
         return False
 
     @abc.abstractmethod
-    def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
-        """Handle a new document."""
+    def _store_document(self, seen: TappedCall, pieces: Sequence[Any], length: int) -> None:
+        """Write or send a new document."""
 
-    def gave(self, seen: Seen, value: Any) -> None:
-        """Make a document with the value of a call."""
-        self._add(seen, value)
+    def on_value(self, seen: TappedCall, value: Any) -> None:
+        """Encode the value of a call as a document."""
+        self._add_document(seen, value)
 
-    def gave_row(self, seen: Seen, row: int, value: Any, digest: Digest) -> None:
-        """Make a document with the value of a row."""
-        self._add(seen, value, row=row, digest=digest)
+    def on_row(self, seen: TappedCall, row: int, value: Any, digest: Digest) -> None:
+        """Encode the value of a row as a document."""
+        self._add_document(seen, value, row=row, digest=digest)
 
-    def raised(self, seen: Seen, error: BaseException, row: int | None = None, digest: Digest | None = None) -> None:
-        """Make a document with the class, the text and the traceback of an error."""
+    def on_error(
+        self, seen: TappedCall, error: BaseException, row: int | None = None, digest: Digest | None = None
+    ) -> None:
+        """Encode the class, the text and the traceback of an error as a document."""
         kind = type(error)
-        failed = {"class": f"{kind.__module__}:{kind.__qualname__}", "text": message_of(error), "trace": told(error)}
+        failed = {
+            "class": f"{kind.__module__}:{kind.__qualname__}",
+            "text": get_message(error),
+            "trace": format_exception(error),
+        }
         fields: dict[str, Any] = {"error": failed} if row is None else {"error": failed, "row": row, "digest": digest}
         try:
-            self._add(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **fields)
-        except NotRecorded:
-            self._add(seen, ((failed["text"],), {}), **fields)
+            self._add_document(seen, (error.args, getattr(error, "__dict__", {})), strict=True, **fields)
+        except UnrecordableError:
+            self._add_document(seen, ((failed["text"],), {}), **fields)
 
-    def over(self, seen: Seen) -> None:
-        """Make a document with the number of a call's rows."""
-        self._add(seen, None, rows=seen.rows, **({"cut": True} if seen.cut else {}))
+    def on_rows_ended(self, seen: TappedCall) -> None:
+        """Encode the number of a call's rows as a document."""
+        self._add_document(seen, None, rows=seen.rows, **({"cut": True} if seen.is_cut else {}))
 
-    def _add(self, seen: Seen, value: Any, strict: bool = False, **more: Any) -> None:
+    def _add_document(self, seen: TappedCall, value: Any, strict: bool = False, **more: Any) -> None:
         if self._is_over():
             return
         about = {"method": seen.method, "call": seen.number, "place": seen.place, "seq": seen.seq}
@@ -62,22 +68,22 @@ class DocumentTap(Tap):
         if "row" not in more or "inputs" in more:
             about["digest"] = seen.digest
         if "row" not in more and "inputs" not in more:
-            about |= seen.had
+            about |= seen.row_counts
             about |= {"weights": seen.weights} if seen.weights else {}
         about |= more
         if seen.defaults is not None and not {"row", "inputs"} & more.keys():
             about["defaults"], value = True, (value, seen.defaults)
         try:
-            pieces, length = packed(value, about)
-        except NotRecorded as error:
+            pieces, length = encode_document(value, about)
+        except UnrecordableError as error:
             if strict:
                 raise
             problem = f"what {seen.method} {'is given' if 'inputs' in more else 'gives'} isn't recorded"
-            if problem not in self._told:
-                self._told.add(problem)
-                self._tell(f"{problem}: {error}")
-            pieces, length = packed(None, {**about, "missing": str(error)})
-        self._take(seen, pieces, length)
+            if problem not in self._reported:
+                self._reported.add(problem)
+                self._notify_user(f"{problem}: {error}")
+            pieces, length = encode_document(None, {**about, "missing": str(error)})
+        self._store_document(seen, pieces, length)
 
 
 class RecordingTap(DocumentTap):
@@ -95,31 +101,31 @@ class RecordingTap(DocumentTap):
         self._writer = Writer(self.folder, rank, limit, tell)
         self.has_begun = False
 
-    def got(self, seen: Seen, arguments: Mapping[str, Any], row: int | None = None) -> None:
+    def on_arguments(self, seen: TappedCall, arguments: Mapping[str, Any], row: int | None = None) -> None:
         """Write the arguments of a call or a row, if inputs are recorded."""
         if self._inputs:
             where: dict[str, Any] = {} if row is None else {"row": row}
-            self._add(seen, dict(arguments), inputs=True, **where)
+            self._add_document(seen, dict(arguments), inputs=True, **where)
 
     def close(self, within_s: float | None = None) -> None:
         """Stop recording, and write the queued documents within a timeout of `within_s` seconds."""
         self._writer.close(within_s)
 
     def _is_over(self) -> bool:
-        return self._writer.ended
+        return self._writer.has_ended
 
-    def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
+    def _store_document(self, seen: TappedCall, pieces: Sequence[Any], length: int) -> None:
         self.has_begun = True
-        self._writer.add(pieces, length)
+        self._writer.add_document(pieces, length)
 
 
-class TellingTap(DocumentTap):
+class ReportingTap(DocumentTap):
     """A tap that sends a role's results to the driver."""
 
     def __init__(self, context: WorkerContext, tell: Callable[[str], object]) -> None:
         super().__init__(tell)
         self._context = context
 
-    def _take(self, seen: Seen, pieces: Sequence[Any], length: int) -> None:
-        body = self._context.packed(b"".join(pieces), seen.method)
-        self._context.say_result(Gave(seen.seq), body, seen.method)
+    def _store_document(self, seen: TappedCall, pieces: Sequence[Any], length: int) -> None:
+        body = self._context.pack_result(b"".join(pieces), seen.method)
+        self._context.send_result(ComparedResult(seen.seq), body, seen.method)

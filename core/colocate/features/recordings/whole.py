@@ -1,4 +1,4 @@
-"""Joins the recorded results of all ranks to the value that the caller got."""
+"""Joins the recorded results of all ranks into the value that the caller got."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from colocate._role.method_spec import MethodSpec
 from colocate._values.collect import Collect, Concat, First, Gather, Reduce
 from colocate._values.dispatch import Broadcast, OnRank, PerRank, Scatter
 from colocate._values.mesh import Mesh, Ranks
-from colocate.features.recordings.differences import Raised
+from colocate.features.recordings.differences import ErrorText
 from colocate.features.recordings.digests import Digest
-from colocate.features.recordings.documents import Document, RankCall, recorded_value
+from colocate.features.recordings.documents import Document, RankCall, read_recorded
 from colocate.features.recordings.values import Find
 
 
-class CannotJoin(Exception):
+class UnjoinableError(Exception):
     """Raised if the value that the caller got is unknown or depends on the number of ranks."""
 
 
 @attrs.frozen
-class Whole:
-    """A call with the results of all ranks, recorded or of this run.
+class JoinedCall:
+    """A call with the results of all ranks, from a recording or from this run.
 
     Attributes:
         parts: The documents of the call, by rank.
@@ -42,46 +42,46 @@ class Whole:
     find: Find
 
     @property
-    def raised(self) -> Document | None:
+    def error_document(self) -> Document | None:
         """The document of the first error, which the caller got; None without errors."""
-        raised = [part.raised for part in self.parts.values()]
-        return min(filter(None, raised), key=_ended, default=None)
+        raised = [part.error_document for part in self.parts.values()]
+        return min(filter(None, raised), key=_end_time, default=None)
 
     @property
-    def error(self) -> Any:
+    def error_text(self) -> Any:
         """The class and the text of the first error."""
-        return Raised("none") if self.raised is None else recorded_value(self.raised, self.find)
+        return ErrorText("none") if self.error_document is None else read_recorded(self.error_document, self.find)
 
     @property
-    def weights(self) -> str:
+    def weights_digest(self) -> str:
         """A digest of the weights of the ranks, or "" if unknown."""
         return next((part.about["weights"] for part in self.parts.values() if "weights" in part.about), "")
 
     @property
-    def began(self) -> tuple[int, float]:
+    def start_key(self) -> tuple[int, float]:
         """The sequence number of the call, and the earliest start time on a rank."""
         abouts = [part.about for part in self.parts.values()]
         return abouts[0]["seq"], min(about["begun"] for about in abouts)
 
     @property
-    def is_usual(self) -> bool:
+    def has_default_ranks(self) -> bool:
         """Whether the call was sent to the method's default ranks."""
         targets = self.spec.dispatch.targets(Ranks(self.world_size, self.meshes))
         return self.parts.keys() == {*(range(self.world_size) if targets is None else targets)}
 
     @property
-    def ranks(self) -> Ranks:
+    def join_ranks(self) -> Ranks:
         """The description of the ranks for `Collect.join`."""
-        rows, padded = self._counts("valid"), self._counts("padded")
+        rows, padded = self._row_counts("valid"), self._row_counts("padded")
         if len(self.parts) == self.world_size:
             return Ranks(self.world_size, self.meshes, rows, padded, partition=self.partition)
         return Ranks(self.world_size, self.meshes, rows, padded, sorted(self.parts))
 
-    def _counts(self, name: str) -> Sequence[int | None] | None:
+    def _row_counts(self, name: str) -> Sequence[int | None] | None:
         counts = [self.parts[rank].about.get(name) for rank in sorted(self.parts)]
         return counts if any(row_count is not None for row_count in counts) else None
 
-    def arguments(self) -> tuple[Digest, Sequence[str]]:
+    def shared_arguments(self) -> tuple[Digest, Sequence[str]]:
         """Return the digests of arguments that are equal on all ranks, and the names of arguments that were split."""
         dispatch = self.spec.dispatch
         digest: Digest = next(part for part in self.parts.values() if part.end is not None).about["digest"]
@@ -90,29 +90,29 @@ class Whole:
             split = [name for name in digest if name in dispatch.parameters]
         return {name: leaves for name, leaves in digest.items() if name not in split}, split
 
-    def results(self, sources: Sequence[int]) -> Mapping[int, Any]:
-        """Return the results of some ranks, by rank.
+    def rank_results(self, sources: Sequence[int]) -> Mapping[int, Any]:
+        """Return the results of the ranks `sources`, by rank.
 
         Raises:
-            CannotJoin: A result wasn't recorded.
+            UnjoinableError: A result wasn't recorded.
         """
         values = {}
         for rank in sources:
             end = self.parts[rank].end if rank in self.parts else None
             if end is None:
-                raise CannotJoin(f"what rank {rank} gave isn't there")
+                raise UnjoinableError(f"what rank {rank} gave isn't there")
             if "missing" in end.about:
-                raise CannotJoin(f"what rank {rank} gave wasn't recorded: {end.about['missing']}")
-            values[rank] = recorded_value(end, self.find)
+                raise UnjoinableError(f"what rank {rank} gave wasn't recorded: {end.about['missing']}")
+            values[rank] = read_recorded(end, self.find)
         return values
 
-    def value(self) -> Any:
+    def joined_value(self) -> Any:
         """Join the results of the ranks, and return the value that the caller got."""
-        ranks, collect = self.ranks, self.spec.collect
-        results = self.results(collect.sources(ranks))
+        ranks, collect = self.join_ranks, self.spec.collect
+        results = self.rank_results(collect.sources(ranks))
         return collect.join([results.get(rank) for rank in sorted(self.parts)], ranks)
 
-    def places(self) -> dict[int, Sequence[int]]:
+    def rows_by_rank(self) -> dict[int, Sequence[int]]:
         """Return the indices of each rank's rows in the caller's batch, without ranks that have copies of rows."""
         rows_by_rank: dict[int, Sequence[int]] = {}
         begin = 0
@@ -125,14 +125,14 @@ class Whole:
                 break
         return rows_by_rank
 
-    def rows(self) -> dict[int, Document]:
+    def row_documents(self) -> dict[int, Document]:
         """Return the documents of rows by their index in the caller's batch."""
         if self.spec.rows is not None:
-            ended = sorted((row for part in self.parts.values() for row in part.rows), key=_ended)
+            ended = sorted((row for part in self.parts.values() for row in part.rows), key=_end_time)
             return {row.about["row"]: row for row in ended}  # If a row was tried again, the last attempt counts.
         return {
             numbers[row.about["row"]]: row
-            for rank, numbers in self.places().items()
+            for rank, numbers in self.rows_by_rank().items()
             if rank in self.parts
             for row in self.parts[rank].rows
         }
@@ -156,7 +156,7 @@ class RecordedMethod:
 _COLLECTS: Mapping[str, Any] = {kind.__name__: kind for kind in (Concat, First, Gather, Reduce)}
 
 
-def described(spec: MethodSpec) -> dict[str, Any]:
+def describe_method(spec: MethodSpec) -> dict[str, Any]:
     """Return the properties of a method as plain data for a recording."""
     collect: Any = spec.collect
     kind = type(collect)
@@ -164,19 +164,19 @@ def described(spec: MethodSpec) -> dict[str, Any]:
     return {"collect": plain, "rows": spec.rows, "ends_in_rows": spec.feature == "rows"}
 
 
-def method_of(plain: Mapping[str, Any]) -> RecordedMethod:
+def parse_method(plain: Mapping[str, Any]) -> RecordedMethod:
     """Rebuild the properties of a method from the plain data of a recording.
 
     Raises:
-        CannotJoin: The collect is a user's class.
+        UnjoinableError: The collect is a user's class.
         Exception: The data wasn't written by colocate.
     """
     name, options = plain["collect"]
     if options is None:
-        raise CannotJoin(f"its collect, {name}, is a class of yours")
+        raise UnjoinableError(f"its collect, {name}, is a class of yours")
     return RecordedMethod(_COLLECTS[name](**options), plain["rows"], plain["ends_in_rows"])
 
 
-def _ended(row: Document) -> float:
+def _end_time(row: Document) -> float:
     ended: float = row.about["ended"]
     return ended

@@ -20,29 +20,29 @@ import attrs
 from colocate._calls.failures import failure_error
 from colocate._calls.handles import Consumer, Reference
 from colocate._calls.order import CallOrder, Stacks
-from colocate._calls.pending import PendingCall, result_of
-from colocate._calls.sending import ready, send_now
+from colocate._calls.pending import PendingCall, unpack_result
+from colocate._calls.sending import prepare_draft, send_now
 from colocate._calls.view import with_references
-from colocate._definitions.packed import owned, packed_bytes
+from colocate._definitions.packed import copy_buffers, count_packed_bytes
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._system.jobs import error_text
-from colocate._system.numbers import plural
-from colocate._values.dispatch import plan
+from colocate._system.jobs import format_error
+from colocate._system.numbers import format_count
+from colocate._values.dispatch import plan_call
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ClosedError, ColocateError, RoleError, SerializationError
 from colocate.features.rows.messages import AHEAD, NoMoreRows, ReadRows, Row, RowEnded
 from colocate.features.rows.row_stream import OnError
 
-_OUT = 2  # Limit on assigned and unread rows, per row that can run at once.
+_AHEAD_FACTOR = 2  # Limit on rows that are assigned but unread, as a multiple of the rows that can run at once.
 
 
-class Flow:
+class RowFlow:
     """The assignment of rows to slots that take rows one by one. Uses no threads or clocks.
 
     Attributes:
         running: The slot of each running row.
-        tries: The remaining tries of each row.
+        tries_left: The remaining tries of each row.
     """
 
     def __init__(
@@ -66,62 +66,69 @@ class Flow:
             tries: The number of tries of each row; one for rows that aren't listed.
         """
         self.running: dict[int, int] = {}
-        self.tries = {} if tries is None else tries
+        self.tries_left = {} if tries is None else tries
         self._waiting = deque(rows)
-        self._own: dict[int, deque[int]] = {slot: deque() for slot in slots}  # Rows that must run on this slot.
-        self._free = dict.fromkeys(slots, places)
-        self._ahead = ahead
-        self._out = 0
+        self._retry_queues: dict[int, deque[int]] = {
+            slot: deque() for slot in slots
+        }  # Rows that must run on a given slot, by slot.
+        self._free_places = dict.fromkeys(slots, places)
+        self._most_out = ahead
+        self._out_count = 0
         self._keys = keys
         self._homes: dict[Hashable, int] = {}
         # Slots where rows fail at once, because a child process that the role needs has ended.
-        self._bereft: set[int] = set()
+        self._bereft_slots: set[int] = set()
 
     @property
-    def waits(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether any row waits for a slot."""
-        return bool(self._waiting) or any(self._own.values())
+        return bool(self._waiting) or any(self._retry_queues.values())
 
     @property
     def is_stalled(self) -> bool:
         """Whether rows can't begin until the driver has read other rows."""
-        return self._ahead is not None and self._out >= self._ahead and self.waits
+        return self._most_out is not None and self._out_count >= self._most_out and self.has_waiting
 
-    def give(self) -> list[tuple[int, int]]:
+    def assign_rows(self) -> list[tuple[int, int]]:
         """Assign rows that can begin now, and return slot and row of each assignment."""
         assignments: list[tuple[int, int]] = []
-        while (self._ahead is None or self._out < self._ahead) and (assignment := self._next()) is not None:
+        while (self._most_out is None or self._out_count < self._most_out) and (
+            assignment := self._next_row()
+        ) is not None:
             slot, row = assignment
-            self._free[slot] -= 1
-            self._out += 1
+            self._free_places[slot] -= 1
+            self._out_count += 1
             self.running[row] = slot
-            self.tries[row] = self.tries.get(row, 1) - 1
+            self.tries_left[row] = self.tries_left.get(row, 1) - 1
             assignments.append(assignment)
         return assignments
 
-    def _next(self) -> tuple[int, int] | None:
-        open_slots = sorted((slot for slot in self._able() if self._free[slot]), key=lambda slot: -self._free[slot])
+    def _next_row(self) -> tuple[int, int] | None:
+        open_slots = sorted(
+            (slot for slot in self._usable_slots() if self._free_places[slot]),
+            key=lambda slot: -self._free_places[slot],
+        )
         for slot in open_slots:
-            if row_queue := self._own[slot]:
+            if row_queue := self._retry_queues[slot]:
                 return slot, row_queue.popleft()
         while open_slots and self._waiting:
             row = self._waiting.popleft()
             if self._keys is None:
                 return open_slots[0], row
             home = self._homes.setdefault(self._keys[row], open_slots[0])
-            if self._free[home]:
+            if self._free_places[home]:
                 return home, row
-            self._own[home].append(row)
+            self._retry_queues[home].append(row)
         return None
 
-    def _able(self) -> Collection[int]:
+    def _usable_slots(self) -> Collection[int]:
         """Return the slots where rows don't fail at once.
 
         If there is none, return all slots, so that rows fail there with the reason.
         """
-        return [slot for slot in self._free if slot not in self._bereft] or self._free
+        return [slot for slot in self._free_places if slot not in self._bereft_slots] or self._free_places
 
-    def ended(self, row: int, again: bool = False, is_bereft: bool = False) -> None:
+    def on_row_ended(self, row: int, again: bool = False, is_bereft: bool = False) -> None:
         """Record that a row has ended.
 
         Args:
@@ -131,26 +138,28 @@ class Flow:
                 without this flag.
         """
         slot = self.running.pop(row)
-        self._free[slot] += 1
-        (self._bereft.add if is_bereft else self._bereft.discard)(slot)
+        self._free_places[slot] += 1
+        (self._bereft_slots.add if is_bereft else self._bereft_slots.discard)(slot)
         if again:
-            self._out -= 1
-            other_slots = [other for other in self._able() if other != slot] or [slot]
-            self._own[max(other_slots, key=lambda other: self._free[other] - len(self._own[other]))].append(row)
-        for bereft_slot in self._bereft:
-            self._waiting.extendleft(reversed(self._own[bereft_slot]))
-            self._own[bereft_slot].clear()
-        if self._bereft:
-            self._homes = {key: home for key, home in self._homes.items() if home not in self._bereft}
+            self._out_count -= 1
+            other_slots = [other for other in self._usable_slots() if other != slot] or [slot]
+            self._retry_queues[
+                max(other_slots, key=lambda other: self._free_places[other] - len(self._retry_queues[other]))
+            ].append(row)
+        for bereft_slot in self._bereft_slots:
+            self._waiting.extendleft(reversed(self._retry_queues[bereft_slot]))
+            self._retry_queues[bereft_slot].clear()
+        if self._bereft_slots:
+            self._homes = {key: home for key, home in self._homes.items() if home not in self._bereft_slots}
 
-    def read(self) -> None:
+    def on_row_read(self) -> None:
         """Record that the driver has read an ended row."""
-        self._out -= 1
+        self._out_count -= 1
 
-    def stop(self) -> None:
+    def stop_assigning(self) -> None:
         """Remove all waiting rows."""
         self._waiting.clear()
-        for row_queue in self._own.values():
+        for row_queue in self._retry_queues.values():
             row_queue.clear()
 
 
@@ -161,8 +170,9 @@ class RowsCall(PendingCall, abc.ABC):
         on_error: The effect of a row's error: "raise" or "return".
         count: The number of rows.
         ends: The outcome of each ended row, by index: the slot, and the packed value or an error.
-        heard: Called with the call and the index of each ended row, on a framework thread, with the order's lock held.
-        is_read: Whether rows are read one by one. Otherwise the call's value has all rows.
+        arrivals: Called with the call and the index of each ended row, on a framework thread, with the order's lock
+            held.
+        is_streamed: Whether rows are read one by one. Otherwise the call's value has all rows.
         order: The order of the group's calls.
     """
 
@@ -184,81 +194,85 @@ class RowsCall(PendingCall, abc.ABC):
         self.on_error = on_error
         self.count = rows
         self.ends: dict[int, tuple[int, Any, ColocateError | None]] = {}
-        self.heard: Callable[[RowsCall, int], object] = lambda call, row: None
-        self.is_read = False
+        self.arrivals: Callable[[RowsCall, int], object] = lambda call, row: None
+        self.is_streamed = False
         self.order, self._lock = order, order.lock
-        self._read: deque[int] = deque()  # The slots of rows that were read since the last report to the ranks.
+        self._read_rows: deque[int] = deque()  # The slots of rows that were read since the last report to the ranks.
         self._is_withdrawn = False  # The call may be withdrawn even before the driver has sent the call.
         self._is_over = False  # Whether `NoMoreRows` was sent.
         # Early rows, which ended before their turn, by turn number.
-        self._early: dict[int, tuple[int, RowEnded, Any]] = {}
-        self._turn = 0  # The next turn in the order of results.
+        self._early_rows: dict[int, tuple[int, RowEnded, Any]] = {}
+        self._turn = 0  # The number of the next turn in the order of results.
         self._is_telling = False  # Whether a report of read rows is scheduled.
 
     # -- with the order's lock held
 
-    def begin(self) -> None:
+    def begin_rows(self) -> None:
         """Start to send rows, after the call itself was sent."""
         if self._is_withdrawn:
             self._end_rows(withdrawn=True)
         else:
-            self._begin()
+            self._begin_rows()
 
     @abc.abstractmethod
-    def _begin(self) -> None:
+    def _begin_rows(self) -> None:
         """Send a first set of rows to the ranks."""
 
-    def take(self, slot: int, told: RowEnded, body: Any) -> list[tuple[int, RowEnded]]:
-        """Record an ended row, at once or in turn. Return slot and message of each row that was recorded now."""
+    def take_row(self, slot: int, told: RowEnded, body: Any) -> list[tuple[int, RowEnded]]:
+        """Record an ended row, at once or when its turn comes. Return slot and message of each row recorded now."""
         if told.turn is None:
-            self.row_ended(slot, told, body)
+            self.on_row_ended(slot, told, body)
             return [(slot, told)]
         row_messages = []
-        self._early[told.turn] = slot, told, body
-        while self._early and (self._turn in self._early or self._none_besides(len(self._early))):
-            turn = min(self._early)
+        self._early_rows[told.turn] = slot, told, body
+        while self._early_rows and (self._turn in self._early_rows or self._has_no_other(len(self._early_rows))):
+            turn = min(self._early_rows)
             self._turn = turn + 1
-            slot, told, body = self._early.pop(turn)
-            self.row_ended(slot, told, body)
+            slot, told, body = self._early_rows.pop(turn)
+            self.on_row_ended(slot, told, body)
             row_messages.append((slot, told))
         return row_messages
 
-    def _none_besides(self, early: int) -> bool:
+    def _has_no_other(self, early: int) -> bool:
         """Return whether no row can end except the `early` rows, which wait for their turn."""
         return False
 
     @abc.abstractmethod
-    def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
+    def on_row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
         """Handle the end of a row on a rank."""
 
-    def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
+    def _note_row(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self.ends[row] = slot, body, error
         self.moved = time.time()
-        self.received += packed_bytes(body)
-        self.heard(self, row)
+        self.received += count_packed_bytes(body)
+        self.arrivals(self, row)
 
     def _end_rows(self, withdrawn: bool) -> None:
         if withdrawn or not self._is_over:
             self._is_over = True
             self.group.send(self.targets, NoMoreRows(self.seq, withdrawn))
             if withdrawn and self._is_cancelled:
-                self._is_to_end()
+                self._give_hold_time()
 
-    def _is_to_end(self) -> None:
+    def _give_hold_time(self) -> None:
         """Check after a grace period whether the ranks have ended the call."""
-        self.group.services.timers.after(self.group.grace, partial(_look_for_end, weakref.ref(self)))
+        self.group.services.timers.call_later(self.group.grace, partial(_watch_end, weakref.ref(self)))
 
-    def fail_if_left(self, stacks: Stacks) -> None:
+    def fail_if_running(self, stacks: Stacks) -> None:
         """Fail the group if a rank still runs the withdrawn call."""
         with self._lock:
             if self.done():
                 return
-            # Ranks that wait for an earlier call or a hold will notice the withdrawal then.
-            stuck = [slot for slot in self.missing() if self.seq in self.order.stacks.ran.get(slot, ())]
-            if stuck and not self.order.is_held(self.lane) and not self.group.stood(time.time() - self.group.grace):
-                self.group.fail(left_error(self.group, self, stuck[0], stacks.of(stuck[0])))
+            # Ranks that still wait for an earlier call or a hold notice the withdrawal after the wait.
+            stuck = [slot for slot in self.missing_slots() if self.seq in self.order.stacks.ran.get(slot, ())]
+            if (
+                stuck
+                and not self.order.is_held(self.lane)
+                and not self.group.paused_seconds(time.time() - self.group.grace)
+            ):
+                self.group.fail_group(still_running_error(self.group, self, stuck[0], stacks.describe_slot(stuck[0])))
             else:
-                self._is_to_end()
+                self._give_hold_time()
 
     @property
     def group(self) -> WorkerGroup:
@@ -277,31 +291,31 @@ class RowsCall(PendingCall, abc.ABC):
     def note_read(self, row: int) -> None:
         """Record that the driver has read a row for the first time."""
         if (end := self.ends.pop(row, None)) is not None:
-            self._read.append(end[0])
-        self.tell_read()
+            self._read_rows.append(end[0])
+        self.schedule_read()
 
-    def tell_read(self) -> None:
-        """Schedule a report to the ranks. One report covers all rows that were read until then."""
-        if self._is_telling or not self._wants_read():
+    def schedule_read(self) -> None:
+        """Schedule a report of read rows to the ranks. The report covers all rows that are read before it is sent."""
+        if self._is_telling or not self._reports_read():
             return
         self._is_telling = True
-        self.group.services.timers.soon(self._note_read)
+        self.group.services.timers.call_soon(self._count_read)
 
     @abc.abstractmethod
-    def _wants_read(self) -> bool:
+    def _reports_read(self) -> bool:
         """Return whether the ranks need a report of read rows."""
 
-    def _note_read(self) -> None:
-        self._is_telling = False  # The flag is reset first, so that later reads schedule another report.
+    def _count_read(self) -> None:
+        self._is_telling = False  # This precedes the report, so that later reads schedule another report.
         with self._lock:
             if not self.done():
-                self._take_read()
+                self._send_read()
 
     @abc.abstractmethod
-    def _take_read(self) -> None:
+    def _send_read(self) -> None:
         """Report to the ranks which rows were read."""
 
-    def value_of(self, row: int) -> Any:
+    def row_value(self, row: int) -> Any:
         """Return the value of an ended row; with on_error="return", possibly the row's error.
 
         Raises:
@@ -310,7 +324,7 @@ class RowsCall(PendingCall, abc.ABC):
         slot, body, error = self.ends[row]
         if error is None:
             try:
-                return result_of(self.group, self, slot, body)
+                return unpack_result(self.group, self, slot, body)
             except SerializationError as why:
                 error = why
                 error.row = row
@@ -318,11 +332,11 @@ class RowsCall(PendingCall, abc.ABC):
             return error
         raise error
 
-    def _settle(self, raw: Any) -> bool:
-        return super()._settle(raw) and self._tell_failure()
+    def _set_result(self, raw: Any) -> bool:
+        return super()._set_result(raw) and self._report_failure()
 
-    def _joined(self, raw: Sequence[Any]) -> Any:
-        if self.is_read:
+    def _join_results(self, raw: Sequence[Any]) -> Any:
+        if self.is_streamed:
             return None
         if self.failure is not None:
             raise self.failure
@@ -330,8 +344,8 @@ class RowsCall(PendingCall, abc.ABC):
 
     def _of_all(self, row: int) -> Any:
         if row not in self.ends:
-            raise left_out(self, self.count - len(self.ends))
-        return self.value_of(row)
+            raise left_out_error(self, self.count - len(self.ends))
+        return self.row_value(row)
 
 
 class GivenRows(RowsCall):
@@ -340,7 +354,7 @@ class GivenRows(RowsCall):
     def __init__(
         self,
         *args: Any,
-        flow: Flow,
+        flow: RowFlow,
         bodies: MutableMapping[int, Any],
         take_number: Callable[[], int],
     ) -> None:
@@ -358,12 +372,12 @@ class GivenRows(RowsCall):
         self._take_number = take_number
         self._number = 0
 
-    def _begin(self) -> None:
+    def _begin_rows(self) -> None:
         self._number = self._take_number()
         self._give()
 
     def copy_rows(self) -> None:
-        """Copy rows that may be sent later, so that the caller may write to the shared memory afterwards.
+        """Copy rows that may be sent later, so that the caller may then overwrite the original buffers.
 
         A sent row is in a message already, and is copied only if a retry is possible. The order's lock is released
         after each row, because a copy may take long.
@@ -371,62 +385,62 @@ class GivenRows(RowsCall):
         with self._lock:
             waiting = list(self._packed.items())
         for row, body in waiting:
-            if self._flow.tries.get(row, 1) and (copy := owned(body)) is not body:
+            if self._flow.tries_left.get(row, 1) and (copy := copy_buffers(body)) is not body:
                 with self._lock:
                     if row in self._packed:
                         self._packed[row] = copy
 
-    def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
+    def on_row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
         """Record the end of a row, and send further rows."""
         row, failure = told.row, told.failure
-        again = failure is not None and self._flow.tries[row] > 0 and not self._is_over
-        self._flow.ended(row, again, told.is_bereft)
+        again = failure is not None and self._flow.tries_left[row] > 0 and not self._is_over
+        self._flow.on_row_ended(row, again, told.is_bereft)
         if failure is None:
-            self._note(row, slot, body)
+            self._note_row(row, slot, body)
         elif not again:
-            self._note(row, slot, None, failure_error(self.group, self, slot, failure, body, row))
+            self._note_row(row, slot, None, failure_error(self.group, self, slot, failure, body, row))
         self._give()
 
-    def _none_besides(self, early: int) -> bool:
+    def _has_no_other(self, early: int) -> bool:
         return early >= len(self._flow.running)
 
-    def _note(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
+    def _note_row(self, row: int, slot: int, body: Any, error: ColocateError | None = None) -> None:
         self._packed.pop(row, None)
         if error is not None and self.on_error == "raise" and self.failure is None:
             self.failure = error
             self._end_rows(withdrawn=True)
-        super()._note(row, slot, body, error)
+        super()._note_row(row, slot, body, error)
 
     def _end_rows(self, withdrawn: bool) -> None:
         if withdrawn:
-            self._flow.stop()
+            self._flow.stop_assigning()
         super()._end_rows(withdrawn)
 
     def _give(self) -> None:
-        while self._read:
-            self._read.popleft()
-            self._flow.read()
-        while assignments := self._flow.give():
+        while self._read_rows:
+            self._read_rows.popleft()
+            self._flow.on_row_read()
+        while assignments := self._flow.assign_rows():
             for slot, row in assignments:
                 try:
                     self.group.send([slot], Row(self.seq, row, self._number), self._packed[row])
-                except Exception as error:  # For example, no descriptor is free.
-                    self._flow.ended(row)
-                    words = f"{self.label}, row {row}: it can't be sent: {error_text(error)}"
-                    self._note(row, slot, None, SerializationError(words, method=self.method, row=row))
-        may_come_again = any(self._flow.tries[row] for row in self._flow.running)
-        if not (self._is_over or self._flow.waits or may_come_again):
+                except Exception as error:  # The row can't be sent, for example without a free descriptor.
+                    self._flow.on_row_ended(row)
+                    words = f"{self.label}, row {row}: it can't be sent: {format_error(error)}"
+                    self._note_row(row, slot, None, SerializationError(words, method=self.method, row=row))
+        may_come_again = any(self._flow.tries_left[row] for row in self._flow.running)
+        if not (self._is_over or self._flow.has_waiting or may_come_again):
             self._end_rows(withdrawn=False)
 
-    def _wants_read(self) -> bool:
+    def _reports_read(self) -> bool:
         return self._flow.is_stalled
 
-    def _take_read(self) -> None:
+    def _send_read(self) -> None:
         self._give()
 
 
 class YieldedRows(RowsCall):
-    """The call of a batched method. Each rank yields the rows of the rank's part."""
+    """The call of a batched method. Each rank yields the rows of the rank's part of the batch."""
 
     def __init__(self, *args: Any, places: Mapping[int, Sequence[int]], is_ahead: bool, is_cancelled: bool) -> None:
         """Prepare the call.
@@ -442,30 +456,30 @@ class YieldedRows(RowsCall):
         self._rows_of = places
         self._is_ahead = is_ahead
 
-    def _begin(self) -> None:
+    def _begin_rows(self) -> None:
         if not self._is_ahead:  # Nobody reads single rows, so each rank may send all rows.
             for slot, rows in self._rows_of.items():
                 self.group.send([slot], ReadRows(self.seq, len(rows)))
 
-    def row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
+    def on_row_ended(self, slot: int, told: RowEnded, body: Any) -> None:
         """Record the end of a row."""
-        self._note(self._rows_of[slot][told.row], slot, body)
+        self._note_row(self._rows_of[slot][told.row], slot, body)
 
-    def _wants_read(self) -> bool:
-        return self._is_ahead and len(self._read) >= AHEAD // 2
+    def _reports_read(self) -> bool:
+        return self._is_ahead and len(self._read_rows) >= AHEAD // 2
 
-    def _take_read(self) -> None:
+    def _send_read(self) -> None:
         counts: Counter[int] = Counter()
         with contextlib.suppress(IndexError):
             while True:
-                counts[self._read.popleft()] += 1
+                counts[self._read_rows.popleft()] += 1
         for slot, count in counts.items():
             self.group.send([slot], ReadRows(self.seq, count))
 
 
-def left_out(call: RowsCall, count: int) -> ColocateError:
+def left_out_error(call: RowsCall, count: int) -> ColocateError:
     """Return the error for rows without a result, after the call was cancelled or the group was closed."""
-    rows, closed_by = plural(count, "row"), call.group.closed_by
+    rows, closed_by = format_count(count, "row"), call.group.closed_by
     if closed_by is not None:
         words = f"group {call.group.name!r} was closed by {closed_by} before {call.label} had ended {rows}"
         return ClosedError(words, closed_by=closed_by)
@@ -474,7 +488,7 @@ def left_out(call: RowsCall, count: int) -> ColocateError:
     )
 
 
-def left_error(link: WorkerGroup, call: PendingCall, slot: int, stack: str) -> ColocateError:
+def still_running_error(link: WorkerGroup, call: PendingCall, slot: int, stack: str) -> ColocateError:
     """Return the error of a group in which a rank still runs withdrawn rows after the grace period."""
     return RoleError(
         f"group {link.name!r} failed: {call.label} did not end on slot {slot} (node {link.node(slot)}) within "
@@ -490,13 +504,13 @@ def left_error(link: WorkerGroup, call: PendingCall, slot: int, stack: str) -> C
     )
 
 
-def _look_for_end(ref: weakref.ref[RowsCall]) -> None:
+def _watch_end(ref: weakref.ref[RowsCall]) -> None:
     if (call := ref()) is not None and not call.done():
-        call.order.stacks.ask(call.missing(), call.fail_if_left)
+        call.order.stacks.ask_stacks(call.missing_slots(), call.fail_if_running)
 
 
 class CallNumbers:
-    """The numbers of a group's calls of methods with `rows=`.
+    """Counters that number a group's calls of each method with `rows=`.
 
     Random numbers of rows depend on the call's number.
 
@@ -506,21 +520,21 @@ class CallNumbers:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
-    def take(self, label: str, known: int | None) -> int:
+    def next_number(self, label: str, known: int | None) -> int:
         """Return the number of a method's next call. A call that continues after a restart keeps the `known` number."""
         number = self._counts.get(label, 0) if known is None else known
-        self.raise_to({label: number + 1})
+        self.raise_counts({label: number + 1})
         return number
 
-    def raise_to(self, counts: Mapping[str, int]) -> None:
-        """Raise counts to at least the given counts."""
+    def raise_counts(self, counts: Mapping[str, int]) -> None:
+        """Raise the methods' numbers of calls to at least the given counts."""
         self._counts |= {label: max(count, self._counts.get(label, 0)) for label, count in counts.items()}
 
     def counts(self) -> dict[str, int]:
         """Return the number of calls of each method, by label."""
         return dict(self._counts)
 
-    def reset(self, counts: Mapping[str, int]) -> None:
+    def reset_counts(self, counts: Mapping[str, int]) -> None:
         """Replace the counts of all methods."""
         self._counts = dict(counts)
 
@@ -537,7 +551,7 @@ class RowOptions:
 
 
 @attrs.define(eq=False)
-class Asked:
+class RowsRequest:
     """A prepared request for rows. Sends a call, and further calls after restarts of the group."""
 
     worker_group: WorkerGroup
@@ -547,16 +561,16 @@ class Asked:
     options: RowOptions
     consumer: Consumer
     arguments: Mapping[str, Any]  # All arguments except the rows, if rows are sent one by one.
-    count: int = 0  # Number of rows. For batched methods the number is known after the split.
+    count: int = 0  # Number of rows. For batched methods, known only after the split by rank.
     bodies: dict[int, Any] = attrs.field(factory=dict)
     keys: Mapping[int, Hashable] | None = None
     tries: dict[int, int] = attrs.field(factory=dict)
-    at: Any = None  # The user's line of code that made the request.
+    line: Any = None  # The user's line of code that made the request.
     number: int | None = None  # The call's number among the method's calls. A restart keeps this number.
     shared: Any = None  # The packed arguments without rows, stored for a call after a restart.
     shared_uses: Sequence[Reference] = ()
 
-    def begin(
+    def send_call(
         self,
         rows: Sequence[int],
         is_ahead: bool,
@@ -575,10 +589,10 @@ class Asked:
         uses: list[Reference] = []
         # A repeated call uses the arguments packed earlier, because the caller may have changed the originals since.
         if is_again:
-            arguments, uses = {}, [use.bound(self.consumer) for use in self.shared_uses]
+            arguments, uses = {}, [use.bind_consumer(self.consumer) for use in self.shared_uses]
         else:
             arguments = with_references(dict(self.arguments), worker_group, self.consumer, self.label, uses)
-        planned = plan(spec.dispatch, arguments, role.ranks, self.options.ranks)
+        planned = plan_call(spec.dispatch, arguments, role.ranks, self.options.ranks)
         targets: Sequence[int] = role.slots
         if not isinstance(planned.targets, range):
             targets = [targets[rank] for rank in planned.targets]
@@ -586,8 +600,8 @@ class Asked:
         where = self.label, role.name, spec.name, targets, planned.targets, order, self.options.on_error
         call: RowsCall
         if spec.rows is not None:
-            most_ahead = _OUT * spec.concurrency * len(targets) if is_ahead else None
-            flow = Flow(rows, targets, spec.concurrency, most_ahead, self.keys, self.tries)
+            most_ahead = _AHEAD_FACTOR * spec.concurrency * len(targets) if is_ahead else None
+            flow = RowFlow(rows, targets, spec.concurrency, most_ahead, self.keys, self.tries)
             call = GivenRows(*where, self.count, flow=flow, bodies=self.bodies, take_number=self._take_number)
             planned = attrs.evolve(planned, valid=[len(rows)] * len(targets))  # Each rank may get any of the rows.
         else:
@@ -600,19 +614,19 @@ class Asked:
                 )
                 places[role.slots[rank]] = rank_rows
                 self.count += size
-            # Awaits are cancelled only if every rank yields rows. Otherwise a rank could leave steps that ranks share.
+            # Awaits are cancelled only if every rank yields rows. Otherwise a rank could leave a collective step early.
             is_cancelled = spec.is_async and len(places) == len(role.slots)
             call = YieldedRows(*where, self.count, places=places, is_ahead=is_ahead, is_cancelled=is_cancelled)
             call.partition = planned.partition
         prepare(call)
         packed = [self.shared] * len(targets) if is_again else None
-        draft = ready(worker_group, call, role, spec, planned, uses, self.options.timeout, packed)
+        draft = prepare_draft(worker_group, call, role, spec, planned, uses, self.options.timeout, packed)
         if spec.rows is not None and worker_group.restarts.limit and not is_again:
-            self.shared, self.shared_uses = owned(draft.bodies[0]), uses
-        self.at = call.at = self.at or call.at
+            self.shared, self.shared_uses = copy_buffers(draft.bodies[0]), uses
+        self.line = call.at = self.line or call.at
         if worker_group.services.observers and not worker_group.services.executor.in_process:
-            call.sent += sum(packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
-        send_now(draft, call.begin, is_again)
+            call.sent += sum(count_packed_bytes(self.bodies[row]) for row in rows) if spec.rows is not None else 0
+        send_now(draft, call.begin_rows, is_again)
         if isinstance(call, GivenRows) and not is_again:
             call.copy_rows()
         return call
@@ -622,6 +636,6 @@ class Asked:
 
         Callers hold the order's lock.
         """
-        numbers: CallNumbers = self.worker_group.part("rows").numbers  # type: ignore[attr-defined]
-        self.number = numbers.take(self.label, self.number)
+        numbers: CallNumbers = self.worker_group.get_part("rows").numbers  # type: ignore[attr-defined]
+        self.number = numbers.next_number(self.label, self.number)
         return self.number

@@ -12,25 +12,25 @@ from colocate._calls.order import Hold
 from colocate._calls.sending import refuse_here
 from colocate._calls.view import ViewCall, with_references
 from colocate._protocol.message import Message
-from colocate._role.call import Call, OnDriver, Resident
+from colocate._role.call import Call, DriverObject, Resident
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import RoleInfo
-from colocate._signals.in_framework import refuse_to_wait
-from colocate._system.numbers import limit
-from colocate._values.batch import each_row
-from colocate._values.dispatch import chosen_ranks, resolve
-from colocate._values.nesting import no_end
-from colocate._worker_group.hooks import OfGroup
+from colocate._signals.in_framework import check_may_wait
+from colocate._system.numbers import parse_limit
+from colocate._values.batch import split_rows
+from colocate._values.dispatch import parse_ranks, resolve_deferred
+from colocate._values.nesting import find_nesting_error
+from colocate._worker_group.hooks import GroupFeature
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate._worker_group.workforce import Worker
 from colocate.errors import ConfigError
-from colocate.features.rows.calls import Asked, CallNumbers, RowOptions, RowsCall
+from colocate.features.rows.calls import CallNumbers, RowOptions, RowsCall, RowsRequest
 from colocate.features.rows.messages import RowEnded
-from colocate.features.rows.row_stream import OnError, RowStream, check_row_options, no_keep
+from colocate.features.rows.row_stream import OnError, RowStream, check_row_options, refuse_keep
 from colocate.features.rows.stream import Stream
 
 
-class RowsOfGroup(OfGroup):
+class RowsOfGroup(GroupFeature):
     """The calls of a group with rows that end one by one.
 
     Attributes:
@@ -48,35 +48,35 @@ class RowsOfGroup(OfGroup):
         """Return the object that a view offers for a method with rows that end one by one."""
         return (_YieldsViewCall if spec.yields else RowsViewCall)(self._worker_group, role, spec)
 
-    def renewed(self) -> None:
-        """Reset the numbers of calls, because the roles were constructed anew. `restored` may set other numbers."""
-        self.numbers.reset({})
+    def on_restarted(self) -> None:
+        """Reset the numbers of calls, because the roles are new objects. `load_state` may then set other numbers."""
+        self.numbers.reset_counts({})
 
-    def saved(self) -> dict[str, int]:
+    def save_state(self) -> dict[str, int]:
         """Return the number of calls of each method, for a checkpoint."""
         return self.numbers.counts()
 
-    def restored(self, saved: dict[str, int] | None) -> None:
+    def load_state(self, saved: dict[str, int] | None) -> None:
         """Set the number of calls of each method from a checkpoint."""
-        self.numbers.reset(saved or {})
+        self.numbers.reset_counts(saved or {})
 
-    def halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
+    def on_rank_halted(self, hold: Hold, slot: int, plain: Any, is_back: bool) -> None:
         """Raise the numbers of calls to a rank's counts, which include calls of an earlier driver."""
-        self.numbers.raise_to(plain or {})
+        self.numbers.raise_counts(plain or {})
 
-    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+    def on_message(self, worker: Worker, message: Message, body: Any) -> None:
         """Record the end of a row of a running call."""
         assert isinstance(message, RowEnded)
         order = self._worker_group.order
         with order.lock:
             call = order.pending.get(message.seq)
             if isinstance(call, RowsCall):  # A call that has failed isn't pending any more.
-                for slot, row_message in call.take(worker.slot, message, body):
+                for slot, row_message in call.take_row(worker.slot, message, body):
                     for listener in self.listeners:
                         listener(call, slot, row_message.row)
 
 
-class RowsViewCall(OnDriver):
+class RowsViewCall(DriverObject):
     """The object that a view offers for a method with rows that end one by one."""
 
     __slots__ = ("_label", "_options", "_role", "_spec", "_worker_group")
@@ -92,7 +92,7 @@ class RowsViewCall(OnDriver):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run all rows, wait until all have ended, and return the values in order."""
-        with Stream(self._asked(args, kwargs), is_ahead=False) as rows:  # An interrupt closes the stream.
+        with Stream(self._prepare_request(args, kwargs), is_ahead=False) as rows:  # An interrupt closes the stream.
             ended = dict(rows)
         return [ended[row] for row in range(len(ended))]
 
@@ -111,16 +111,16 @@ class RowsViewCall(OnDriver):
                 f"{self._label}.submit(...) with options({refused[0]}): a row that has not ended {refused[1]} only "
                 "where rows are read as they end: call it, on a thread of your own perhaps, or read its .stream(...)"
             )
-        request = self._asked(args, kwargs)
-        return Call(request.begin(range(request.count), is_ahead=False))
+        request = self._prepare_request(args, kwargs)
+        return Call(request.send_call(range(request.count), is_ahead=False))
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
         """Send the call and return at once. The returned stream yields the rows in the order of their ends."""
-        return Stream(self._asked(args, kwargs), is_ahead=True)
+        return Stream(self._prepare_request(args, kwargs), is_ahead=True)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Raise an error, because rows can't stay in the workers."""
-        no_keep(self._label)
+        refuse_keep(self._label)
 
     def options(
         self,
@@ -134,8 +134,8 @@ class RowsViewCall(OnDriver):
         """Return the method with changed options; see `RowCall.options`."""
         check_row_options(self._spec, self._label, on_error, retry, sticky)
         arguments: dict[str, Any] = {
-            "timeout": limit(timeout, "options(timeout)", positive=True),
-            "ranks": None if ranks is None else chosen_ranks(ranks),
+            "timeout": parse_limit(timeout, "options(timeout)", positive=True),
+            "ranks": None if ranks is None else parse_ranks(ranks),
             "on_error": on_error,
             "retry": retry,
             "sticky": sticky,
@@ -146,14 +146,14 @@ class RowsViewCall(OnDriver):
     def __repr__(self) -> str:
         return f"<{self._label}{self._spec.signature} of group {self._worker_group.name!r}>"
 
-    def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+    def _prepare_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowsRequest:
         """Prepare a request and pack all rows, so that an error is raised before any row is sent.
 
         Residents among the rows are fetched, because the driver assigns the rows to ranks.
         """
         worker_group, role, spec, label = self._worker_group, self._role, self._spec, self._label
         refuse_here(worker_group, label)
-        refuse_to_wait(label)
+        check_may_wait(label)
         arguments = spec.bind(args, kwargs)
         named = (spec.rows,) if spec.rows is not None else getattr(spec.dispatch, "parameters", ())
         with_rows = {name: arguments[name] for name in named if name in arguments}
@@ -161,19 +161,21 @@ class RowsViewCall(OnDriver):
         try:
             with_rows = with_references(with_rows, worker_group, consumer, label, fetched)
             if fetched:
-                with_rows = resolve(with_rows, lambda leaf: leaf.fetch())
+                with_rows = resolve_deferred(with_rows, lambda leaf: leaf.fetch())
             arguments |= with_rows
             if spec.rows is None:
-                return Asked(worker_group, role, spec, label, self._options, consumer, arguments)
-            rows = each_row(arguments.pop(spec.rows), spec.rows)
+                return RowsRequest(worker_group, role, spec, label, self._options, consumer, arguments)
+            rows = split_rows(arguments.pop(spec.rows), spec.rows)
         except RecursionError:
-            raise no_end(label) from None
+            raise find_nesting_error(label) from None
         sticky, codec = self._options.sticky, worker_group.services.executor.codec
-        keys = None if sticky is None else {index: _key(sticky(row), label) for index, row in enumerate(rows)}
+        keys = None if sticky is None else {index: _hash_key(sticky(row), label) for index, row in enumerate(rows)}
         bodies = {
             index: codec.pack_arguments({spec.rows: row}, f"{label}, row {index}") for index, row in enumerate(rows)
         }
-        request = Asked(worker_group, role, spec, label, self._options, consumer, arguments, len(rows), bodies, keys)
+        request = RowsRequest(
+            worker_group, role, spec, label, self._options, consumer, arguments, len(rows), bodies, keys
+        )
         request.tries.update(dict.fromkeys(bodies, self._options.retry + 1))
         return request
 
@@ -190,7 +192,7 @@ class _YieldsViewCall(RowsViewCall):
         )
 
 
-def _key(key: Any, label: str) -> Hashable:
+def _hash_key(key: Any, label: str) -> Hashable:
     try:
         hash(key)
     except TypeError:

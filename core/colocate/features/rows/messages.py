@@ -58,7 +58,7 @@ class RowEnded(Message):
         return "RowEnded", self.seq, self.row, failure, self.is_bereft, self.turn
 
     @classmethod
-    def of(cls, *values: Any) -> RowEnded:
-        """Rebuild the message from the wire format (see `Message.of`)."""
+    def from_values(cls, *values: Any) -> RowEnded:
+        """Rebuild the message from the wire format (see `Message.from_values`)."""
         seq, row, failure, is_bereft, turn = values
         return cls(seq, row, None if failure is None else Failure(*failure), is_bereft, turn)

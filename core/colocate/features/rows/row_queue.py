@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from colocate.worker.serving.tasks import Tasks
 
-_ROWS_TOLD = 4  # A report of stacks shows at most this many running rows.
+_MOST_ROWS_SHOWN = 4  # A report of stacks shows at most this many running rows.
 
 
 class RowQueue:
@@ -35,7 +35,7 @@ class RowQueue:
         rows: Index and body of each row that may begin.
         number: The call's number among the calls of the method, set by the first row.
         credit: The number of yielded rows that may still be sent.
-        no_more: Whether no other rows will come.
+        is_complete: Whether no other rows will come.
         withdrawn: Whether all rows were withdrawn.
         stopped: Whether the group is about to close. No row begins any more, and running rows have a grace period.
         has_begun: Whether the call has begun.
@@ -50,18 +50,18 @@ class RowQueue:
         self.rows: deque[tuple[int, Any]] = deque()
         self.credit = AHEAD
         self.number = 0
-        self.no_more = self.withdrawn = self.stopped = self.has_begun = False
+        self.is_complete = self.withdrawn = self.stopped = self.has_begun = False
         self.ended: str | None = None
         self.running: dict[RowState, asyncio.Task[None]] = {}
         self.is_alone = False
         self.awaiting: asyncio.Task[Any] | None = None
         self._cancelled: set[RowState] = set()
-        self._news: asyncio.Future[None] | None = None
-        self._told = threading.Event()
+        self._event: asyncio.Future[None] | None = None
+        self._wakeup = threading.Event()
 
-    # -- on the thread that receives; `wake` on the lane is to follow
+    # -- on the thread that receives; `notify_waiters` on the lane is to follow
 
-    def tell(self, message: Row | NoMoreRows | ReadRows, body: Any) -> None:
+    def on_message(self, message: Row | NoMoreRows | ReadRows, body: Any) -> None:
         """Handle a message of the driver."""
         match message:
             case Row():
@@ -69,74 +69,75 @@ class RowQueue:
                 self.rows.append((message.row, body))
             case NoMoreRows():
                 self.withdrawn = self.withdrawn or message.withdrawn
-                self.no_more = True
+                self.is_complete = True
             case ReadRows():
                 self.credit += message.count
-        self._told.set()
+        self._wakeup.set()
 
-    def end(self, reason: str) -> None:
-        """End all waits of the call. `check` then raises an error with the reason."""
+    def end_waits(self, reason: str) -> None:
+        """End all waits of the call. `check_waiting` then raises an error with the reason."""
         self.ended = reason
-        self._told.set()
+        self._wakeup.set()
 
-    def stop(self) -> None:
+    def stop_rows(self) -> None:
         """Prevent the start of further rows, because the group is about to close."""
         self.stopped = True
-        self._told.set()
+        self._wakeup.set()
 
     # -- on the lane
 
-    def begin(self, scope: Scope, seq: int) -> None:
-        """Record that the call has begun, and discard reasons to end that arrived before."""
-        self.has_begun, self.ended = True, None  # This comes first, so that a later reason isn't lost.
-        if (why := scope.why(seq)) is not None:
+    def begin_call(self, scope: Scope, seq: int) -> None:
+        """Record that the call has begun, and discard earlier reasons to end the waits."""
+        # This precedes the check of the scope, so that a reason that arrives meanwhile isn't lost.
+        self.has_begun, self.ended = True, None
+        if (why := scope.get_wait_refusal(seq)) is not None:
             self.ended = why
 
     @property
-    def may_go_on(self) -> bool:
+    def can_proceed(self) -> bool:
         """Whether the method may yield the next row, or must stop. While false, the method waits."""
         return bool(self.credit or self.withdrawn or self.stopped or self.ended is not None)
 
-    def check(self) -> None:
+    def check_waiting(self) -> None:
         """Raise a `Consequence` if the call must not wait any longer."""
         if self.ended is not None:
             raise Consequence(self.ended)
 
-    def wait(self) -> None:
-        """Block the lane until `may_go_on` is true."""
-        while not self.may_go_on:
-            self._told.wait()
-            self._told.clear()
+    def wait_until_ready(self) -> None:
+        """Block the lane until `can_proceed` is true."""
+        while not self.can_proceed:
+            self._wakeup.wait()
+            self._wakeup.clear()
 
-    def news(self) -> asyncio.Future[None]:
-        """Return a future that the next `wake` completes."""
+    def next_event(self) -> asyncio.Future[None]:
+        """Return a future that the next `notify_waiters` completes."""
         import asyncio  # This import is late, because other calls don't need asyncio.
 
-        self._news = asyncio.get_running_loop().create_future()
-        return self._news
+        self._event = asyncio.get_running_loop().create_future()
+        return self._event
 
-    def wake(self) -> None:
+    def notify_waiters(self) -> None:
         """Wake the waits of the call after a message, or after the end of a row."""
         if self.withdrawn and self.awaiting is not None:
             self.awaiting.cancel()
             self.awaiting = None
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._event is not None and not self._event.done():
+            self._event.set_result(None)
 
-    def over(self, row: RowState) -> None:
+    def on_row_over(self, row: RowState) -> None:
         """Record that a row's task has ended."""
         del self.running[row]
         self._cancelled.discard(row)
-        self.wake()
+        self.notify_waiters()
 
-    def fail(self, error: Callable[[], BaseException], only: RowState | None) -> None:
+    def fail_rows(self, error: Callable[[], BaseException], only: RowState | None) -> None:
         """Cancel all running rows, or only the row `only` if given, and fail each with a new error."""
         for row, task in self.running.items():
             if only in (None, row):
                 row.raised = error()
                 task.cancel()
 
-    def cancel(self) -> None:
+    def cancel_rows(self) -> None:
         """Cancel each running row, at most once."""
         for row, task in self.running.items():
             if row not in self._cancelled:
@@ -144,7 +145,7 @@ class RowQueue:
                 task.cancel()
 
     def is_wanted(self, row: RowState) -> bool:
-        """Return whether the framework hasn't cancelled a row.
+        """Return whether a row is still wanted, because the framework hasn't cancelled the row.
 
         The row's task can't tell, because role code cancels tasks, too.
         """
@@ -153,7 +154,7 @@ class RowQueue:
 
 @attrs.define(eq=False)
 class RowsWork(Work):
-    """A call on the lane with rows that end one by one.
+    """The lane's work for a call with rows that end one by one.
 
     Attributes:
         row_queue: The queue of messages about the rows; None if the result stays on the worker.
@@ -164,27 +165,27 @@ class RowsWork(Work):
     turn: int | None = attrs.field(default=None, init=False)
 
     @property
-    def is_whole(self) -> bool:
+    def ends_at_once(self) -> bool:
         """Whether features are notified once, at the end of the call. False if the driver sends single rows."""
         return self.spec.rows is None
 
     @property
     def may_wait(self) -> bool:
-        """Whether role code may be running or awaited now. A call for rows may have no running row."""
-        return self.is_whole or self.row_queue is None or bool(self.row_queue.running)
+        """Whether role code may be running or awaited now. False while a call with `rows=` has no running row."""
+        return self.ends_at_once or self.row_queue is None or bool(self.row_queue.running)
 
-    def awaiting(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
-        """Return the names and frames of the places where the call waits, including the first running rows."""
+    def describe_awaits(self, frames: Sequence[FrameType]) -> Sequence[tuple[str, Sequence[FrameType]]]:
+        """Return the names and stack frames of the lines where the call waits, including the first running rows."""
         # This module imports asyncio, which other calls don't need.
-        from colocate.worker.serving.tasks import frames_of
+        from colocate.worker.serving.tasks import list_frames
 
-        rows = [] if self.row_queue is None else list(self.row_queue.running.items())[:_ROWS_TOLD]
-        entries = [(f"{self.label}, row {state.row}", frames_of(task.get_coro())) for state, task in rows]
-        return [entry for entry in entries if entry[1]] or super().awaiting(frames)
+        rows = [] if self.row_queue is None else list(self.row_queue.running.items())[:_MOST_ROWS_SHOWN]
+        entries = [(f"{self.label}, row {state.row}", list_frames(task.get_coro())) for state, task in rows]
+        return [entry for entry in entries if entry[1]] or super().describe_awaits(frames)
 
-    def interrupt(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
+    def fail_awaits(self, tasks: Tasks, error: Callable[[], BaseException], row: RowState | None) -> None:
         """Fail one running row, all running rows, or the whole call with an error, and cancel the awaits."""
-        if self.is_whole or self.row_queue is None:
-            super().interrupt(tasks, error, row)
+        if self.ends_at_once or self.row_queue is None:
+            super().fail_awaits(tasks, error, row)
         else:
-            self.row_queue.fail(error, row)
+            self.row_queue.fail_rows(error, row)

@@ -9,13 +9,13 @@ from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Generic, Literal, NoReturn, Self, TypeAlias, TypeVar
 
-from colocate._role.call import OnDriver
+from colocate._role.call import DriverObject
 from colocate._role.context import RowState
 from colocate._role.method_spec import MethodSpec
-from colocate._system.jobs import error_text
-from colocate._system.numbers import amount_problem, plural
-from colocate._system.tracebacks import told
-from colocate._values.leaving import copy_of
+from colocate._system.jobs import format_error
+from colocate._system.numbers import find_amount_problem, format_count
+from colocate._system.tracebacks import format_exception
+from colocate._values.leaving import copy_value
 from colocate.errors import ConfigError, DispatchError, SerializationError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -24,7 +24,7 @@ OnError: TypeAlias = Literal["raise", "return"]
 """The effect of a row's error: "raise" ends the call, and "return" returns the error in place of the row's value."""
 
 
-class RowStream(OnDriver, abc.ABC, Generic[T_co]):
+class RowStream(DriverObject, abc.ABC, Generic[T_co]):
     """The rows of a call in the order of their ends, as `(index, value)` with the index in the call's argument.
 
     The stream is an iterator, an async iterator, and a context manager that closes the stream. Several threads or tasks
@@ -70,7 +70,7 @@ def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: obj
     """Check that options fit a method. None means that an option is unchanged."""
     if on_error not in (None, "raise", "return"):
         raise ConfigError(f"options(on_error={on_error!r}): use 'raise' or 'return'")
-    if retry is not None and (problem := amount_problem(retry, whole=True)) is not None:
+    if retry is not None and (problem := find_amount_problem(retry, whole=True)) is not None:
         raise ConfigError(f"options(retry) {problem}")
     if sticky is not None and not callable(sticky):
         raise ConfigError(f"options(sticky={sticky!r}): give a function of a row, which makes its key")
@@ -81,7 +81,7 @@ def check_row_options(spec: MethodSpec, label: str, on_error: object, retry: obj
         )
 
 
-def no_keep(label: str) -> NoReturn:
+def refuse_keep(label: str) -> NoReturn:
     """Raise an error, because a method with rows that end one by one can't leave results in the workers."""
     raise DispatchError(
         f"{label}.keep(...): the driver gives out its rows one by one, and none stay in the workers: call it, submit "
@@ -89,7 +89,7 @@ def no_keep(label: str) -> NoReturn:
     )
 
 
-class Yielded:
+class YieldedItems:
     """A check that a method yields each row of a rank exactly once."""
 
     def __init__(self, label: str, rows: int) -> None:
@@ -101,27 +101,27 @@ class Yielded:
         """
         self._label = label
         self._rows = rows
-        self._seen: set[int] = set()
+        self._taken_rows: set[int] = set()
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """The number of rows that haven't been yielded yet."""
-        return self._rows - len(self._seen)
+        return self._rows - len(self._taken_rows)
 
-    def take(self, item: Any) -> tuple[int, Any]:
+    def take_item(self, item: Any) -> tuple[int, Any]:
         """Check a yielded item, and return the row's index and value.
 
         Raises:
             DispatchError: The item is no pair of index and value, or the row was yielded before.
         """
         if not (isinstance(item, tuple) and len(item) == 2 and hasattr(item[0], "__index__")):
-            raise DispatchError(f"{self._says} {_short(item)}")
+            raise DispatchError(f"{self._prefix} {_shorten_item(item)}")
         index, value = item[0].__index__(), item[1]
         if not 0 <= index < self._rows:
-            raise DispatchError(f"{self._says} the index {index}")
-        if index in self._seen:
-            raise DispatchError(f"{self._says} row {index} twice")
-        self._seen.add(index)
+            raise DispatchError(f"{self._prefix} the index {index}")
+        if index in self._taken_rows:
+            raise DispatchError(f"{self._prefix} row {index} twice")
+        self._taken_rows.add(index)
         return index, value
 
     def take_copy(self, item: Any) -> tuple[int, Any]:
@@ -132,38 +132,38 @@ class Yielded:
         Raises:
             SerializationError: The value can't be copied.
         """
-        index, value = self.take(item)
-        return index, copied(value, f"{self._label}, row {index}")
+        index, value = self.take_item(item)
+        return index, copy_row_value(value, f"{self._label}, row {index}")
 
     def check_end(self) -> None:
         """Raise a `DispatchError` if the method hasn't yielded all rows."""
-        if self.left:
-            missing = [index for index in range(self._rows) if index not in self._seen]
+        if self.remaining:
+            missing = [index for index in range(self._rows) if index not in self._taken_rows]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise DispatchError(f"{self._says} nothing for {shown}")
+            raise DispatchError(f"{self._prefix} nothing for {shown}")
 
     @property
-    def _says(self) -> str:
-        got = plural(self._rows, "row")
+    def _prefix(self) -> str:
+        got = format_count(self._rows, "row")
         return f"{self._label} yields (index, value) once for each of the {got} that it has got, and has yielded"
 
 
-def copied(value: Any, what: str) -> Any:
+def copy_row_value(value: Any, what: str) -> Any:
     """Return a copy of a row's value, because the call continues and may change the value.
 
     Raises:
         SerializationError: The value can't be copied.
     """
     try:
-        return copy_of(value)
+        return copy_value(value)
     except Exception as error:  # Users' classes may raise any error.
         raise SerializationError(
-            f"{what}: its value can't be copied ({error_text(error)}), as the values of rows are while the call goes "
+            f"{what}: its value can't be copied ({format_error(error)}), as the values of rows are while the call goes "
             "on: make it of plain data, arrays and tensors"
         ) from error
 
 
-def _short(item: Any) -> str:
+def _shorten_item(item: Any) -> str:
     text = repr(item)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -176,4 +176,8 @@ async def end_row(state: RowState) -> None:
             if isawaitable(ended):
                 await ended
         except Exception as error:
-            print(f"what row {state.row} has begun could not be ended:\n{told(error)}", file=sys.stderr, flush=True)
+            print(
+                f"what row {state.row} has begun could not be ended:\n{format_exception(error)}",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -8,13 +8,21 @@ from typing import Any
 
 import attrs
 
-from colocate._role.awaited import awaited
+from colocate._role.awaited import run_coroutine
 from colocate._role.call import Resident
 from colocate._role.context import CallState, RowState, running_call
-from colocate._values.batch import each_row
-from colocate._values.leaving import ordinary
+from colocate._values.batch import split_rows
+from colocate._values.leaving import detach_value
 from colocate.errors import ClosedError
-from colocate.features.rows.row_stream import OnError, RowStream, Yielded, check_row_options, copied, end_row, no_keep
+from colocate.features.rows.row_stream import (
+    OnError,
+    RowStream,
+    YieldedItems,
+    check_row_options,
+    copy_row_value,
+    end_row,
+    refuse_keep,
+)
 from colocate.features.standalone.calls import StandaloneCall
 
 
@@ -30,17 +38,17 @@ class StandaloneRows(StandaloneCall):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run all rows, and return the values in order."""
-        return [value for _, value in sorted(self._ended(args, kwargs), key=lambda row: row[0])]
+        return [value for _, value in sorted(self._run_rows(args, kwargs), key=lambda row: row[0])]
 
     def stream(self, /, *args: Any, **kwargs: Any) -> RowStream[Any]:
         """Run all rows, and return a stream of the rows in the order of their ends."""
         label = f"{type(self._instance).__name__}.{self._spec.name}"
-        return _LocalRows(iter(self._ended(args, kwargs)), label)
+        return _LocalRows(iter(self._run_rows(args, kwargs)), label)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Run a batched method and keep the result. Raises an error for methods with `rows=`."""
         if self._spec.rows is not None:
-            no_keep(f"{type(self._instance).__name__}.{self._spec.name}")
+            refuse_keep(f"{type(self._instance).__name__}.{self._spec.name}")
         return super().keep(*args, **kwargs)
 
     def options(
@@ -57,21 +65,23 @@ class StandaloneRows(StandaloneCall):
         check_row_options(self._spec, f"{type(self._instance).__name__}.{self._spec.name}", on_error, retry, sticky)
         return attrs.evolve(self, on_error=on_error or self._on_error, retry=self._retry if retry is None else retry)
 
-    def _ended(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, Any]]:
-        spec, planned = self._spec, self._planned(args, kwargs)
+    def _run_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int, Any]]:
+        spec, planned = self._spec, self._plan_call(args, kwargs)
         arguments = dict(planned.arguments[0])
-        with self._running(CallState(0, valid_rows=planned.valid[0])) as ctx:
-            ctx.count(ctx._call, spec.name)
+        with self._enter_role(CallState(0, valid_rows=planned.valid[0])) as ctx:
+            ctx.number_call(ctx._call, spec.name)
             if spec.rows is None:
-                items, yielded = spec.call(self._instance, arguments), Yielded(spec.name, planned.valid[0] or 0)
-                results = awaited(_taken(items, yielded)) if spec.is_async else [*map(yielded.take_copy, items)]
+                items, yielded = spec.call(self._instance, arguments), YieldedItems(spec.name, planned.valid[0] or 0)
+                results = (
+                    run_coroutine(_take_items(items, yielded)) if spec.is_async else [*map(yielded.take_copy, items)]
+                )
                 yielded.check_end()
-                return [(index, ordinary(value)) for index, value in results]
-            rows = each_row(arguments.pop(spec.rows), spec.rows)
-            ended: list[tuple[int, Any]] = awaited(self._played(rows, spec.rows, arguments))
+                return [(index, detach_value(value)) for index, value in results]
+            rows = split_rows(arguments.pop(spec.rows), spec.rows)
+            ended: list[tuple[int, Any]] = run_coroutine(self._run_given(rows, spec.rows, arguments))
             return ended
 
-    async def _played(self, rows: Sequence[Any], name: str, arguments: dict[str, Any]) -> list[tuple[int, Any]]:
+    async def _run_given(self, rows: Sequence[Any], name: str, arguments: dict[str, Any]) -> list[tuple[int, Any]]:
         import asyncio
 
         waiting, results = deque(enumerate(rows)), []
@@ -79,21 +89,21 @@ class StandaloneRows(StandaloneCall):
         async def place() -> None:
             while waiting:
                 index, row = waiting.popleft()
-                results.append((index, await self._row(index, {name: row, **arguments})))
+                results.append((index, await self._run_row(index, {name: row, **arguments})))
 
         await asyncio.gather(*[place() for _ in range(min(self._spec.concurrency, len(rows)))])
         return results
 
-    async def _row(self, index: int, arguments: dict[str, Any]) -> Any:
+    async def _run_row(self, index: int, arguments: dict[str, Any]) -> Any:
         call = running_call.get()
         assert call is not None
         for tries in range(self._retry + 1):
-            state = RowState(0, row=index, of=call)
+            state = RowState(0, row=index, call=call)
             state.place = call.place
             token = running_call.set(state)
             try:
-                return copied(
-                    ordinary(await self._spec.call(self._instance, arguments)), f"{self._spec.name}, row {index}"
+                return copy_row_value(
+                    detach_value(await self._spec.call(self._instance, arguments)), f"{self._spec.name}, row {index}"
                 )
             except Exception as error:
                 if tries == self._retry:
@@ -106,7 +116,7 @@ class StandaloneRows(StandaloneCall):
         raise AssertionError
 
 
-async def _taken(items: AsyncIterator[Any], yielded: Yielded) -> list[tuple[int, Any]]:
+async def _take_items(items: AsyncIterator[Any], yielded: YieldedItems) -> list[tuple[int, Any]]:
     return [yielded.take_copy(item) async for item in items]
 
 

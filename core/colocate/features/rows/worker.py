@@ -11,20 +11,20 @@ from colocate._protocol.to_worker import Call
 from colocate.features.rows.messages import NoMoreRows, ReadRows, Row
 from colocate.features.rows.row_queue import RowQueue, RowsWork
 from colocate.worker.context import WorkerContext
-from colocate.worker.hooks import OfWorker
+from colocate.worker.hooks import WorkerFeature
 from colocate.worker.lane import Work
 from colocate.worker.serving.role_instance import RoleInstance
 
 
-class RowsOfWorker(OfWorker):
+class RowsOfWorker(WorkerFeature):
     """The row queues of a worker's calls. Each queue exists as long as the call."""
 
     def __init__(self, worker_context: WorkerContext) -> None:
         self._worker_context = worker_context
         self._row_queues: weakref.WeakValueDictionary[int, RowQueue] = weakref.WeakValueDictionary()
-        worker_context.scope.ends(self._end_waits)
+        worker_context.scope.add_ender(self._end_waits)
 
-    def work(self, *arguments: Any) -> RowsWork:
+    def create_work(self, *arguments: Any) -> RowsWork:
         """Create the lane's work for a call.
 
         The work gets a row queue, unless the result stays on the worker.
@@ -37,23 +37,25 @@ class RowsOfWorker(OfWorker):
             work.row_queue = self._row_queues[work.seq] = RowQueue(self._worker_context.lane_for(call.role))
         return work
 
-    def runs(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
+    def get_runner(self, work: Work, role: RoleInstance) -> Callable[[object, dict[str, Any]], Any]:
         """Return the function that runs the rows of a call."""
         from colocate.features.rows.tasks import RowTasks  # This module imports asyncio, which other calls don't need.
 
         assert isinstance(work, RowsWork)
-        return RowTasks(self._worker_context, self._worker_context.background.get(role.name or "")).runs(work, role)
+        return RowTasks(self._worker_context, self._worker_context.background.get(role.name or "")).get_runner(
+            work, role
+        )
 
-    def heard(self, message: Message, body: Any) -> None:
+    def on_message(self, message: Message, body: Any) -> None:
         """Pass a message about rows to the call's queue, and wake the lane."""
         assert isinstance(message, Row | NoMoreRows | ReadRows)
         if (row_queue := self._row_queues.get(message.seq)) is not None:  # A call that has failed here has no queue.
-            row_queue.tell(message, body)
+            row_queue.on_message(message, body)
             if row_queue.withdrawn and row_queue.is_alone:
-                row_queue.lane.cancel(message.seq, message.seq)
-            row_queue.lane.do(row_queue.wake)
+                row_queue.lane.cancel_calls(message.seq, message.seq)
+            row_queue.lane.run_action(row_queue.notify_waiters)
 
-    def back(self, hold: int) -> dict[str, int]:
+    def hold_report(self, hold: int) -> dict[str, int]:
         """Return how many calls of each method with `rows=` ran on this worker, for a new driver."""
         roles = self._worker_context.roles.values()
         return {
@@ -63,19 +65,19 @@ class RowsOfWorker(OfWorker):
             if (spec := role.methods.get(name)) is not None and spec.rows is not None
         }
 
-    def unwanted(self, seq: int) -> None:
+    def on_call_cancelled(self, seq: int) -> None:
         """End the waits of a cancelled call."""
         if (row_queue := self._row_queues.get(seq)) is not None:
-            row_queue.end("nobody waits for it any more")
+            row_queue.end_waits("nobody waits for it any more")
 
-    def stops(self) -> None:
+    def on_group_closing(self) -> None:
         """Prevent the start of further rows in all calls."""
         for row_queue in list(self._row_queues.values()):
-            row_queue.stop()
-            row_queue.lane.do(row_queue.wake)
+            row_queue.stop_rows()
+            row_queue.lane.run_action(row_queue.notify_waiters)
 
     def _end_waits(self, concerns: Callable[[int], bool], reason: str) -> None:
         for number, row_queue in list(self._row_queues.items()):
-            if row_queue.has_begun and concerns(number):  # A call that begins later checks the scope by itself.
-                row_queue.end(reason)
-                row_queue.lane.do(row_queue.wake)
+            if row_queue.has_begun and concerns(number):  # Other calls check the scope when they begin.
+                row_queue.end_waits(reason)
+                row_queue.lane.run_action(row_queue.notify_waiters)

@@ -1,1 +1,1 @@
-"""Calls role objects outside any worker like views, for example `Sums().add(1)`. See docs/testing.md."""
+"""Calls methods of role objects outside any worker, such as `Sums().add(1)`, as views do. See docs/testing.md."""

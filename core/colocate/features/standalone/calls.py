@@ -8,8 +8,8 @@ from typing import Any, NoReturn, cast
 
 import attrs
 
-from colocate._role.awaited import awaited
-from colocate._role.call import Call, Resident, ResidentSpec, T_co, ended
+from colocate._role.awaited import run_coroutine
+from colocate._role.call import Call, Resident, ResidentSpec, T_co, make_finished_call
 from colocate._role.context import (
     CallState,
     Context,
@@ -20,9 +20,9 @@ from colocate._role.context import (
     standalone_context,
 )
 from colocate._role.method_spec import MethodSpec, no_such_attribute
-from colocate._system.numbers import limit
-from colocate._values.dispatch import Plan, chosen_ranks, plan
-from colocate._values.leaving import describe, ordinary, tensor_bytes
+from colocate._system.numbers import parse_limit
+from colocate._values.dispatch import Plan, parse_ranks, plan_call
+from colocate._values.leaving import count_tensor_bytes, describe_value, detach_value
 from colocate._values.mesh import Ranks
 from colocate.errors import ClosedError, DispatchError
 
@@ -41,23 +41,23 @@ class StandaloneCall:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method."""
-        spec, planned = self._spec, self._planned(args, kwargs)
-        with self._running(CallState(0, valid_rows=planned.valid[0])) as ctx:
-            ctx.count(ctx._call, spec.name)
+        spec, planned = self._spec, self._plan_call(args, kwargs)
+        with self._enter_role(CallState(0, valid_rows=planned.valid[0])) as ctx:
+            ctx.number_call(ctx._call, spec.name)
             result = spec.call(self._instance, dict(planned.arguments[0]))
-            result = awaited(result) if spec.is_async else result
+            result = run_coroutine(result) if spec.is_async else result
         ranks = attrs.evolve(_ONE, rows=planned.valid, padded=planned.padded)
-        return spec.collect.join([ordinary(result)], ranks)
+        return spec.collect.join([detach_value(result)], ranks)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+    def _plan_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         arguments = {
             name: argument.fetch() if isinstance(argument, LocalResident) else argument
             for name, argument in self._spec.bind(args, dict(kwargs)).items()
         }
-        return plan(self._spec.dispatch, arguments, _ONE, None)
+        return plan_call(self._spec.dispatch, arguments, _ONE, None)
 
     @contextlib.contextmanager
-    def _running(self, call: CallState) -> Iterator[Context]:
+    def _enter_role(self, call: CallState) -> Iterator[Context]:
         """Run role code in the block, with the object's context set as the current one."""
         ctx: Context | None = getattr(self._instance, "_colocate_ctx", None)
         if ctx is None:
@@ -77,9 +77,9 @@ class StandaloneCall:
         """Run the method at once, and return a finished call."""
         label = f"{type(self._instance).__name__}.{self._spec.name}"
         try:
-            return ended(label, self(*args, **kwargs))
+            return make_finished_call(label, self(*args, **kwargs))
         except Exception as error:
-            return ended(label, error=error)
+            return make_finished_call(label, error=error)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Run the method at once, and return a resident of the collected value."""
@@ -87,7 +87,7 @@ class StandaloneCall:
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> StandaloneCall:
         """Return this call, because options change nothing for one rank that runs at once."""
-        if ranks is not None and (named := list(chosen_ranks(ranks))) != [0]:
+        if ranks is not None and (named := list(parse_ranks(ranks))) != [0]:
             raise DispatchError(f"ranks={named}: a role object outside any worker has rank 0 only")
         return self
 
@@ -107,16 +107,16 @@ class LocalResident(Resident[T_co]):
     @property
     def spec(self) -> ResidentSpec:
         """Structure, shapes, dtypes and bytes of the value."""
-        return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
+        return ResidentSpec(describe_value(self._value), (count_tensor_bytes(self._value),), (None,))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return at once, because the value exists already."""
-        limit(timeout, "wait(timeout)")
+        parse_limit(timeout, "wait(timeout)")
         self.fetch()
 
     def fetch(self, timeout: float | None = None) -> T_co:
         """Return the value itself."""
-        limit(timeout, "fetch(timeout)")
+        parse_limit(timeout, "fetch(timeout)")
         if self._freed:
             raise ClosedError("this resident was freed")
         return cast("T_co", self._value)

@@ -23,7 +23,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that wrapping modules add to names."""
 
 
-class Part(NamedTuple):
+class MergedPart(NamedTuple):
     """A weight that is merged on demand.
 
     Attributes:
@@ -37,14 +37,14 @@ class Part(NamedTuple):
     spec: WeightSpec
 
 
-def unwrapped(name: str) -> str:
+def unwrap_name(name: str) -> str:
     """Return a weight's name without the prefixes that wrapping modules add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def merged(module: nn.Module) -> dict[str, torch.Tensor | Part] | None:
+def merge_adapters(module: nn.Module) -> dict[str, torch.Tensor | MergedPart] | None:
     """Return a model's weights with adapters merged, under the names of the model that PEFT wraps.
 
     Returns:
@@ -55,44 +55,46 @@ def merged(module: nn.Module) -> dict[str, torch.Tensor | Part] | None:
     """
     if "peft" not in sys.modules:
         return None
-    wraps = [*_wraps(module)]
-    layers = {path: AdaptedLayer(path, layer) for path, layer in _outermost(module)}
+    wraps = [*_find_wraps(module)]
+    layers = {path: AdaptedLayer(path, layer) for path, layer in _outermost_layers(module)}
     if not wraps and not layers:
         return None
-    weights: dict[str, torch.Tensor | Part] = {}
+    weights: dict[str, torch.Tensor | MergedPart] = {}
     paths: set[str] = set()
     state = module.state_dict(keep_vars=True)
     for name, tensor in state.items():
-        name = unwrapped(name)
-        path = next((outer_path for outer_path in _above(name) if outer_path in layers), None)
+        name = unwrap_name(name)
+        path = next((outer_path for outer_path in _outer_paths(name) if outer_path in layers), None)
         if path is None:
-            if (called := _named(name, wraps)) is not None:
+            if (called := _name_without_peft(name, wraps)) is not None:
                 weights[called] = tensor
         elif path not in paths:
             paths.add(path)
-            for part in layers[path].parts():
-                called = _named(f"{path}.{part.name}", wraps)
+            for part in layers[path].list_parts():
+                called = _name_without_peft(f"{path}.{part.name}", wraps)
                 if called is not None:
                     weights[called] = part
     if len({id(tensor) for tensor in state.values()}) < len(state):
-        _refuse_parted(weights)
+        _check_tied(weights)
     return weights
 
 
-def _peft() -> tuple[Any, Any]:
+def _import_peft() -> tuple[Any, Any]:
     return sys.modules["peft.tuners.tuners_utils"], sys.modules["peft.utils.other"]
 
 
-def _layer_kinds() -> tuple[type[nn.Module], ...]:
-    tuners, other = _peft()
+def _layer_classes() -> tuple[type[nn.Module], ...]:
+    tuners, other = _import_peft()
     return tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper
 
 
-def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((unwrapped(f"{path}.")[:-1], submodule) for path, submodule in module.named_modules(remove_duplicate=False))
+def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return (
+        (unwrap_name(f"{path}.")[:-1], submodule) for path, submodule in module.named_modules(remove_duplicate=False)
+    )
 
 
-def _above(name: str) -> Iterator[str]:
+def _outer_paths(name: str) -> Iterator[str]:
     """Yield the paths of the modules that contain a weight, the outermost first."""
     at = name.find(".")
     while at >= 0:
@@ -100,23 +102,23 @@ def _above(name: str) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
-def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _outermost_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost layers with adapters, each with a path in the model."""
-    kinds, layer_paths = _layer_kinds(), set[str]()
-    for path, submodule in _modules(module):
-        if isinstance(submodule, kinds) and not any(above in layer_paths for above in _above(path)):
+    kinds, layer_paths = _layer_classes(), set[str]()
+    for path, submodule in _named_modules(module):
+        if isinstance(submodule, kinds) and not any(above in layer_paths for above in _outer_paths(path)):
             layer_paths.add(path)
             yield path, submodule
 
 
-def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _find_wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield, for each of PEFT's wrappers around models, the path to the wrapper and the prefix added to names.
 
     Raises:
         ConfigError: The adapters can't be merged into weights.
     """
-    peft, (tuners, _) = cast("Any", sys.modules["peft"]), _peft()
-    for path, wrapper in _modules(module):
+    peft, (tuners, _) = cast("Any", sys.modules["peft"]), _import_peft()
+    for path, wrapper in _named_modules(module):
         before = f"{path}." if path else ""
         if isinstance(wrapper, tuners.BaseTuner):
             if type(wrapper).__name__ == "XLoraModel":
@@ -135,7 +137,7 @@ def _wraps(module: nn.Module) -> Iterator[tuple[str, str]]:
 _ADVICE = "; send the adapters alone (adapters='alone'), to a role that has such a model of PEFT's"
 
 
-def _named(name: str, wraps: list[tuple[str, str]]) -> str | None:
+def _name_without_peft(name: str, wraps: list[tuple[str, str]]) -> str | None:
     """Return the name of a weight without PEFT's prefixes; None for a weight of PEFT's own."""
     for before, added in reversed(wraps):  # The innermost wrapper comes first.
         if name.startswith(before):
@@ -152,19 +154,21 @@ class AdaptedLayer:
         """Wrap a layer; `path` is the layer's path in the model."""
         self._path, self._layer = path, layer
 
-    def parts(self) -> list[Part]:
+    def list_parts(self) -> list[MergedPart]:
         """Return the names, shapes and dtypes of the merged weights.
 
         Raises:
             ConfigError: PEFT can't merge the adapters.
         """
         try:
-            tensors = self._weights(_without_memory)
+            tensors = self._weights(_to_meta)
         except ConfigError:  # Some adapters, or PEFT's error texts, need tensors with memory.
-            tensors = self._weights(_own)
-        return [Part(self, name, WeightSpec(tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors.items()]
+            tensors = self._weights(_clone_tensor)
+        return [
+            MergedPart(self, name, WeightSpec(tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors.items()
+        ]
 
-    def whole(self) -> Tensors:
+    def merged_weights(self) -> Tensors:
         """Return the layer's weights with the adapters merged. Without active adapters, return the model's own tensors.
 
         Shards are gathered, so all ranks must call this.
@@ -172,70 +176,70 @@ class AdaptedLayer:
         Raises:
             ConfigError: PEFT can't merge the adapters.
         """
-        return self._weights(_own)
+        return self._weights(_clone_tensor)
 
-    def before(self) -> Tensors:
+    def base_weights(self) -> Tensors:
         """Return the layer's tensors without adapters, as in the original model."""
-        layer = _twin(self._layer, lambda tensor: tensor)
-        return _tensors(getattr(layer, "original_module", None) or _bare(layer, merge=False))
+        layer = _copy_module(self._layer, lambda tensor: tensor)
+        return _state_tensors(getattr(layer, "original_module", None) or _unload_layer(layer, merge=False))
 
-    def trained(self) -> set[int]:
+    def trained_addresses(self) -> set[int]:
         """Return the memory addresses of the layer's parameters that aren't the model's own tensors."""
-        own_ids = {id(tensor) for tensor in self.before().values()}
-        return {_address(tensor) for tensor in self._layer.parameters() if id(tensor) not in own_ids}
+        own_ids = {id(tensor) for tensor in self.base_weights().values()}
+        return {_memory_address(tensor) for tensor in self._layer.parameters() if id(tensor) not in own_ids}
 
     def _weights(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-        self._check()
-        merges = any(self._missing(tuned_layer) for tuned_layer in self._tuned())
-        layer = _twin(self._layer, place if merges or place is _without_memory else _as_is)
+        self._check_mergeable()
+        merges = any(self._needs_merge(tuned_layer) for tuned_layer in self._tuned_layers())
+        layer = _copy_module(self._layer, place if merges or place is _to_meta else _keep_tensor)
         try:
             with torch.no_grad():
-                bare = _bare(layer, merge=merges)
+                bare = _unload_layer(layer, merge=merges)
         except Exception as error:
-            raise self._refusal(f"PEFT can't merge them: {type(error).__name__}: {error}") from error
-        return _tensors(bare)
+            raise self._refusal_error(f"PEFT can't merge them: {type(error).__name__}: {error}") from error
+        return _state_tensors(bare)
 
-    def _tuned(self) -> Iterator[Any]:
-        tuners, _ = _peft()
+    def _tuned_layers(self) -> Iterator[Any]:
+        tuners, _ = _import_peft()
         return (submodule for submodule in self._layer.modules() if isinstance(submodule, tuners.BaseTunerLayer))
 
-    def _missing(self, layer: Any) -> bool:
+    def _needs_merge(self, layer: Any) -> bool:
         return bool(layer._get_available_adapters() & {*layer.active_adapters} - {*layer.merged_adapters})
 
-    def _check(self) -> None:
+    def _check_mergeable(self) -> None:
         """Refuse adapters if the merged weights would compute something else than the model.
 
         Raises:
             ConfigError: Adapters are disabled, merged and active adapters differ, or weights are quantized.
         """
-        tuners, _ = _peft()
+        tuners, _ = _import_peft()
         for submodule in self._layer.modules():
-            if isinstance(submodule, _layer_kinds()) and getattr(submodule, "disable_adapters", False):
-                raise self._refusal(
+            if isinstance(submodule, _layer_classes()) and getattr(submodule, "disable_adapters", False):
+                raise self._refusal_error(
                     "they are disabled, and the model computes without them: enable them before the sync"
                 )
-        for layer in self._tuned():
+        for layer in self._tuned_layers():
             available = layer._get_available_adapters()
             done, active = available & {*layer.merged_adapters}, available & {*layer.active_adapters}
             if done and done != active:
-                raise self._refusal(
+                raise self._refusal_error(
                     f"merged are {', '.join(sorted(done))}, and active are {', '.join(sorted(active)) or 'none'}: call "
                     "unmerge_adapter before the sync"
                 )
             if isinstance(layer.base_layer, tuners.BaseTunerLayer) and not hasattr(
                 layer, "unload_and_optionally_merge_module"
             ):
-                raise self._refusal("there are adapters around adapters, of several kinds")
+                raise self._refusal_error("there are adapters around adapters, of several kinds")
         for name, tensor in self._layer.named_parameters():
             if not tensor.is_floating_point() or not _is_plain(tensor):
                 kind = type(tensor.data).__name__
-                raise self._refusal(f"{name} is quantized ({kind} of {str(tensor.dtype).removeprefix('torch.')})")
+                raise self._refusal_error(f"{name} is quantized ({kind} of {str(tensor.dtype).removeprefix('torch.')})")
 
-    def _refusal(self, why: str) -> ConfigError:
-        return ConfigError(f"adapters of {self._path} ({_kind(self._layer)}): {why}")
+    def _refusal_error(self, why: str) -> ConfigError:
+        return ConfigError(f"adapters of {self._path} ({_class_name(self._layer)}): {why}")
 
 
-def _kind(layer: nn.Module) -> str:
+def _class_name(layer: nn.Module) -> str:
     """Return the name of a layer's class in PEFT's own style, such as `lora.Linear`."""
     cls = next(
         (base_class for base_class in type(layer).__mro__ if base_class.__module__.startswith("peft.")), type(layer)
@@ -244,7 +248,7 @@ def _kind(layer: nn.Module) -> str:
     return f"{words[2]}.{cls.__name__}" if words[1:2] == ["tuners"] else cls.__name__
 
 
-def _refuse_parted(found: Mapping[str, torch.Tensor | Part]) -> None:
+def _check_tied(found: Mapping[str, torch.Tensor | MergedPart]) -> None:
     """Refuse tied weights (of a head and embeddings, for example) that become different through adapters.
 
     A target with the same config has one weight for both, so the later one would overwrite the earlier one.
@@ -252,22 +256,24 @@ def _refuse_parted(found: Mapping[str, torch.Tensor | Part]) -> None:
     Raises:
         ConfigError: There are such weights.
     """
-    before: dict[int, list[tuple[str, torch.Tensor | Part]]] = {}
+    before: dict[int, list[tuple[str, torch.Tensor | MergedPart]]] = {}
     origins: dict[AdaptedLayer, Tensors] = {}
     for name, weight in found.items():
-        if isinstance(weight, Part):
+        if isinstance(weight, MergedPart):
             if weight.layer not in origins:
-                origins[weight.layer] = weight.layer.before()
+                origins[weight.layer] = weight.layer.base_weights()
             origin = origins[weight.layer].get(weight.name)
         else:
             origin = weight
         if isinstance(origin, torch.Tensor):
             before.setdefault(id(origin), []).append((name, weight))
     for alike in before.values():
-        layers = [weight.layer for _, weight in alike if isinstance(weight, Part)]
+        layers = [weight.layer for _, weight in alike if isinstance(weight, MergedPart)]
         if len(alike) < 2 or not layers:
             continue
-        if len(layers) < len(alike) or any(weight.trained() != layers[0].trained() for weight in layers):
+        if len(layers) < len(alike) or any(
+            weight.trained_addresses() != layers[0].trained_addresses() for weight in layers
+        ):
             names = " and ".join(name for name, _ in alike)
             raise ConfigError(
                 f"adapters of {names}: these are one weight in the model that PEFT wraps, and with adapters they "
@@ -286,26 +292,26 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor.data) is torch.Tensor or _is_on_mesh(tensor)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _memory_address(tensor: torch.Tensor) -> int:
     local: torch.Tensor = cast("Any", tensor).to_local() if _is_on_mesh(tensor) else tensor
     return local.untyped_storage().data_ptr()
 
 
-def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+def _keep_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a private copy of a tensor, with all shards gathered."""
     return cast("Any", tensor.detach()).full_tensor() if _is_on_mesh(tensor) else tensor.detach().clone()
 
 
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Return a module of the same class and settings with tensors from `place`. Tied tensors stay tied."""
+def _copy_module(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a module of the same class and settings, with tensors converted by `place`. Tied tensors stay tied."""
     copies: dict[int, Any] = {}
 
     def placed(value: Any) -> Any:
@@ -338,7 +344,7 @@ def _twin(module: nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> n
     return made(module)
 
 
-def _bare(layer: nn.Module, merge: bool) -> nn.Module:
+def _unload_layer(layer: nn.Module, merge: bool) -> nn.Module:
     """Return the layer inside PEFT's wrapper, with the adapters merged if `merge`."""
     any_layer: Any = layer
     if hasattr(any_layer, "unload_and_optionally_merge_module"):
@@ -352,6 +358,6 @@ def _bare(layer: nn.Module, merge: bool) -> nn.Module:
     return bare
 
 
-def _tensors(module: nn.Module) -> Tensors:
+def _state_tensors(module: nn.Module) -> Tensors:
     items = module.state_dict(keep_vars=True).items()
     return {name: value for name, value in items if isinstance(value, torch.Tensor)}

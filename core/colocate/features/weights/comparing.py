@@ -7,24 +7,24 @@ from typing import Any, NoReturn
 
 import attrs
 
-from colocate._calls.sending import for_all, refuse_here, start
+from colocate._calls.sending import for_all, refuse_here, send_blocking
 from colocate._calls.view import viewed
 from colocate._display import columns, page, reason, table
 from colocate._role.role import RoleInfo
-from colocate._signals.in_framework import refuse_to_wait
+from colocate._signals.in_framework import check_may_wait
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import limit
+from colocate._system.numbers import parse_limit
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import ConfigError
-from colocate.features.weights.driver import has_method
-from colocate.features.weights.messages import DIGESTS, Digest, Wanted
-from colocate.features.weights.weights import awake_for
+from colocate.features.weights.driver import check_method
+from colocate.features.weights.messages import DIGESTS, Digest, DigestRequest
+from colocate.features.weights.weights import needed_tags
 from colocate.features.weights.worker import WeightsOfWorker
 
-_SHOWN = 32
+_MOST_SHOWN = 32
 """The number of weights in a table's text."""
-_TO_SEE = "What it yields is what is compared; for modules colocate.torch.named_weights(module) does it"
-Found = Sequence[Mapping[str, Digest]]
+_HINT = "What it yields is what is compared; for modules colocate.torch.named_weights(module) does it"
+RankDigests = Sequence[Mapping[str, Digest]]
 """Digests by name, for each rank."""
 
 
@@ -69,16 +69,16 @@ class WeightsTable:
     def __str__(self) -> str:
         differing = self.differing
         if not differing:
-            return self._said()
-        lines = [list(differing[0]), *([*row.values()] for row in differing[:_SHOWN])]
-        more = [f"... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
-        return "\n".join([self._said(), *columns(lines, [False] * len(lines[0])), *more])
+            return self._summary()
+        lines = [list(differing[0]), *([*row.values()] for row in differing[:_MOST_SHOWN])]
+        more = [f"... and {len(differing) - _MOST_SHOWN} more"] if len(differing) > _MOST_SHOWN else []
+        return "\n".join([self._summary(), *columns(lines, [False] * len(lines[0])), *more])
 
     def _repr_html_(self) -> str:
         differing = self.differing
-        return page(reason(self._said(), "bad" if differing else ""), table(differing))
+        return page(reason(self._summary(), "bad" if differing else ""), table(differing))
 
-    def _said(self) -> str:
+    def _summary(self) -> str:
         of = f"of {len(self.rows)} weights of {self.a} and {self.b}"
         return f"{len(self.differing)} {of} differ" if self.differing else f"0 {of} differ: all bits are the same"
 
@@ -105,16 +105,16 @@ def compare_weights(
         SleepingError: A weight sleeps, and is only woken by `group.wake`.
         RoleError: `named_weights` has raised.
     """
-    limited = limit(timeout, "compare_weights(timeout)", positive=True)
-    refuse_to_wait("compare_weights")
+    limited = parse_limit(timeout, "compare_weights(timeout)", positive=True)
+    check_may_wait("compare_weights")
     (one, first), (other, second) = viewed(a, "compare_weights(a"), viewed(b, "compare_weights(b")
     for role in (first, second):
-        has_method("compare_weights", role, "named_weights", f". {_TO_SEE}")
+        check_method("compare_weights", role, "named_weights", f". {_HINT}")
     alone = one is other and first.name == second.name
-    have = _digests(other, second, {}, limited)
+    have = _fetch_digests(other, second, {}, limited)
     called = dict(names or {})
-    dtypes = {_origin(name, called): digest.dtype for ranks in have for name, digest in ranks.items()}
-    source_ranks = have if alone else _digests(one, first, dtypes, limited)
+    dtypes = {_source_name(name, called): digest.dtype for ranks in have for name, digest in ranks.items()}
+    source_ranks = have if alone else _fetch_digests(one, first, dtypes, limited)
     if unknown := [name for name in called if name not in source_ranks[0]]:
         near = did_you_mean(unknown[0], source_ranks[0])
         raise ConfigError(f"compare_weights(names=...): {first.name} has no weight {unknown[0]!r}{near}")
@@ -126,25 +126,27 @@ def compare_weights(
     return WeightsTable(
         a_name,
         b_name,
-        [attrs.asdict(weight) for weight in _rows(source_digests, source_digests[:1] if alone else have)],
+        [attrs.asdict(weight) for weight in _compare_rows(source_digests, source_digests[:1] if alone else have)],
     )
 
 
-def _origin(name: str, names: Mapping[str, str | None]) -> str:
+def _source_name(name: str, names: Mapping[str, str | None]) -> str:
     return next((source_name for source_name, called in names.items() if called == name), name)
 
 
-def _digests(worker_group: WorkerGroup, role: RoleInfo, dtypes: Mapping[str, str], timeout: float | None) -> Found:
+def _fetch_digests(
+    worker_group: WorkerGroup, role: RoleInfo, dtypes: Mapping[str, str], timeout: float | None
+) -> RankDigests:
     label = f"the comparing of {role.name}'s weights"
     refuse_here(worker_group, label)
-    request = Wanted(role.name, f"{worker_group.name}.{role.name}", dtypes)
+    request = DigestRequest(role.name, f"{worker_group.name}.{role.name}", dtypes)
     draft = for_all(worker_group, label, DIGESTS, WeightsOfWorker.calls[DIGESTS], {"wanted": request}, timeout)
-    draft.wakes = {role.name: awake_for(role.cls, "named_weights")}
-    results = start(draft).result()
+    draft.wakes = {role.name: needed_tags(role.cls, "named_weights")}
+    results = send_blocking(draft).result()
     return [results[slot] for slot in role.slots]
 
 
-def _rows(a: Found, b: Found) -> Iterator[_Weight]:
+def _compare_rows(a: RankDigests, b: RankDigests) -> Iterator[_Weight]:
     first = a[0]
     for name in dict.fromkeys(name for rank in (*a, *b) for name in rank):
         ours, theirs = [rank.get(name) for rank in a], [rank.get(name) for rank in b]
@@ -156,18 +158,21 @@ def _rows(a: Found, b: Found) -> Iterator[_Weight]:
                 continue
             how = "only in b"
         else:
-            content = _content(first.get(name))
+            content = _digest_content(first.get(name))
             apart = [(ours, "a"), (theirs, "b")]
-            texts = [_ranks([_content(digest) != content for digest in ranks], role_name) for ranks, role_name in apart]
+            texts = [
+                _ranks_text([_digest_content(digest) != content for digest in ranks], role_name)
+                for ranks, role_name in apart
+            ]
             how = " and ".join(filter(None, texts))
         yield _Weight(name, str(first_digest or ""), str(other or ""), how)
 
 
-def _content(digest: Digest | None) -> object:
+def _digest_content(digest: Digest | None) -> object:
     return None if digest is None else digest.content
 
 
-def _ranks(differ: Sequence[bool], whose: str) -> str:
+def _ranks_text(differ: Sequence[bool], whose: str) -> str:
     ranks = [rank for rank, is_different in enumerate(differ) if is_different]
     if not ranks:
         return ""

@@ -22,43 +22,43 @@ _BITS = 64
 _SHIFT, _FACTORS, _STRIDE = 33, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53), 0x9E3779B97F4A7C15
 
 
-class Digests:
-    """Collects digests of tensors, which stay on the tensors' devices until requested."""
+class TensorDigests:
+    """Collects digests of tensors. The digests stay on the tensors' devices until requested."""
 
     def __init__(self, whose: str) -> None:
         """Create an empty collection; `whose` is the name of the tensors' owner in error texts."""
-        self._whose = whose
-        self._found: dict[str, tuple[torch.Tensor, tuple[int, ...], str, tuple[object, ...]]] = {}
+        self._owner = whose
+        self._pending: dict[str, tuple[torch.Tensor, tuple[int, ...], str, tuple[object, ...]]] = {}
         self._places: dict[torch.device, torch.Tensor] = {}
 
-    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Add the digest of a tensor's current bits. With `dtype`, a floating-point tensor is converted before.
+    def add_tensor(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """Add the digest of a tensor's current bits. With `dtype`, a floating-point tensor is first converted.
 
         Raises:
             ConfigError: The tensor is a shard, has no memory, or is no plain tensor: not all bits are here.
         """
-        _refuse(name, tensor, self._whose)
+        _refuse_tensor(name, tensor, self._owner)
         memory = tensor.device, tensor.data_ptr(), tensor.stride()
         values = tensor.detach()
         if dtype is not None and dtype.is_floating_point and values.is_floating_point():
             values = values.to(dtype)
-        self._found[name] = self._digest(values), tuple(values.shape), dtype_name(values.dtype), memory
+        self._pending[name] = self._digest_tensor(values), tuple(values.shape), dtype_name(values.dtype), memory
 
-    def told(self) -> dict[str, Digest]:
+    def collect_digests(self) -> dict[str, Digest]:
         """Return the digests by name, in order, with one transfer per device."""
         values: dict[str, int] = {}
-        for device in {digest.device for digest, *_ in self._found.values()}:
-            names = [name for name, (digest, *_) in self._found.items() if digest.device == device]
-            stacked = torch.stack([self._found[name][0] for name in names])
+        for device in {digest.device for digest, *_ in self._pending.values()}:
+            names = [name for name, (digest, *_) in self._pending.items() if digest.device == device]
+            stacked = torch.stack([self._pending[name][0] for name in names])
             values |= zip(names, stacked.tolist(), strict=True)
         first: dict[tuple[object, ...], str] = {}
         # Names are tied only if the bits are equal, too, because the memory of a former tensor may be reused.
         return {
             name: Digest(shape, dtype, values[name], first.setdefault((*memory, shape, dtype, values[name]), name))
-            for name, (_, shape, dtype, memory) in self._found.items()
+            for name, (_, shape, dtype, memory) in self._pending.items()
         }
 
-    def _digest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _digest_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         data = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         whole = data.numel() // _WORD * _WORD
@@ -68,21 +68,21 @@ class Digests:
             words = (words.clone() if words.storage_offset() % _WORD or words.data_ptr() % _WORD else words).view(
                 torch.int64
             )
-            self._add_up(words, 0, total)
+            self._accumulate_words(words, 0, total)
         if whole < data.numel():
             last = data.new_zeros(_WORD)
             last[: data.numel() - whole] = data[whole:]
-            self._add_up(last.view(torch.int64), whole // _WORD, total)
+            self._accumulate_words(last.view(torch.int64), whole // _WORD, total)
         return total
 
-    def _add_up(self, words: torch.Tensor, before: int, total: torch.Tensor) -> None:
+    def _accumulate_words(self, words: torch.Tensor, before: int, total: torch.Tensor) -> None:
         """Mix words of a tensor, and add the results to `total`; `before` is the number of earlier words."""
         device = words.device
         most = _ON_HOST if device.type == "cpu" else _ON_DEVICE
         size = min(most, words.numel())
         places = self._places.get(device)
         if places is None or len(places) < size:
-            places = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(_STRIDE))
+            places = torch.arange(size, dtype=torch.int64, device=device).mul_(_to_signed(_STRIDE))
             self._places[device] = places
         mixed, shifted = torch.empty_like(places[:size]), torch.empty_like(places[:size])
         for begin in range(0, words.numel(), size):
@@ -90,13 +90,13 @@ class Digests:
             count = part.numel()
             a, b = mixed[:count], shifted[:count]
             torch.add(part, places[:count], out=a)
-            a.add_(_signed((before + begin + 1) * _STRIDE))
+            a.add_(_to_signed((before + begin + 1) * _STRIDE))
             for factor in (*_FACTORS, 1):
                 # Mask the sign bits, because torch's right shift is arithmetic, and would lose information.
                 torch.bitwise_right_shift(a, _SHIFT, out=b)
                 a.bitwise_xor_(b.bitwise_and_((1 << _BITS - _SHIFT) - 1))
                 if factor != 1:
-                    a.mul_(_signed(factor))
+                    a.mul_(_to_signed(factor))
             total.add_(a.sum())
 
 
@@ -105,12 +105,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     number &= (1 << _BITS) - 1
     return number - (1 << _BITS) if number >> (_BITS - 1) else number
 
 
-def _refuse(name: str, tensor: torch.Tensor, whose: str) -> None:
+def _refuse_tensor(name: str, tensor: torch.Tensor, whose: str) -> None:
     if is_on_mesh(tensor):
         why = "one of shards: gather it (tensor.full_tensor()), as colocate.torch.named_weights does"
     elif tensor.is_meta:

@@ -26,16 +26,16 @@ from colocate._protocol.uses import Origin, Source
 from colocate._role.call import Call
 from colocate._role.method import RoleMethod
 from colocate._role.role import RoleInfo
-from colocate._signals.in_framework import in_framework, refuse_to_wait
+from colocate._signals.in_framework import check_may_wait, is_in_framework
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import limit, parse_bytes, plural
+from colocate._system.numbers import format_count, parse_bytes, parse_limit
 from colocate._values.collect import Gather
-from colocate._worker_group.hooks import OfGroup
+from colocate._worker_group.hooks import GroupFeature
 from colocate._worker_group.worker_group import WorkerGroup
 from colocate.errors import CallCancelled, ColocateError, ConfigError, SleepingError
 from colocate.features.weights.messages import BUCKETS, SYNC, SyncPlan
 from colocate.features.weights.updates import SourceUpdates
-from colocate.features.weights.weights import awake_for
+from colocate.features.weights.weights import needed_tags
 from colocate.features.weights.worker import WeightsOfWorker
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ _log = logging.getLogger("colocate")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
-_waits: ContextVar[bool] = ContextVar("colocate_waits", default=False)
+_wait_call: ContextVar[bool] = ContextVar("colocate_waits", default=False)
 """Whether the sender waits at once: a call that would wait forever isn't sent then."""
 
 
-class WeightsOfGroup(OfGroup):
+class WeightsOfGroup(GroupFeature):
     """The driver's record of synced weights of a group's roles.
 
     Attributes:
@@ -62,13 +62,13 @@ class WeightsOfGroup(OfGroup):
         stale: Roles with stale weights, as far as is known here, with the reasons.
         described: Roles with `named_weights` known to all ranks (names, shapes and dtypes).
         updates: By target, the updates of the source since the last sync.
-        behind: By role, the maximal lag of rows in updates since the last `take_behind`.
+        behind: By role, the maximal lag of rows in updates since the last `pop_behind`.
         last_behind: By role, the lag of the last rows.
     """
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._keeping: set[str] = set()
+        self._kept_pairs: set[str] = set()
         self.synced: dict[str, tuple[int, float]] = {}
         self.stale: dict[str, str] = {}
         self.described: set[str] = set()
@@ -76,10 +76,10 @@ class WeightsOfGroup(OfGroup):
         self.behind: dict[str, int] = {}
         self.last_behind: dict[str, int] = {}
         # Lists the counters of each source role's updates.
-        self._given: dict[str, list[weakref.ref[SourceUpdates]]] = {}
-        self._warned: set[str] = set()
+        self._given_updates: dict[str, list[weakref.ref[SourceUpdates]]] = {}
+        self._warned_roles: set[str] = set()
 
-    def ended(self, call: PendingCall, slot: int, plain: Any) -> None:
+    def on_call_report(self, call: PendingCall, slot: int, plain: Any) -> None:
         """Record a worker's report on a sync, a source's update, or a target's rows."""
         kind, at = plain
         if kind == "sync":
@@ -87,36 +87,36 @@ class WeightsOfGroup(OfGroup):
             if sync is None:
                 return
             if sync.source is not None and slot == self._worker_group.roles[sync.source].slots[0]:
-                refs = [ref for ref in self._given.get(sync.source, ()) if ref() is not None]
-                self._given[sync.source] = [*refs, weakref.ref(sync.updates)]
+                refs = [ref for ref in self._given_updates.get(sync.source, ()) if ref() is not None]
+                self._given_updates[sync.source] = [*refs, weakref.ref(sync.updates)]
             if sync.target is not None:
                 self.updates[sync.target] = sync.updates
         elif kind == "update" and slot == self._worker_group.roles[call.role].slots[0]:
-            for ref in self._given.get(call.role, ()):
+            for ref in self._given_updates.get(call.role, ()):
                 if (updates := ref()) is not None:
                     updates.times.append(at)
         elif kind == "rows" and (source_updates := self.updates.get(call.role)) is not None:
-            count = source_updates.count(at)
+            count = source_updates.count_before(at)
             self.last_behind[call.role] = count
             self.behind[call.role] = max(count, self.behind.get(call.role, 0))
-            if count > source_updates.staleness and call.role not in self._warned:
-                self._warned.add(call.role)
+            if count > source_updates.staleness and call.role not in self._warned_roles:
+                self._warned_roles.add(call.role)
                 words = (
                     f"rows of {call.label} (group {self._worker_group.name!r}) come of weights that are "
-                    f"{plural(count, 'update')} of {source_updates.source} behind, and "
+                    f"{format_count(count, 'update')} of {source_updates.source} behind, and "
                     f"{source_updates.staleness} may be: call "
                     "colocate.sync_weights after each update, or say sync_weights(staleness=...). The metric "
                     "weights_behind has it for all steps"
                 )
-                self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
+                self._worker_group.services.printer.call_soon(lambda: _log.warning("%s", words))
 
-    def take_behind(self) -> dict[str, int]:
+    def pop_behind(self) -> dict[str, int]:
         """Return the maximal lags of rows since the last call (`behind`), and reset the record."""
         behind, self.behind = self.behind, {}
         return behind
 
-    def builds(self) -> Mapping[str, tuple[int, str]]:
-        """Return, for each role that needs a sync, the number of syncs so far and the reason."""
+    def role_configs(self) -> Mapping[str, tuple[int, str]]:
+        """Return, for each role that needs a sync, the number of syncs so far and the reason for staleness."""
         versions = {
             name: (0, "it was declared to have none before the first sync (weights='from sync')")
             for name, spec in self._worker_group.declared.specs.items()
@@ -126,24 +126,24 @@ class WeightsOfGroup(OfGroup):
         self.stale = {name: why for name, (_, why) in versions.items()}
         return versions
 
-    def keeps(self, taker: str, giver: str) -> None:
+    def warn_kept(self, taker: str, giver: str) -> None:
         """Log once that a target keeps the current weights, because the source is replayed from a recording."""
-        if taker not in self._keeping:
-            self._keeping.add(taker)
+        if taker not in self._kept_pairs:
+            self._kept_pairs.add(taker)
             words = (
                 f"group {self._worker_group.name!r}: role {taker!r} keeps its weights, as role {giver!r} is replayed"
             )
-            self._worker_group.services.printer.soon(lambda: _log.warning("%s", words))
+            self._worker_group.services.printer.call_soon(lambda: _log.warning("%s", words))
 
-    def renewed(self) -> None:
+    def on_restarted(self) -> None:
         """Forget the descriptions of sources, because all ranks are new."""
         self.described.clear()
 
-    def restored(self, saved: Any) -> None:
+    def load_state(self, saved: Any) -> None:
         """Mark all synced weights as stale, because the group was restored from a checkpoint."""
         self.stale |= dict.fromkeys(self.synced, "the group was restored from a checkpoint since")
 
-    def told(self, told: Mapping[str, tuple[int, str | None]]) -> None:
+    def on_roles_described(self, told: Mapping[str, tuple[int, str | None]]) -> None:
         """Record weight versions and reasons for staleness that only a worker knew, for example after a restore."""
         for name, (version, stale) in told.items():
             synced_version, _ = self.synced.get(name, (0, 0.0))
@@ -153,21 +153,21 @@ class WeightsOfGroup(OfGroup):
             if stale is not None and version >= synced_version:  # An older report is ignored.
                 self.stale.setdefault(name, stale)
 
-    def shown(self, role: str) -> Mapping[str, str]:
+    def role_attributes(self, role: str) -> Mapping[str, str]:
         """Return the state of a role's synced weights for the ownership graph."""
         if role not in self.synced and role not in self.stale:
             return {}
         return {"weights": weights_age(self.synced.get(role), self.stale.get(role))}
 
-    def memory(self) -> Mapping[str, Any]:
+    def memory_fields(self) -> Mapping[str, Any]:
         """Return the weights' versions and the stale roles for the memory report."""
         return {"weights": dict(self.synced), "stale": dict(self.stale)}
 
-    def kept(self) -> dict[str, tuple[int, float]] | None:
+    def handover_state(self) -> dict[str, tuple[int, float]] | None:
         """Return the number and time of syncs by role, for a later driver; None without any sync."""
         return dict(self.synced) or None
 
-    def take(self, kept: dict[str, tuple[int, float]]) -> None:
+    def resume_handover(self, kept: dict[str, tuple[int, float]]) -> None:
         """Restore the number and time of syncs by role from an earlier driver."""
         self.synced.update(kept)
 
@@ -187,27 +187,27 @@ class StartedSync:
     target: str | None
 
 
-def weights_of(worker_group: WorkerGroup) -> WeightsOfGroup:
+def get_weights(worker_group: WorkerGroup) -> WeightsOfGroup:
     """Return the driver's record of the weights of a group's roles."""
-    return cast("WeightsOfGroup", worker_group.part("weights"))
+    return cast("WeightsOfGroup", worker_group.get_part("weights"))
 
 
-class Submitted(Generic[P, R]):
+class SubmittedFunction(Generic[P, R]):
     """A function that sends a call to workers. Calling it waits for the result, and `submit` returns at once."""
 
     def __init__(self, send: Callable[P, R]) -> None:
-        """Wrap the function `send`, which sends a call and returns the call, typed as the result."""
+        """Wrap the function `send`, which sends and returns a call, but is annotated with the type of the result."""
         self._send = send
         functools.update_wrapper(self, send)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Send the call, wait for the end, and return the result."""
-        refuse_to_wait(self._send.__name__)
-        token = _waits.set(True)
+        check_may_wait(self._send.__name__)
+        token = _wait_call.set(True)
         try:
             call = cast("PendingCall", self._send(*args, **kwargs))
         finally:
-            _waits.reset(token)
+            _wait_call.reset(token)
         return call.result()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
@@ -215,7 +215,7 @@ class Submitted(Generic[P, R]):
         return Call(cast("PendingCall", self._send(*args, **kwargs)))
 
 
-@Submitted
+@SubmittedFunction
 def sync_weights(
     source: Any,
     target: Any,
@@ -268,38 +268,42 @@ def sync_weights(
         WeightsDifferError: A rank of the target has other weights; the target is stale.
         SleepingError: Memory of one of the roles, or a weight, sleeps and is only woken by `group.wake`.
     """
-    limited = limit(timeout, "sync_weights(timeout)", positive=True)
+    limited = parse_limit(timeout, "sync_weights(timeout)", positive=True)
     worker_group, giver = viewed(source, "sync_weights(source")
     other, taker = viewed(target, "sync_weights(target")
-    _check(worker_group, giver, other, taker, check)
+    _check_roles(worker_group, giver, other, taker, check)
     label = f"the sync of {giver.name} to {taker.name}"
     for group in {id(worker_group): worker_group, id(other): other}.values():
         refuse_here(group, label)
-    sync_plan = _planned(worker_group, giver, other, taker, names, dtype, bucket, finite, check)
+    sync_plan = _plan_sync(worker_group, giver, other, taker, names, dtype, bucket, finite, check)
     updates = SourceUpdates(f"{worker_group.name}.{giver.name}", staleness)
-    draft = _draft(other, label, sync_plan if worker_group is other else attrs.evolve(sync_plan, serves={}), limited)
-    if _waits.get():
-        draft.call.refuse_in_vain()
+    draft = _draft_sync(
+        other, label, sync_plan if worker_group is other else attrs.evolve(sync_plan, serves={}), limited
+    )
+    if _wait_call.get():
+        draft.call.check_deadlock()
     if not sync_plan.idle:
-        draft.call._then(partial(_note, worker_group, giver.name, other, taker.name))
+        draft.call._add_callback(partial(_note_sync, worker_group, giver.name, other, taker.name))
     if worker_group is other:
         draft.call.parts = {"weights": StartedSync(updates, giver.name, taker.name)}
         submit(draft)
     else:
         draft.call.parts = {"weights": StartedSync(updates, None, taker.name)}
-        gives = _draft(worker_group, label, attrs.evolve(sync_plan, source=giver.name, target=None, takes={}), limited)
+        gives = _draft_sync(
+            worker_group, label, attrs.evolve(sync_plan, source=giver.name, target=None, takes={}), limited
+        )
         gives.call.parts = {"weights": StartedSync(updates, giver.name, None)}
-        if _waits.get():
-            gives.call.refuse_in_vain()
+        if _wait_call.get():
+            gives.call.check_deadlock()
         _send_both(gives, draft)
     return cast("WeightSync", draft.call)
 
 
-def _check(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker: RoleInfo, check: bool) -> None:
-    has_method("sync_weights", giver, "named_weights")
-    has_method("sync_weights", taker, "load_weights")
+def _check_roles(worker_group: WorkerGroup, giver: RoleInfo, other: WorkerGroup, taker: RoleInfo, check: bool) -> None:
+    check_method("sync_weights", giver, "named_weights")
+    check_method("sync_weights", taker, "load_weights")
     if check:
-        has_method("sync_weights(check=True)", taker, "named_weights", _FOR_CHECK)
+        check_method("sync_weights(check=True)", taker, "named_weights", _FOR_CHECK)
     if worker_group.services is not other.services:
         raise ColocateError(
             f"sync_weights: roles {giver.name!r} and {taker.name!r} are of two runtimes, and weights have no way there"
@@ -318,7 +322,7 @@ _FOR_CHECK = (
 )
 
 
-def has_method(asks: str, role: RoleInfo, name: str, more: str = "") -> None:
+def check_method(asks: str, role: RoleInfo, name: str, more: str = "") -> None:
     """Raise unless a role has the named method with the signature that weight syncs need.
 
     Args:
@@ -344,7 +348,7 @@ def has_method(asks: str, role: RoleInfo, name: str, more: str = "") -> None:
         ) from None
 
 
-def _planned(
+def _plan_sync(
     worker_group: WorkerGroup,
     giver: RoleInfo,
     other: WorkerGroup,
@@ -396,8 +400,8 @@ def _planned(
     size = parse_bytes(bucket, "sync_weights(bucket)")
     if not size:
         raise ConfigError("sync_weights(bucket=0): it is a size, as '256MiB'")
-    if giver.stands_in and not taker.stands_in:
-        weights_of(other).keeps(taker.name, giver.name)
+    if giver.is_substituted and not taker.is_substituted:
+        get_weights(other).warn_kept(taker.name, giver.name)
     offers = None
     if takes:
         origin = Origin(
@@ -417,20 +421,20 @@ def _planned(
         target=taker.name,
         members=len(taker.slots),
         names=dict(names or {}),
-        dtype=_dtype(dtype),
+        dtype=_check_dtype(dtype),
         finite=finite,
         check=check,
         shares=shares,
-        described=giver.name in weights_of(worker_group).described,
+        described=giver.name in get_weights(worker_group).described,
         bucket=size,
-        idle=giver.stands_in or taker.stands_in,
+        idle=giver.is_substituted or taker.is_substituted,
         offers=offers,
         takes=takes,
         serves=serves,
     )
 
 
-def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: float | None) -> Draft:
+def _draft_sync(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: float | None) -> Draft:
     draft = for_all(worker_group, label, SYNC, WeightsOfWorker.calls[SYNC], {"plan": given}, timeout)
     needs = [(given.source, "named_weights"), (given.target, "load_weights")]
     if given.check:
@@ -438,12 +442,12 @@ def _draft(worker_group: WorkerGroup, label: str, given: SyncPlan, timeout: floa
     draft.wakes = {}
     for role, name in needs:
         if role is not None:
-            tags = awake_for(worker_group.roles[role].cls, name)
+            tags = needed_tags(worker_group.roles[role].cls, name)
             draft.wakes[role] = tuple(dict.fromkeys((*draft.wakes.get(role, ()), *tags)))
     return draft
 
 
-_both = threading.Lock()
+_send_lock = threading.Lock()
 """Held while the two calls of a sync between groups are sent: two such syncs have one order in both groups."""
 
 
@@ -451,26 +455,26 @@ def _send_both(gives: Draft, takes: Draft) -> None:
     """Send the calls of a sync between two groups. A failure of one call fails the other one."""
     for one, other in ((gives, takes), (takes, gives)):
         one.call.partner = other.call
-        one.call._then(partial(_fail_too, other))
+        one.call._add_callback(partial(_fail_other, other))
 
     def send() -> None:
-        with suppress(BaseException), _both:  # The calls themselves hold the error.
+        with suppress(BaseException), _send_lock:  # The calls themselves hold the error.
             for draft in (gives, takes):
                 send_now(draft)
 
-    if in_framework():
-        takes.worker_group.services.timers.soon(send)
+    if is_in_framework():
+        takes.worker_group.services.timers.call_soon(send)
     else:
         send()
 
 
-def _fail_too(other: Draft, call: PendingCall) -> None:
+def _fail_other(other: Draft, call: PendingCall) -> None:
     error = call.peek_error()
     if isinstance(error, ColocateError) and not other.call.done():
-        other.worker_group.order.break_off(other.call, copy.copy(error))
+        other.worker_group.order.abort_call(other.call, copy.copy(error))
 
 
-def _dtype(dtype: torch.dtype | str | None) -> str | None:
+def _check_dtype(dtype: torch.dtype | str | None) -> str | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -479,14 +483,14 @@ def _dtype(dtype: torch.dtype | str | None) -> str | None:
     return name
 
 
-def _note(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: str, call: PendingCall) -> None:
+def _note_sync(worker_group: WorkerGroup, source: str, other: WorkerGroup, target: str, call: PendingCall) -> None:
     """Record the outcome of a sync: the target's number of syncs, staleness, and the source's description."""
     error = call.peek_error()
     if error is None:
         sync: WeightSync = call.result()
-        weights_of(worker_group).described.add(source)
-        weights_of(other).synced[target] = sync.version, time.time()
-        weights_of(other).stale.pop(target, None)
+        get_weights(worker_group).described.add(source)
+        get_weights(other).synced[target] = sync.version, time.time()
+        get_weights(other).stale.pop(target, None)
     elif not isinstance(error, ConfigError | CallCancelled | SleepingError):
-        weights_of(other).stale[target] = "a sync has failed since"
-    other.home.changed()
+        get_weights(other).stale[target] = "a sync has failed since"
+    other.home.on_groups_changed()

@@ -60,7 +60,7 @@ class SyncPlan:
 
 
 @attrs.frozen
-class Synced:
+class SyncReport:
     """The result of a sync on one rank of the target.
 
     Attributes:
@@ -79,17 +79,17 @@ class Synced:
 
 
 @attrs.frozen
-class Wanted:
+class DigestRequest:
     """A request for the digests of a role's weights.
 
     Attributes:
         role: The role with the weights.
-        whose: The role's name in error texts.
+        owner: The role's name in error texts.
         dtypes: The dtypes to convert weights to, by name, without "torch."; other weights aren't converted.
     """
 
     role: str
-    whose: str
+    owner: str
     dtypes: Mapping[str, str]
 
 
@@ -110,7 +110,7 @@ class Digest(NamedTuple):
 
     @property
     def content(self) -> tuple[tuple[int, ...], str, int]:
-        """Shape, dtype and value, without the tied name."""
+        """Shape, dtype and value, without the name in `tied`."""
         return self[:3]
 
     def __str__(self) -> str:

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from colocate._role.on_mesh import is_on_mesh, of_fsdp
+from colocate._role.on_mesh import find_fsdp_modules, is_on_mesh
 from colocate.errors import ConfigError
-from colocate.features.weights.adapters import Part, merged, unwrapped
+from colocate.features.weights.adapters import MergedPart, merge_adapters, unwrap_name
 from colocate.features.weights.weights import Weights, WeightSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_SMALL, _TOGETHER = 1 << 20, 16 << 20
+_SMALL, _MOST_GATHERED = 1 << 20, 16 << 20
 """Limits in bytes: of a whole weight that is gathered together with others, and of all weights gathered together."""
 
 
@@ -43,20 +43,20 @@ class NamedWeights:
                 f"named_weights(names={names!r}): it is a function of a name, as {{...}}.get; "
                 "colocate.sync_weights(names=...) takes a mapping"
             )
-        if of_fsdp(module, "FullyShardedDataParallel"):
+        if find_fsdp_modules(module, "FullyShardedDataParallel"):
             raise ConfigError(
                 f"{type(module).__name__} is sharded by FullyShardedDataParallel (FSDP1), which hides its parameters; "
                 "shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        weights: Mapping[str, Any] | None = _adapters(module) if adapters == "alone" else merged(module)
+        weights: Mapping[str, Any] | None = _read_adapters(module) if adapters == "alone" else merge_adapters(module)
         if weights is None:
             weights = module.state_dict(keep_vars=True)
-        self._tensors: dict[str, torch.Tensor | Part] = {}
+        self._tensors: dict[str, torch.Tensor | MergedPart] = {}
         for name, tensor in weights.items():
-            name = unwrapped(name)
+            name = unwrap_name(name)
             called = name if names is None else names(name)
             if called is not None:
-                if _is_extra(name) or not isinstance(tensor, torch.Tensor | Part):
+                if _is_extra(name) or not isinstance(tensor, torch.Tensor | MergedPart):
                     raise ConfigError(
                         f"named_weights: {type(module).__name__} has {name!r} in its state, which is no weight "
                         f"({type(tensor).__name__}), and a sync brings weights only: keep it in a buffer. Where the "
@@ -71,32 +71,32 @@ class NamedWeights:
     def specs(self) -> dict[str, WeightSpec]:
         """Shape and dtype of each weight, in order."""
         return {
-            name: weight.spec if isinstance(weight, Part) else WeightSpec(tuple(weight.shape), weight.dtype)
+            name: weight.spec if isinstance(weight, MergedPart) else WeightSpec(tuple(weight.shape), weight.dtype)
             for name, weight in self._tensors.items()
         }
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         together: list[tuple[str, DTensor]] = []
-        room = _TOGETHER
-        for name, tensor in self._merged():
-            if together and not _goes_with(tensor, together[0][1], room):
-                yield from _gathered(together)
-                together, room = [], _TOGETHER
-            if _goes_with(tensor, together[0][1] if together else tensor, room):
+        room = _MOST_GATHERED
+        for name, tensor in self._iterate_weights():
+            if together and not _fits_bucket(tensor, together[0][1], room):
+                yield from _gather_shards(together)
+                together, room = [], _MOST_GATHERED
+            if _fits_bucket(tensor, together[0][1] if together else tensor, room):
                 together.append((name, cast("DTensor", tensor)))
                 room -= tensor.nbytes
             else:
                 yield name, tensor.full_tensor() if is_on_mesh(tensor) else tensor
-        yield from _gathered(together)
+        yield from _gather_shards(together)
 
-    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iterate_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         layer, layer_weights = None, dict[str, torch.Tensor]()
         for name, weight in self._tensors.items():
-            if not isinstance(weight, Part):
+            if not isinstance(weight, MergedPart):
                 yield name, weight.detach()
                 continue
             if weight.layer is not layer:
-                layer, layer_weights = weight.layer, weight.layer.whole()
+                layer, layer_weights = weight.layer, weight.layer.merged_weights()
             yield name, layer_weights.pop(weight.name).detach()
 
 
@@ -105,7 +105,7 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
+def _fits_bucket(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
     """Return whether a weight is small enough, and sharded like another weight, to be gathered together."""
     if not is_on_mesh(tensor) or tensor.nbytes > min(_SMALL, room):
         return False
@@ -117,7 +117,7 @@ def _goes_with(tensor: torch.Tensor, other: torch.Tensor, room: int) -> bool:
     return tensor.device_mesh == mesh and mesh.size() > 1 and tensor.dtype == other.dtype
 
 
-def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather_shards(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather several small weights by one collective, to save the latency of several collectives."""
     if not shards:
         return
@@ -142,7 +142,7 @@ def _gathered(shards: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Te
         yield name, column.reshape(ranks * len(part), *shard.shape[1:])[: shard.shape[0]]
 
 
-def _adapters(module: Any) -> dict[str, Any]:
+def _read_adapters(module: Any) -> dict[str, Any]:
     if not hasattr(module, "peft_config"):
         raise ConfigError(f"named_weights(adapters='alone'): {type(module).__name__} is no model of PEFT's")
     state: dict[str, Any] = importlib.import_module("peft").get_peft_model_state_dict(module)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import attrs
 
 from colocate._role.context import Context, current
-from colocate._system.imported import imported
+from colocate._system.imported import find_imported
 
 _steps: WeakKeyDictionary[Context, int] = WeakKeyDictionary()
 _hooks: list[Any] = []  # Holds this process's hook, once registered.
@@ -32,20 +32,20 @@ class SourceUpdates:
     staleness: int
     times: list[float] = attrs.field(factory=list, init=False)
 
-    def count(self, began: float) -> int:
+    def count_before(self, began: float) -> int:
         """Return the number of updates that ended before rows began, which is the lag of the rows."""
         return bisect_right(self.times, began)  # The times are sorted, because calls of a role end in order.
 
 
-def steps_of(ctx: Context) -> int:
+def count_steps(ctx: Context) -> int:
     """Return the number of a role's optimizer steps since the first call of this function in the process."""
-    if not _hooks and imported("torch") is not None:
+    if not _hooks and find_imported("torch") is not None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        _hooks.append(register_optimizer_step_post_hook(_count))
+        _hooks.append(register_optimizer_step_post_hook(_count_step))
     return _steps.get(ctx, 0)
 
 
-def _count(*args: Any) -> None:
+def _count_step(*args: Any) -> None:
     if (ctx := current()) is not None:
         _steps[ctx] = _steps.get(ctx, 0) + 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import attrs
 
 from colocate._system.nearest import did_you_mean
-from colocate._system.numbers import size_text
+from colocate._system.numbers import format_size
 from colocate.errors import ConfigError, StaleWeightsError
 from colocate.features.weights.messages import Digest
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from colocate._values.leaving import Watch
 
-_TOLD = 8
+_MOST_NAMED = 8
 """The number of mistakes of one kind in an error text."""
 _WRITTEN = "the role whose tensors it shares has written into them since then"
 
@@ -57,7 +57,7 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         self.loaded = 0
         self.skipped = False
         self.mismatch: ConfigError | None = None
-        self._given = given
+        self._pairs = given
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, torch.Tensor]], source: str = "the caller") -> Weights:
@@ -73,11 +73,11 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         specs = getattr(given, "specs", None)
         if specs is None:
             given = [*given]
-            specs = described(given, source)
+            specs = describe_weights(given, source)
         return cls(source, iter(given), specs, shared=False)
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        pair = next(self._given)
+        pair = next(self._pairs)
         self.loaded += 1
         return pair
 
@@ -103,15 +103,15 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
         comes = {id(wanted[name]) for name in incoming if name in wanted}
         missing = [name for name, tensor in wanted.items() if id(tensor) not in comes]
         odd = [
-            f"{name} is {spec} in {self.source} and {_spec(wanted[name])} in {whose}"
+            f"{name} is {spec} in {self.source} and {_weight_spec(wanted[name])} in {whose}"
             for name, spec in incoming.items()
-            if name in wanted and not _fits(spec, wanted[name], self.shared)
+            if name in wanted and not _fits_tensor(spec, wanted[name], self.shared)
         ]
         near = {name: did_you_mean(name, missing or wanted) for name in unknown}
         mistakes = [
-            *few(f"{whose} has no {name}{hint}" for name, hint in near.items()),
-            *few(f"{name} doesn't come" for name in missing),
-            *few(odd),
+            *limit_messages(f"{whose} has no {name}{hint}" for name, hint in near.items()),
+            *limit_messages(f"{name} doesn't come" for name in missing),
+            *limit_messages(odd),
         ]
         if mistakes:
             advice = ". Map names by sync_weights(names={'of the source': 'of the target'})" if unknown else ""
@@ -122,24 +122,24 @@ class Weights(Iterator[tuple[str, "torch.Tensor"]]):
             raise self.mismatch
 
 
-def few(said: Iterable[str]) -> list[str]:
+def limit_messages(said: Iterable[str]) -> list[str]:
     """Return the first mistakes; if there are more, add a line with the number of the remaining mistakes."""
     texts = [*said]
-    return texts if len(texts) <= _TOLD else [*texts[:_TOLD], f"... and {len(texts) - _TOLD} more"]
+    return texts if len(texts) <= _MOST_NAMED else [*texts[:_MOST_NAMED], f"... and {len(texts) - _MOST_NAMED} more"]
 
 
-def _spec(tensor: torch.Tensor) -> WeightSpec:
+def _weight_spec(tensor: torch.Tensor) -> WeightSpec:
     return WeightSpec(tuple(tensor.shape), tensor.dtype)
 
 
-def _fits(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
+def _fits_tensor(spec: WeightSpec, tensor: torch.Tensor, shared: bool) -> bool:
     """Return whether a weight fits a tensor. Floating-point dtypes may differ, unless the tensor is shared."""
     floats = spec.dtype.is_floating_point and tensor.dtype.is_floating_point
     alike = spec.dtype == tensor.dtype or (floats and not shared)
     return alike and spec.shape == tuple(tensor.shape)
 
 
-def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dict[str, str]:
+def find_differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dict[str, str]:
     """Return a description of the difference for each of the target's weights that differs from the arrived weight.
 
     A tensor with several names in the target is right if one of these names has arrived.
@@ -160,7 +160,7 @@ def differences(arrived: Mapping[str, Digest], has: Mapping[str, Digest]) -> dic
     return problems
 
 
-def awake_for(cls: type, name: str) -> Sequence[str]:
+def needed_tags(cls: type, name: str) -> Sequence[str]:
     """Return the tags of memory that a role's method needs in a sync, from `@method(awake=...)`.
 
     The default is the weights and the tensors outside modules, which may be weights, too, or be used in computations.
@@ -169,7 +169,7 @@ def awake_for(cls: type, name: str) -> Sequence[str]:
     return ("weights", "cache") if spec is None or spec.awake is None else spec.awake
 
 
-def pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tensor]]:
+def check_pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Check each item of a role's weights, and yield pairs of name and tensor.
 
     Raises:
@@ -193,20 +193,20 @@ def pairs(weights: Iterable[Any], source: str) -> Iterator[tuple[str, torch.Tens
         raise ConfigError(f"named_weights of {source} yields nothing")
 
 
-def described(weights: Iterable[Any], source: str) -> dict[str, WeightSpec]:
-    """Return the shapes and dtypes of weights by name, in order; raise the errors of `pairs`."""
-    return {name: _spec(tensor) for name, tensor in pairs(weights, source)}
+def describe_weights(weights: Iterable[Any], source: str) -> dict[str, WeightSpec]:
+    """Return the shapes and dtypes of weights by name, in order; raise the errors of `check_pairs`."""
+    return {name: _weight_spec(tensor) for name, tensor in check_pairs(weights, source)}
 
 
 @attrs.define(eq=False)
-class Received:
+class ReceivedWeights:
     """The state of the weights that a role has received from another role.
 
     Attributes:
         version: The number of syncs; 0 for the constructor's weights.
         stale: The reason why the weights can't be used; None if they can.
         since: The time of the last change, in seconds of time.time().
-        whole: Whether stale weights are nevertheless complete, so that another role may copy them.
+        is_whole: Whether stale weights are nevertheless complete, so that another role may copy them.
         watch: Notices writes of the source into shared tensors.
         shared: The shared tensors, by name.
     """
@@ -214,39 +214,39 @@ class Received:
     version: int = 0
     stale: str | None = None
     since: float = 0.0
-    whole: bool = False
+    is_whole: bool = False
     watch: Watch | None = None
     shared: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
 
     @property
-    def torn(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """The reason why no other role may get the weights; None if none is known."""
-        return None if self.whole else self.stale
+        return None if self.is_whole else self.stale
 
-    def fail(self, why: str, whole: bool = False) -> None:
+    def mark_unusable(self, why: str, whole: bool = False) -> None:
         """Mark the weights as stale; `whole` says whether the stale weights are complete."""
         if self.stale is None:
             self.since = time.time()
-        self.stale, self.whole, self.watch, self.shared = why, whole, None, {}
+        self.stale, self.is_whole, self.watch, self.shared = why, whole, None, {}
 
-    def came(self, shared: Mapping[str, torch.Tensor], watch: Watch | None) -> None:
+    def mark_complete(self, shared: Mapping[str, torch.Tensor], watch: Watch | None) -> None:
         """Mark the weights as complete after a sync that has succeeded on all ranks."""
-        self.stale, self.since, self.whole, self.watch, self.shared = None, time.time(), False, watch, shared
+        self.stale, self.since, self.is_whole, self.watch, self.shared = None, time.time(), False, watch, shared
         self.version += 1
 
-    def known(self) -> tuple[int, str | None]:
+    def current_state(self) -> tuple[int, str | None]:
         """Return the weights' version, and a reason if unusable (else None). May be called on any thread."""
-        # The order of these reads is the reverse of the order of writes in `came`.
+        # The version is read first, because `mark_complete` writes the version last.
         version, stale, watch = self.version, self.stale, self.watch
-        return version, _WRITTEN if stale is None and watch is not None and watch.touched() else stale
+        return version, _WRITTEN if stale is None and watch is not None and watch.was_touched() else stale
 
-    def check(self, role: str, label: str) -> None:
+    def check_usable(self, role: str, label: str) -> None:
         """Refuse a call that would use stale weights.
 
         Raises:
             StaleWeightsError: The weights are stale.
         """
-        if self.stale is None and self.watch is not None and self.watch.written():
+        if self.stale is None and self.watch is not None and self.watch.was_written():
             self.stale, self.since = _WRITTEN, time.time()  # `shared` is kept for the next sync.
         if self.stale is not None:
             at = time.strftime("%H:%M:%S", time.localtime(self.since))
@@ -279,4 +279,4 @@ class WeightSync:
 
     def __str__(self) -> str:
         how = " and ".join(self.by) + ("" if self.checked is None else f", {self.checked} of them checked")
-        return f"weights version {self.version}: {size_text(self.nbytes)} in {self.seconds:.3g} s by {how}"
+        return f"weights version {self.version}: {format_size(self.nbytes)} in {self.seconds:.3g} s by {how}"

@@ -24,8 +24,8 @@ from colocate.testing.probes.meshes import Meshes
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Axes, Own, Rows
 from colocate.testing.probes.tensors import Tensors
-from colocate.testing.runtimes import make_first_worker
-from colocate.testing.waiting import send, starter_of
+from colocate.testing.runtimes import warm_up_runtime
+from colocate.testing.waiting import find_starter, send_signal
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,7 +87,7 @@ class Shared:
     def get(self) -> ColocatedGroup:
         """Return the shared group, and create a new group if there is none that works."""
         if self._group is None or self._group._node.failure is not None or not self._group.alive:
-            with leaks.shared():
+            with leaks.share_between_tests():
                 if self._pool is not None:
                     with contextlib.suppress(BaseExceptionGroup):  # The test that broke the group has seen the error.
                         self._pool.close(grace=0, force=True)
@@ -99,7 +99,7 @@ class Shared:
         return self._group
 
 
-def _warm_up(group: ColocatedGroup) -> None:
+def _warm_up_pair(group: ColocatedGroup) -> None:
     """Use a group once, so that resources which are created at the first use don't look like a test's leaks."""
     group.role("log", Log).async_add.submit("warm").result()
     group.role("log", Log).clear()
@@ -122,8 +122,8 @@ class ExecutorCase:
         address: The address at which workers reach the test's machine, if slots are on other machines.
         strategy: How the slots of pools are placed; "spread" puts them on as many machines as there are.
         start_s: The seconds that the start of a worker has taken, for tests in which workers start within a time limit.
-        last_words: A part of the cluster's message about a slot that has vanished (`KeptSlot.lost`); empty if there is
-            no message.
+        last_words: A part of the cluster's message about a slot that has vanished (`KeptSlot.on_process_gone`); empty
+            if there is no message.
     """
 
     executor: ClassVar[str] = "local"
@@ -150,20 +150,20 @@ class ExecutorCase:
         This is the process that has started the slot's worker on this machine. Override this method if more processes
         must end, or if the process is on another machine.
         """
-        os.kill(self._starter(place), signal.SIGKILL)
+        os.kill(self._starter_process(place), signal.SIGKILL)
 
     def freeze(self, place: Place) -> None:
         """Stop the process that keeps a slot, so that it no longer answers. Override this together with `vanish`."""
-        send(self._starter(place), signal.SIGSTOP)
+        send_signal(self._starter_process(place), signal.SIGSTOP)
 
-    def _starter(self, place: Place) -> int:
-        starter = starter_of(self._workers[id(place)])
+    def _starter_process(self, place: Place) -> int:
+        starter = find_starter(self._workers[id(place)])
         if starter == os.getpid():
             pytest.skip(f"executor {self.executor!r} keeps its slots in the driver's own process, which can't vanish")
         return starter
 
     def places_of(self, group: ColocatedGroup) -> Sequence[Place]:
-        """Return the places of a group's slots, for `vanish` and `freeze`. Each slot must have the role "echo"."""
+        """Return the `Place` of each slot of a group, for `vanish` and `freeze`. Every slot needs the role "echo"."""
         places: Sequence[Place] = group.owner._node.places
         ranks = group.role("echo", Echo).place()
         self._workers = {id(place): pid for place, (pid, *_) in zip(places, ranks, strict=True)}
@@ -175,19 +175,19 @@ class ExecutorCase:
         """A runtime that all tests of a class share."""
         with cls().connect() as runtime:
             began = time.monotonic()
-            make_first_worker(runtime)
+            warm_up_runtime(runtime)
             cls.start_s = time.monotonic() - began
             yield runtime
 
     @pytest.fixture(autouse=True)
-    def _machines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _use_case_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Gate, "host", self.address)
         defaults = tuple(self.strategy if value == "pack" else value for value in Runtime.reserve.__defaults__ or ())
         # A wrapper isn't possible, because messages name the line of the caller.
         monkeypatch.setattr(Runtime.reserve, "__defaults__", defaults)
 
     @pytest.fixture(autouse=True)
-    def _capabilities(self, request: pytest.FixtureRequest, runtime: Runtime) -> None:
+    def _skip_unsupported(self, request: pytest.FixtureRequest, runtime: Runtime) -> None:
         capability = getattr(request.function, "capability", None)
         if capability is not None and not isinstance(runtime._node.services.executor, capability):
             pytest.skip(f"executor {runtime.name!r} lacks {capability.__name__}")
@@ -212,7 +212,7 @@ class ExecutorCase:
             "left_tensors": colocate.role(Tensors).on(slots=[0]),
             "right_tensors": colocate.role(Tensors).on(slots=[1]),
         }
-        return Shared(runtime, roles, 2, name="pair", warm_up=_warm_up)
+        return Shared(runtime, roles, 2, name="pair", warm_up=_warm_up_pair)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -242,7 +242,7 @@ class ExecutorCase:
     def ring(self, square: ColocatedGroup) -> ColocatedGroup:
         """The group of `square`, for tests of collectives, which need torch."""
         pytest.importorskip("torch")
-        with leaks.shared():  # In workers on threads, process groups open descriptors of the driver.
+        with leaks.share_between_tests():  # If workers are threads, process groups open descriptors in the driver.
             for axis in (None, "tp"):
                 square.role("solo", Collective).facts(axis)
             square.role("solo", Collective).mesh()
@@ -251,7 +251,7 @@ class ExecutorCase:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_copying(cls, runtime: Runtime, shared_pair: Shared) -> Iterator[Shared]:
-        """A shared group of two slots in which values are copied, by `strict=True` if otherwise they aren't."""
+        """A shared group of two slots that copies values, with `strict=True` if the executor would pass references."""
         if runtime._node.services.executor.codec.name != "reference":
             yield shared_pair
             return

@@ -19,12 +19,12 @@ from colocate import Runtime, wire
 from colocate.errors import BorrowedError, ClosedError, ClusterError, ConfigError, WorkerDied
 from colocate.executor import Detachable, Watchable, Window
 from colocate.testing.executors._base import needs, needs_feature
-from colocate.testing.executors.detaching import TTL_S, DetachedCase, counting, new, published
+from colocate.testing.executors.detaching import TTL_S, DetachedCase, counting_view, find_published, reserve_counting
 from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
-from colocate_report.window import look_at
+from colocate.testing.waiting import PATIENCE_S, Processes, send_signal, wait_until
+from colocate_report.window import inspect_cluster_job
 from colocate_run.cli.cluster import Cluster
 from colocate_run.cli.top import show_top
 
@@ -35,23 +35,23 @@ class Attaching(DetachedCase):
     @needs(Detachable)
     def test_one_driver_at_a_time(self, runtime: Runtime, name: str) -> None:
         """A second driver can't attach until the first driver has left, and the error names the first driver."""
-        pool, _ = new(runtime)
+        pool, _ = reserve_counting(runtime)
         pool.detach(name, ttl=TTL_S)
         with runtime.attach(name) as first:
             with pytest.raises(BorrowedError, match=rf"driver {os.getpid()} on .*since .*own=True") as caught:
                 runtime.attach(name)
             assert str(os.getpid()) in caught.value.borrowers[0]
-            status = published(runtime, name)
+            status = find_published(runtime, name)
             assert status is not None
             assert (status["left_s"], status["epoch"], status["slots"]) == (None, 2, 2)
             assert f"driver {os.getpid()}" in status["driver"]
-            assert counting(first).add() == [1, 1]
+            assert counting_view(first).add() == [1, 1]
             with pytest.raises(ConfigError, match="is borrowed"):
                 first.detach(name, ttl=TTL_S)
         with runtime.attach(name) as second:
-            assert counting(second).add() == [2, 2]
+            assert counting_view(second).add() == [2, 2]
             assert second._node.epoch == 3
-        status = published(runtime, name)
+        status = find_published(runtime, name)
         assert status is not None
         assert status["driver"] is None
         assert 0 < status["left_s"] <= TTL_S
@@ -59,7 +59,7 @@ class Attaching(DetachedCase):
     @needs(Detachable)
     def test_owner_changes_groups(self, runtime: Runtime, name: str) -> None:
         """The next driver finds the groups as the former owner left them, even if the owner didn't detach the pool."""
-        pool, _ = new(runtime)
+        pool, _ = reserve_counting(runtime)
         pool.detach(name, ttl=TTL_S)
         owner = runtime.attach(name, own=True)
         owner.groups["counting"].close()
@@ -67,16 +67,16 @@ class Attaching(DetachedCase):
         with runtime.attach(name, own=True) as heir:
             assert {key: list(group.roles) for key, group in heir.groups.items()} == {"echo": ["echo"]}
             heir.groups["echo"].role("echo", Echo).noop()
-        assert published(runtime, name) is None
+        assert find_published(runtime, name) is None
 
     @needs(Detachable)
     def test_borrower_killed(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """If a borrower is killed during a call, only the borrow ends, and the running call is cancelled."""
-        pool, view = new(runtime)
+        pool, view = reserve_counting(runtime)
         pids = view.pid()
         pool.detach(name, ttl=TTL_S)
         with Gate() as gate:
-            driver = self.start(
+            driver = self.start_driver(
                 scripts,
                 f"""
                 pool, view = attached(NAME)
@@ -88,21 +88,21 @@ class Attaching(DetachedCase):
                 """,
                 name,
             )
-            assert driver.hear() == "there"
+            assert driver.read_answer() == "there"
             gate.wait_for(2)
         driver.process.kill()
         driver.process.wait()
         with runtime.attach(name) as again:
-            assert (counting(again).add(), counting(again).pid()) == ([2, 2], pids)
-            assert counting(again).still_kept() == [False, False]
+            assert (counting_view(again).add(), counting_view(again).pid()) == ([2, 2], pids)
+            assert counting_view(again).still_kept() == [False, False]
 
     @needs(Detachable)
     def test_taken_from_a_live_driver(self, runtime: Runtime, name: str) -> None:
         """If another driver takes the pool, pending and later calls of the former driver fail with `ClosedError`."""
-        pool, _ = new(runtime)
+        pool, _ = reserve_counting(runtime)
         pool.detach(name, ttl=TTL_S)
         borrowed = runtime.attach(name)
-        view = counting(borrowed)
+        view = counting_view(borrowed)
         resident = view.made.keep()
         resident.fetch()
         with Gate() as gate, self.connect() as other:
@@ -110,7 +110,7 @@ class Attaching(DetachedCase):
             queued = view.add.submit(100)
             gate.wait_for(2)
             mine = other.attach(name, own=True)
-            submitted = counting(mine).add.submit()
+            submitted = counting_view(mine).add.submit()
             for pending in (call, queued):
                 assert isinstance(pending.exception(PATIENCE_S), ClosedError)
             for use in (view.add, resident.fetch, lambda: borrowed.spawn({"echo": colocate.role(Echo)})):
@@ -119,18 +119,18 @@ class Attaching(DetachedCase):
             borrowed.close()
             gate.open()
             assert submitted.result(PATIENCE_S) == [2, 2]
-            workers = Processes(counting(mine).pid())
+            workers = Processes(counting_view(mine).pid())
             mine.close()
-            workers.wait()
-            workers.close()
-        assert published(runtime, name) is None
+            workers.wait_all()
+            workers.release_all()
+        assert find_published(runtime, name) is None
 
     @needs(Detachable)
     def test_taken_amid_a_call(self, runtime: Runtime, name: str, caplog: pytest.LogCaptureFixture) -> None:
         """A driver that takes the pool gets warnings about calls that only some ranks have finished."""
-        pool, _ = new(runtime)
+        pool, _ = reserve_counting(runtime)
         pool.detach(name, ttl=TTL_S)
-        view = counting(runtime.attach(name))
+        view = counting_view(runtime.attach(name))
         view.add(0)  # A driver's first call wakes the role on all ranks together.
         with Gate() as gate, Gate() as first, self.connect() as other:
             waits = view.wait_and_add.submit(gate.address, ranks=(1,))
@@ -139,7 +139,7 @@ class Attaching(DetachedCase):
             for waiting_gate in (gate, first):
                 waiting_gate.wait_for()
             mine = other.attach(name, own=True)
-            view = counting(mine)
+            view = counting_view(mine)
             first.open()
             gate.open()
             assert view.add(0) == [102, 1]
@@ -151,15 +151,15 @@ class Attaching(DetachedCase):
             caplog.clear()
             mine.detach(name, ttl=TTL_S)
             with runtime.attach(name, own=True) as again:
-                assert counting(again).add(0) == [102, 1]
+                assert counting_view(again).add(0) == [102, 1]
             assert "left by its driver" not in caplog.text
 
     @needs(Detachable)
     def test_taken_from_a_stopped_driver(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """A driver that was stopped during a takeover gets a `ClosedError` afterwards, and changes nothing."""
-        pool, _ = new(runtime)
+        pool, _ = reserve_counting(runtime)
         pool.detach(name, ttl=TTL_S)
-        driver = self.start(
+        driver = self.start_driver(
             scripts,
             """
             pool, view = attached(NAME)
@@ -173,46 +173,46 @@ class Attaching(DetachedCase):
             """,
             name,
         )
-        assert driver.hear() == [1, 1]
-        send(driver.process.pid, signal.SIGSTOP)
+        assert driver.read_answer() == [1, 1]
+        send_signal(driver.process.pid, signal.SIGSTOP)
         try:
             with runtime.attach(name, own=True) as mine:
-                assert counting(mine).add() == [2, 2]
+                assert counting_view(mine).add() == [2, 2]
                 assert driver.process.stdin is not None
                 driver.process.stdin.write("\n")
                 driver.process.stdin.flush()
                 driver.process.send_signal(signal.SIGCONT)
                 for _ in range(2):
-                    assert f"driver {os.getpid()} on" in driver.hear()
-                assert counting(mine).add() == [3, 3]
+                    assert f"driver {os.getpid()} on" in driver.read_answer()
+                assert counting_view(mine).add() == [3, 3]
         finally:
             driver.process.send_signal(signal.SIGCONT)
-        assert driver.end()[0] == 0
+        assert driver.wait_exit()[0] == 0
 
     @needs(Detachable)
     def test_worker_dies_alone(self, runtime: Runtime, name: str) -> None:
         """If a worker dies while no driver is attached, the next driver gets `WorkerDied`."""
-        pool, view = new(runtime)
+        pool, view = reserve_counting(runtime)
         pids = view.pid()
         pool.detach(name, ttl=TTL_S)
         workers = Processes(pids[:1])
         os.kill(pids[0], signal.SIGKILL)
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
         with runtime.attach(name, own=True) as mine:
             assert mine.groups["counting"].state == "failed"
             with pytest.raises(WorkerDied) as caught:
-                counting(mine).add()
+                counting_view(mine).add()
             assert (caught.value.signal, caught.value.rank) == ("SIGKILL", 0)
-        assert published(runtime, name) is None
+        assert find_published(runtime, name) is None
 
     @needs(Detachable)
     def test_owner_killed_after_taking(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """If a driver that has attached with `own=True` is killed, the pool ends, too."""
-        pool, view = new(runtime)
+        pool, view = reserve_counting(runtime)
         workers = Processes(view.pid())
         pool.detach(name, ttl=TTL_S)
-        driver = self.start(
+        driver = self.start_driver(
             scripts,
             """
             pool, view = attached(NAME, own=True)
@@ -221,11 +221,11 @@ class Attaching(DetachedCase):
             """,
             name,
         )
-        assert driver.hear() == [1, 1]
+        assert driver.read_answer() == [1, 1]
         driver.process.kill()
-        workers.wait()
-        workers.close()
-        wait_until(lambda: published(runtime, name) is None, "it is over")
+        workers.wait_all()
+        workers.release_all()
+        wait_until(lambda: find_published(runtime, name) is None, "it is over")
 
 
 _WORKER = """
@@ -307,23 +307,28 @@ say("closed")
 class Successors(DetachedCase):
     """The next driver can use the former driver's definitions on the workers, but can't send new ones."""
 
-    def _run(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Driver:
+    def _start_successor(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Driver:
         (scripts.folder / "beside.py").write_text(f"WHO = {who!r}\nclass Value: pass\n")
-        return self.start(scripts, text, name)
+        return self.start_driver(scripts, text, name)
 
-    def _said(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Any:
-        driver = self._run(scripts, name, text, who)
-        answer = driver.hear()
-        assert driver.end() == (0, "")
+    def _hear_successor(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Any:
+        driver = self._start_successor(scripts, name, text, who)
+        answer = driver.read_answer()
+        assert driver.wait_exit() == (0, "")
         return answer
 
     @needs(Detachable)
     @needs_feature("functions")
     def test_another_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """Another script can call roles and send back their results, but can't send its own classes and functions."""
-        self._said(scripts, name, _WORKER + _DETACHES)
+        """Another driver script can call roles and pass on results, but can't send its own classes and functions."""
+        self._hear_successor(scripts, name, _WORKER + _DETACHES)
         used = (_WORKER + _ATTACHES).replace("LIMIT = 1", "LIMIT = 9")
-        assert self._said(scripts, name, used + "say(tell(use))") == [True, [[True, True, "first"]], [1], [True]]
+        assert self._hear_successor(scripts, name, used + "say(tell(use))") == [
+            True,
+            [[True, True, "first"]],
+            [1],
+            [True],
+        ]
         sends = """
         with runtime.attach(NAME) as pool:
             group = pool.groups["working"]
@@ -336,14 +341,15 @@ class Successors(DetachedCase):
             ):
                 say(tell(each))
         """
-        driver = self._run(scripts, name, used + textwrap.dedent(sends))
+        driver = self._start_successor(scripts, name, used + textwrap.dedent(sends))
         for item in ("Item", "<lambda>, which names the global 'LIMIT',", "tell"):
             assert (
-                f"{item} is of this driver's script, and can't go to workers that another driver has" in driver.hear()
+                f"{item} is of this driver's script, and can't go to workers that another driver has"
+                in driver.read_answer()
             )
-        assert [driver.hear(), driver.hear()] == [[3], [1]]
-        assert driver.end() == (0, "")
-        assert self._said(scripts, name, _CLOSES) == "closed"
+        assert [driver.read_answer(), driver.read_answer()] == [[3], [1]]
+        assert driver.wait_exit() == (0, "")
+        assert self._hear_successor(scripts, name, _CLOSES) == "closed"
 
 
 _JOB = """
@@ -375,9 +381,9 @@ class Watching(DetachedCase):
         with Gate() as gate:
             yield gate
 
-    def begin(self, scripts: Scripts, job: str, gate: Gate) -> Driver:
+    def start_job(self, scripts: Scripts, job: str, gate: Gate) -> Driver:
         """Start a job, and wait until both slots are in a call."""
-        driver = scripts.start(f"NAME, GATE = {job!r}, {gate.address!r}\n{_JOB}")
+        driver = scripts.start_script(f"NAME, GATE = {job!r}, {gate.address!r}\n{_JOB}")
         gate.wait_for(2)
         return driver
 
@@ -387,10 +393,10 @@ class Watching(DetachedCase):
         self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Another driver can see a job's running and waiting calls, and the job continues undisturbed."""
-        driver = self.begin(scripts, job, gate)
-        window = found(runtime, job)
+        driver = self.start_job(scripts, job, gate)
+        window = find_window(runtime, job)
         assert window is not None
-        (group,) = look_at(window, watchable(runtime))["groups"]
+        (group,) = inspect_cluster_job(window, as_watchable(runtime))["groups"]
         assert (group["group"], group["state"], len(group["slots"])) == ("policy", "ready", 2)
         first, second = group["slots"]
         assert [(slot["call"], slot["queue"]) for slot in (first, second)] == [
@@ -399,11 +405,14 @@ class Watching(DetachedCase):
         ]
         assert [role["role"] for role in first["roles"]] == ["counting", "other"]
         assert first["age"] > 0
-        for way in window.address.split(","):  # There is an address for this machine and one for others.
-            assert look_at(attrs.evolve(window, address=way), watchable(runtime))["pid"] == driver.process.pid
-        assert first["age"] < look_at(window, watchable(runtime))["groups"][0]["slots"][0]["age"]
+        for way in window.address.split(","):  # One address is for this machine, and one for other machines.
+            assert (
+                inspect_cluster_job(attrs.evolve(window, address=way), as_watchable(runtime))["pid"]
+                == driver.process.pid
+            )
+        assert first["age"] < inspect_cluster_job(window, as_watchable(runtime))["groups"][0]["slots"][0]["age"]
         with pytest.raises(ClusterError, match="can't be reached from here"):
-            look_at(attrs.evolve(window, key=wire.new_key()), watchable(runtime))
+            inspect_cluster_job(attrs.evolve(window, key=wire.new_key()), as_watchable(runtime))
 
         config = scripts.folder / "cluster.yaml"
         config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
@@ -418,11 +427,11 @@ class Watching(DetachedCase):
         assert f"did you mean '{job}'?" in message
 
         gate.open()
-        assert driver.hear() == [1, 1]
-        assert driver.end() == (0, "")
-        assert found(runtime, job) is None
+        assert driver.read_answer() == [1, 1]
+        assert driver.wait_exit() == (0, "")
+        assert find_window(runtime, job) is None
         with pytest.raises(ClusterError, match="can't be reached from here"):
-            look_at(window, watchable(runtime))
+            inspect_cluster_job(window, as_watchable(runtime))
         assert show_top(job, cluster, once=True, every=1.0, json=False) == 1
         assert "no job " in capsys.readouterr().err
 
@@ -435,12 +444,12 @@ class Watching(DetachedCase):
         executor = cast("Detachable", runtime._node.services.executor)
         config = tmp_path / "cluster.yaml"
         config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
-        pool, view = new(runtime)
+        pool, view = reserve_counting(runtime)
         view.add()
         pool.detach(name, ttl=TTL_S)
 
-        before = executor.look(name)
-        status = executor.look(name)
+        before = executor.inspect_pool(name)
+        status = executor.inspect_pool(name)
         assert (status["driver"], status["epoch"], status["silent"], status["lost"]) == (None, before["epoch"], [], 0)
         assert before["left_s"] >= status["left_s"]  # The time to live wasn't renewed.
         workers = sorted(status["workers"], key=lambda each: int(each["slot"]))
@@ -459,17 +468,17 @@ class Watching(DetachedCase):
 
         with runtime.attach(name) as borrowed:
             with borrowed.groups["counting"].pipeline():
-                first = counting(borrowed).wait_and_add.submit(gate.address)
-                counting(borrowed).add.submit()
+                first = counting_view(borrowed).wait_and_add.submit(gate.address)
+                counting_view(borrowed).add.submit()
             gate.wait_for(2)
-            held = executor.look(name)
+            held = executor.inspect_pool(name)
             assert held["driver"].startswith(f"driver {os.getpid()} on ")
             assert held["left_s"] is None
             assert [(each["call"], each["queue"]) for each in held["workers"]] == [("counting.wait_and_add", 1)] * 2
             assert all(each["age"] > 0 for each in held["workers"])
 
             def all_busy() -> bool:
-                return all(worker["roles"][0]["busy"] > 0 for worker in executor.look(name)["workers"])
+                return all(worker["roles"][0]["busy"] > 0 for worker in executor.inspect_pool(name)["workers"])
 
             wait_until(all_busy, "who runs its first call is busy")
             assert show_top(f"pool/{name}", Cluster(config), once=True, every=1.0, json=True) == 0
@@ -477,12 +486,12 @@ class Watching(DetachedCase):
             assert [group["state"] for group in report["groups"]] == ["attached"]
             gate.open()
             assert first.result() == [2, 2]
-            assert counting(borrowed).add() == [4, 4]
-            after = executor.look(name)
+            assert counting_view(borrowed).add() == [4, 4]
+            after = executor.inspect_pool(name)
             assert after["epoch"] == held["epoch"]
             assert all(worker["roles"][0]["busy"] > 0 for worker in after["workers"])
         with pytest.raises(ConfigError, match=f"no pool '{name}x' is detached"):
-            executor.look(f"{name}x")
+            executor.inspect_pool(f"{name}x")
 
     def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Without a cluster, `colocate top` says that a private cluster has only the jobs of its driver."""
@@ -490,11 +499,11 @@ class Watching(DetachedCase):
         assert "which cluster? A private one has no jobs but its driver's" in capsys.readouterr().err
 
 
-def watchable(runtime: Runtime) -> Watchable:
+def as_watchable(runtime: Runtime) -> Watchable:
     """Return a runtime's executor, typed as `Watchable`."""
     return cast("Watchable", runtime._node.services.executor)
 
 
-def found(runtime: Runtime, name: str) -> Window | None:
+def find_window(runtime: Runtime, name: str) -> Window | None:
     """Return the window through which a job can be inspected; None if there is no such job."""
-    return next((window for window in watchable(runtime).windows() if window.name == name), None)
+    return next((window for window in as_watchable(runtime).windows() if window.name == name), None)

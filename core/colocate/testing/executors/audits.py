@@ -27,8 +27,8 @@ ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": coloca
 
 
 @contextmanager
-def forgotten(node: Owned) -> Iterator[None]:
-    """A context manager that removes a living node from the ownership graph for a while."""
+def forget_node(node: Owned) -> Iterator[None]:
+    """A context manager that removes a living node from the ownership graph during the block."""
     assert node.owner is not None
     node.disown()
     try:
@@ -37,12 +37,12 @@ def forgotten(node: Owned) -> Iterator[None]:
         node.owner.children[id(node)] = node
 
 
-def ids(group: ColocatedGroup) -> set[str]:
+def worker_ids(group: ColocatedGroup) -> set[str]:
     """Return the ids of a group's workers."""
     return {worker.boot.worker for worker in group._node.workforce.workers}
 
 
-def found(differences: Any, kind: str) -> set[str]:
+def find_ids(differences: Any, kind: str) -> set[str]:
     """Return the ids of the differences of one kind that an audit has found."""
     return {difference.id for difference in differences if difference.kind == kind}
 
@@ -78,11 +78,11 @@ class Auditing(ExecutorCase):
     def test_forgotten_group(self, spawn: Spawn) -> None:
         """An audit reports workers that run without a group as leaked."""
         group = spawn(ROLES)
-        with forgotten(group._node):
+        with forget_node(group._node):
             audit = group.owner.owner.audit()
         assert audit
         assert audit.missing == ()
-        assert found(audit.leaked, "worker") == ids(group)
+        assert find_ids(audit.leaked, "worker") == worker_ids(group)
         assert {difference.kind for difference in audit.leaked} == {"worker"}
         assert {(difference.id, difference.pid) for difference in audit.leaked} == {
             (worker.boot.worker, worker.pid) for worker in group._node.workforce.workers

@@ -32,14 +32,14 @@ class Calls(ExecutorCase):
 
     def test_async_overlap(self, pair: ColocatedGroup) -> None:
         """Calls of an async method overlap up to its concurrency, so that two calls can wait for each other."""
-        log = cleared(pair)
+        log = clear_log(pair)
         first, second = log.meet.submit("a"), log.meet.submit("b")
         assert first.result(PATIENCE_S) == ["waited"] * 2
         assert second.result(PATIENCE_S) == ["woke the other"] * 2
         assert log.read() == [["a", "b"]] * 2
 
 
-def cleared(group: ColocatedGroup) -> Log:
+def clear_log(group: ColocatedGroup) -> Log:
     """Clear the entries of a group's role `Log`, and return the role's view."""
     log = group.role("log", Log)
     log.clear()
@@ -51,7 +51,7 @@ class Cancelling(ExecutorCase):
 
     def test_cancel_running(self, pair: ColocatedGroup) -> None:
         """After a cancellation, a running method sees `ctx.cancelled`, and the call still has a result."""
-        log = cleared(pair)
+        log = clear_log(pair)
         with Gate() as gate:
             call = log.look_until_cancelled.submit(gate.address)
             gate.wait_for(2)

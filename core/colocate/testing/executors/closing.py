@@ -42,8 +42,8 @@ class Closing(ExecutorCase):
                         gate.open()
                     with pytest.raises(ExceptionGroup, match="gone wrong"):
                         group.close(grace=0.05)
-                    processes.wait()
-                    processes.close()
+                    processes.wait_all()
+                    processes.release_all()
 
     def test_every_error(self, runtime: Runtime) -> None:
         """Closing a pool frees everything, and then raises all errors together."""
@@ -58,14 +58,14 @@ class Closing(ExecutorCase):
         assert pool.state == "closed"
 
 
-def last_of(group: ColocatedGroup) -> int:
+def last_rank(group: ColocatedGroup) -> int:
     """Return the number of a group's last rank."""
     return len(group._node.workforce.workers) - 1
 
 
-def hang(group: ColocatedGroup, gate: Gate) -> None:
+def hang_rank(group: ColocatedGroup, gate: Gate) -> None:
     """Make a group's last rank wait at a gate."""
-    group.role("faulty", Faulty).wait.options(ranks=[last_of(group)]).submit(gate.address)
+    group.role("faulty", Faulty).wait.options(ranks=[last_rank(group)]).submit(gate.address)
     gate.wait_for()
 
 

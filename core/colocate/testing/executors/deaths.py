@@ -39,8 +39,8 @@ class Deaths(ExecutorCase):
             faulty.wait.submit(gate.address)
             calls = [faulty.kill.submit(ranks=(1,)), faulty.fine.submit(), group.role("echo", Echo).noop.submit()]
         error = calls[0].exception(PATIENCE_S)
-        processes.wait()
-        processes.close()
+        processes.wait_all()
+        processes.release_all()
         assert isinstance(error, WorkerDied)
         assert isinstance(error, RuntimeError)
         assert (error.group, error.rank, error.pid, error.node) == (group.name, 1, pids[1], group.owner.slots[1].node)
@@ -97,14 +97,14 @@ class Deaths(ExecutorCase):
 
     @needs(OwnProcess)
     def test_other_groups_live(self, spawn: Spawn) -> None:
-        """A death fails only the worker's own group, and calls of other groups that wait for its residents."""
+        """A worker's death fails only its own group, and other groups' calls that wait for a resident of that group."""
         group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)}, slots=1)
         other = spawn({"rows": colocate.role(Rows), "echo": colocate.role(Echo)}, slots=1)
         with Gate() as gate:
             resident = group.role("faulty", Faulty).wait.keep(gate.address)
             use = other.role("echo", Echo).echo.submit(resident.ref)
             gate.wait_for()
-            os.kill(_pid(group), signal.SIGKILL)
+            os.kill(_worker_pid(group), signal.SIGKILL)
             error = use.exception(PATIENCE_S)
             assert isinstance(error, ColocateError)
             assert group.name in str(error)
@@ -142,12 +142,12 @@ class Deaths(ExecutorCase):
                 with contextlib.suppress(ExceptionGroup):  # The error says only that the worker hung.
                     group.close(grace=0)
             else:
-                os.kill(psutil.Process(_pid(group)).ppid(), signal.SIGKILL)
-            children.wait()
-        children.close()
+                os.kill(psutil.Process(_worker_pid(group)).ppid(), signal.SIGKILL)
+            children.wait_all()
+        children.release_all()
 
 
-def _pid(group: colocate.ColocatedGroup) -> int:
+def _worker_pid(group: colocate.ColocatedGroup) -> int:
     pid = group._node.workforce.workers[0].pid
     assert pid is not None
     return pid
@@ -170,7 +170,7 @@ class Vanishing(ExecutorCase):
             group = pool.spawn(ROLES, on_failure="restart", restarts=2)
             before = self.places_of(group)
             executor = other_runtime._node.services.executor
-            assert not any(map(executor.lost, before))
+            assert not any(map(executor.is_lost, before))
             call = group.role("faulty", Faulty).wait.submit(gate.address)
             gate.wait_for(2)
             self.vanish(before[1])
@@ -178,7 +178,7 @@ class Vanishing(ExecutorCase):
             group.wait_ready(PATIENCE_S)
             assert group.role("echo", Echo).noop() == [None, None]
             after = self.places_of(group)
-            assert not any(map(executor.lost, after))
+            assert not any(map(executor.is_lost, after))
             assert not any(place is before[1] for place in after)
 
     @needs(OwnProcess)
@@ -191,9 +191,9 @@ class Vanishing(ExecutorCase):
             for generation in (1, 2):
                 (first, second), (spare,) = self.places_of(group), slots.spares
                 self.vanish(second)
-                wait_until(partial(executor.lost, second), "the slot is lost")
-                stays = not executor.lost(first) and not executor.lost(spare)
-                wait_until(partial(_is_at, group, generation), "it is restarted")
+                wait_until(partial(executor.is_lost, second), "the slot is lost")
+                stays = not executor.is_lost(first) and not executor.is_lost(spare)
+                wait_until(partial(_has_generation, group, generation), "it is restarted")
                 group.wait_ready(PATIENCE_S)
                 assert group.role("echo", Echo).noop() == [None, None]
                 if stays:
@@ -211,7 +211,7 @@ class Vanishing(ExecutorCase):
                 (_, place) = self.places_of(group)
                 self.vanish(place)
                 wait_until(lambda: group.state == "failed", "the group has failed")
-                wait_until(lambda: other_runtime._node.services.executor.lost(place), "the slot is lost")
+                wait_until(lambda: other_runtime._node.services.executor.is_lost(place), "the slot is lost")
                 with contextlib.suppress(BaseExceptionGroup):  # The close raises the group's failure once more.
                     group.close()
             with other_runtime.reserve(2, cpus=0) as pool:
@@ -248,11 +248,11 @@ class Vanishing(ExecutorCase):
                 workers = Processes(pids)
                 with contextlib.suppress(BaseExceptionGroup):  # Another test checks the error about a hung rank.
                     pool.close(grace=0)
-            workers.wait()
-            workers.close()
+            workers.wait_all()
+            workers.release_all()
             with other_runtime.reserve(1, cpus=0) as pool:
                 assert pool.spawn(ROLES).role("echo", Echo).noop() == [None]
 
 
-def _is_at(group: colocate.ColocatedGroup, generation: int) -> bool:
+def _has_generation(group: colocate.ColocatedGroup, generation: int) -> bool:
     return group.generation == generation

@@ -42,18 +42,18 @@ def attached(name, **more):
 """
 
 
-def counting(pool: Pool) -> Counting:
+def counting_view(pool: Pool) -> Counting:
     """Return the view of the role `Counting` in a pool."""
     return pool.groups["counting"].role("counting", Counting)
 
 
-def new(runtime: Runtime, slots: int = 2, name: str = "counting") -> tuple[Pool, Counting]:
+def reserve_counting(runtime: Runtime, slots: int = 2, name: str = "counting") -> tuple[Pool, Counting]:
     """Return a new detachable pool, and the view of its role `Counting`."""
     pool = runtime.reserve(slots, cpus=0, detachable=True)
     return pool, pool.spawn({"counting": colocate.role(Counting)}, name=name).role("counting", Counting)
 
 
-def published(runtime: Runtime, name: str) -> dict[str, Any] | None:
+def find_published(runtime: Runtime, name: str) -> dict[str, Any] | None:
     """Return the cluster's entry for a detached pool; None if there is no such pool."""
     return next((pool for pool in runtime.detached() if pool["name"] == name), None)
 
@@ -66,14 +66,14 @@ class DetachedCase(Scripted):
         """A name for a detached pool, which is closed after the test if the pool still exists."""
         name = f"test-{uuid.uuid4().hex[:8]}"
         yield name
-        if isinstance(runtime._node.services.executor, Detachable) and published(runtime, name) is not None:
+        if isinstance(runtime._node.services.executor, Detachable) and find_published(runtime, name) is not None:
             # The pool may have just ended, or may hang. A test that checks such errors closes the pool itself.
             with contextlib.suppress(ConfigError, BaseExceptionGroup):
                 runtime.attach(name, own=True).close(grace=1, force=True)
 
-    def start(self, scripts: Scripts, text: str, name: str) -> Driver:
+    def start_driver(self, scripts: Scripts, text: str, name: str) -> Driver:
         """Start a driver script that has a runtime and the pool's name."""
-        return scripts.start(HEADER + f"NAME = {name!r}\nruntime = CONNECT\n" + textwrap.dedent(text))
+        return scripts.start_script(HEADER + f"NAME = {name!r}\nruntime = CONNECT\n" + textwrap.dedent(text))
 
 
 class Detaching(DetachedCase):
@@ -98,9 +98,9 @@ class Detaching(DetachedCase):
 
     @needs(Detachable)
     def test_goes_on(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
-        """After the driver has ended, the next driver finds the roles with the same state, generator and processes."""
+        """After the driver has ended, the next driver finds the same role state, random generators and processes."""
         pytest.importorskip("torch")
-        driver = self.start(
+        driver = self.start_driver(
             scripts,
             """
             pool, view = new()
@@ -110,25 +110,25 @@ class Detaching(DetachedCase):
             """,
             name,
         )
-        count, pids, drawn = driver.hear()
+        count, pids, drawn = driver.read_answer()
         assert count == [1, 1]
-        assert driver.end()[0] == 0
+        assert driver.wait_exit()[0] == 0
         with runtime.attach(name) as pool:
-            view = counting(pool)
+            view = counting_view(pool)
             assert (view.add(), view.pid()) == ([2, 2], pids)
             assert pool.groups["counting"]._node.line[0].endswith("script.py")
             again = view.draw()
         with runtime.attach(name, own=True) as pool:  # Leaving this block closes the pool.
-            assert counting(pool).add() == [3, 3]
+            assert counting_view(pool).add() == [3, 3]
             pool.groups["counting"].close()
             fresh = pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting)
             assert [fresh.draw(), fresh.draw()] == [drawn, again]
-        assert published(runtime, name) is None
+        assert find_published(runtime, name) is None
 
     @needs(Detachable)
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
         """After `detach`, the driver's pool, group and residents are closed, and errors say how to attach the pool."""
-        pool, view = new(runtime)
+        pool, view = reserve_counting(runtime)
         group, resident = pool.groups["counting"], view.made.keep()
         resident.fetch()
         pool.detach(name, ttl=TTL_S)
@@ -141,15 +141,15 @@ class Detaching(DetachedCase):
             ):
                 use()
         with runtime.attach(name) as again:
-            assert counting(again).still_kept() == [False, False]
+            assert counting_view(again).still_kept() == [False, False]
 
     @needs(Detachable)
     def test_what_detach_refuses(self, runtime: Runtime, name: str) -> None:
         """`detach` is refused for pending calls, a name in use, an invalid `ttl`, or a pool that isn't detachable."""
         with runtime.reserve(1, cpus=0) as plain, pytest.raises(ConfigError, match="detachable=True"):
             plain.detach(name, ttl=TTL_S)
-        pool, view = new(runtime, 1)
-        other, other_view = new(runtime, 1, "second")
+        pool, view = reserve_counting(runtime, 1)
+        other, other_view = reserve_counting(runtime, 1, "second")
         for ttl in (None, 0, float("inf"), float("nan"), True):
             with pytest.raises(ConfigError, match="how long it lives without a driver"):
                 pool.detach(name, ttl=cast("float", ttl))
@@ -171,17 +171,17 @@ class Detaching(DetachedCase):
     @needs(Detachable)
     def test_time_to_live(self, runtime: Runtime, name: str) -> None:
         """A detached pool ends after its time to live without a driver, but not while a driver is attached."""
-        pool, view = new(runtime)
+        pool, view = reserve_counting(runtime)
         workers = Processes(view.pid())
         pool.detach(name, ttl=0.5)
         with runtime.attach(name) as borrowed:
-            counting(borrowed).add()
-            status = published(runtime, name)
+            counting_view(borrowed).add()
+            status = find_published(runtime, name)
             assert status is not None
             assert status["left_s"] is None
-        workers.wait()
-        workers.close()
-        wait_until(lambda: published(runtime, name) is None, "it is over")
+        workers.wait_all()
+        workers.release_all()
+        wait_until(lambda: find_published(runtime, name) is None, "it is over")
         with pytest.raises((ConfigError, ColocateError)):
             runtime.attach(name)
 
@@ -196,7 +196,7 @@ class Detaching(DetachedCase):
             process = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
             return process.returncode, process.stdout + process.stderr
 
-        pool, view = new(runtime)
+        pool, view = reserve_counting(runtime)
         workers = Processes(view.pid())
         pool.detach(name, ttl=TTL_S)
         with runtime.attach(name) as borrowed:
@@ -209,32 +209,32 @@ class Detaching(DetachedCase):
             assert code == 1
             assert f"is attached by driver {os.getpid()} on" in text
             assert f"colocate close {name} --force" in text
-            assert counting(borrowed).add() == [1, 1]
+            assert counting_view(borrowed).add() == [1, 1]
             assert command("close", "--force", name) == (0, f"closed: {name}\n")
             wait_until(lambda: not borrowed.alive, "the borrow is over")
             with pytest.raises(ClosedError, match=rf"\(colocate close {name}\).*who has taken it"):
-                counting(borrowed).add()
-        workers.wait()
-        workers.close()
-        assert published(runtime, name) is None
-        again, _ = new(runtime, 1)
+                counting_view(borrowed).add()
+        workers.wait_all()
+        workers.release_all()
+        assert find_published(runtime, name) is None
+        again, _ = reserve_counting(runtime, 1)
         again.detach(name, ttl=TTL_S)
         code, text = command("groups", "--json")
         (match,) = [row for row in json.loads(text)["pools"] if row["name"] == name]
         assert (match["driver"], match["slots"], match["epoch"]) == (None, 1, 1)
         assert command("close", name) == (0, f"closed: {name}\n")
-        assert published(runtime, name) is None
+        assert find_published(runtime, name) is None
         assert command("close", name)[0] == 1
 
     @needs(Detachable)
     @needs_feature("looking")
     def test_audit(self, runtime: Runtime, name: str) -> None:
         """An audit finds no difference for a detached pool or for a borrowed pool."""
-        pool, _ = new(runtime)
+        pool, _ = reserve_counting(runtime)
         assert not runtime.audit()
         pool.detach(name, ttl=TTL_S)
         assert not runtime.audit()
         with runtime.attach(name) as borrowed:
-            counting(borrowed).add()
+            counting_view(borrowed).add()
             assert not runtime.audit()
             assert borrowed._node.request.id not in [stray.id for stray in runtime._node.services.executor.strays()]

@@ -48,29 +48,29 @@ class Driver:
     """A running driver script."""
 
     process: subprocess.Popen[str]
-    _heard: bytes = b""
+    _buffer: bytes = b""
 
-    def hear(self) -> Any:
+    def read_answer(self) -> Any:
         """Return the script's next message, and fail the test if none arrives in time."""
         assert self.process.stdout is not None
         stdout = self.process.stdout.fileno()
         deadline = time.monotonic() + PATIENCE_S
-        while b"\n" not in self._heard:
+        while b"\n" not in self._buffer:
             left_s = max(0.0, deadline - time.monotonic())
             assert readable(stdout, left_s), f"the script has said nothing for {PATIENCE_S:g} s"
             more = os.read(stdout, 2**16)
             assert more, "the script has ended, or closed its output, and had more to say"
-            self._heard += more
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue the script where it waits for input."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def end(self) -> tuple[int, str]:
+    def wait_exit(self) -> tuple[int, str]:
         """Continue the script to its end, and return the exit code and the text of stderr."""
         _, errors = self.process.communicate("\n", timeout=PATIENCE_S)
         return self.process.returncode, errors
@@ -84,7 +84,7 @@ class Scripts:
     connect: str
     started: list[subprocess.Popen[str]] = attrs.field(factory=list)
 
-    def start(self, text: str, *flags: str) -> Driver:
+    def start_script(self, text: str, *flags: str) -> Driver:
         """Start a script, in whose text `CONNECT` is replaced by a call of `colocate.connect`."""
         path = self.folder / "script.py"
         path.write_text(PREAMBLE + textwrap.dedent(text).replace("CONNECT", self.connect))
@@ -99,7 +99,7 @@ class Scripts:
         self.started.append(process)
         return Driver(process)
 
-    def close(self) -> None:
+    def end_all(self) -> None:
         """Kill all scripts, and fail the test if a process that a script has started outlives the script."""
         holders: set[int] = set()
         for process in self.started:
@@ -108,14 +108,14 @@ class Scripts:
                 process.communicate(timeout=_FOLLOWS_WITHIN_S)
             except subprocess.TimeoutExpired:  # Another process still has the script's output open.
                 for pipe in filter(None, (process.stdout, process.stderr)):
-                    holders |= _having_open(pipe.fileno())
+                    holders |= _find_holders(pipe.fileno())
                     pipe.close()
                 process.wait()  # This returns soon, because the script was killed.
-        outlive = ", ".join(f"{pid} ({_command_of(pid)})" for pid in sorted(holders))
+        outlive = ", ".join(f"{pid} ({_read_command(pid)})" for pid in sorted(holders))
         assert not outlive, f"after a driver's end these still have its output open, which it has started: {outlive}"
 
 
-def _having_open(pipe: int) -> set[int]:
+def _find_holders(pipe: int) -> set[int]:
     pipe_stat = os.fstat(pipe)
     pids: set[int] = set()
     for pid in psutil.pids():
@@ -126,7 +126,7 @@ def _having_open(pipe: int) -> set[int]:
     return pids - {os.getpid()}
 
 
-def _command_of(pid: int) -> str:
+def _read_command(pid: int) -> str:
     try:
         return " ".join(psutil.Process(pid).cmdline())[:200]
     except psutil.Error:  # The process has ended meanwhile.
@@ -146,7 +146,7 @@ class Scripted(ExecutorCase):
         """A factory of driver scripts in a temporary folder."""
         scripts = Scripts(tmp_path, self.connect_source())
         yield scripts
-        scripts.close()
+        scripts.end_all()
 
 
 class Drivers(Scripted):
@@ -158,7 +158,7 @@ class Drivers(Scripted):
 
         The second pool's workers aren't forks, because Python reads their environment variable at its start.
         """
-        driver = scripts.start("""
+        driver = scripts.start_script("""
             import resource
 
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -169,13 +169,13 @@ class Drivers(Scripted):
                     with runtime.reserve(2, cpus=0, env=env) as pool:
                         say(pool.spawn(ROLES).role("echo").noop())
             """)
-        assert (driver.hear(), driver.hear()) == ([None, None], [None, None])
-        assert driver.end() == (0, "")
+        assert (driver.read_answer(), driver.read_answer()) == ([None, None], [None, None])
+        assert driver.wait_exit() == (0, "")
 
     def test_interrupted(self, scripts: Scripts) -> None:
         """Ctrl-C in a blocking call raises KeyboardInterrupt, and leaving the `with` block closes everything."""
         with Gate() as gate:
-            driver = scripts.start(f"""
+            driver = scripts.start_script(f"""
                 try:
                     with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
                         group = pool.spawn(ROLES)
@@ -184,13 +184,13 @@ class Drivers(Scripted):
                 except BaseException as error:
                     say([type(error).__name__, [type(e).__name__ for e in getattr(error, "exceptions", ())]])
                 """)
-            workers = Processes(_others(driver.hear()))
+            workers = Processes(_find_workers(driver.read_answer()))
             gate.wait_for()
             driver.process.send_signal(signal.SIGINT)
-            assert driver.hear() == ["KeyboardInterrupt", []]
-        assert driver.end()[0] == 0
-        workers.wait()
-        workers.close()
+            assert driver.read_answer() == ["KeyboardInterrupt", []]
+        assert driver.wait_exit()[0] == 0
+        workers.wait_all()
+        workers.release_all()
 
     @needs(OwnProcess)
     @smoke
@@ -200,7 +200,7 @@ class Drivers(Scripted):
         The processes that the roles have started end, too, in whichever session they are.
         """
         with Gate() as hung, Gate() as holding:
-            driver = scripts.start(f"""
+            driver = scripts.start_script(f"""
                 from colocate.testing.probes.faulty import Parent
                 runtime = CONNECT
                 group = runtime.reserve(3, cpus=0).spawn({{**ROLES, "parent": colocate.role(Parent)}})
@@ -211,18 +211,18 @@ class Drivers(Scripted):
                 holding = faulty.hold_the_gil.options(ranks=[2]).submit({holding.address!r})
                 threading.Event().wait()
                 """)
-            workers = Processes(driver.hear())
+            workers = Processes(driver.read_answer())
             hung.wait_for()
             holding.wait_for()
             holding.open()
             driver.process.kill()
-            workers.wait()
-            workers.close()
+            workers.wait_all()
+            workers.release_all()
 
     @needs(OwnProcess)
     def test_killed_with_a_fork_alive(self, scripts: Scripts) -> None:
         """The workers of a killed driver end even if a forked child of the driver, such as a data loader, lives on."""
-        driver = scripts.start("""
+        driver = scripts.start_script("""
             import multiprocessing
             runtime = CONNECT
             group = runtime.reserve(1, cpus=0).spawn(ROLES)
@@ -232,17 +232,17 @@ class Drivers(Scripted):
             say([workers, loader.pid])
             threading.Event().wait()
             """)
-        pids, child = driver.hear()
+        pids, child = driver.read_answer()
         workers, forked = Processes(pids), Processes([child])
         driver.process.kill()
-        workers.wait()
+        workers.wait_all()
         os.kill(child, signal.SIGKILL)  # The forked child is still running.
-        forked.wait()
-        workers.close()
-        forked.close()
+        forked.wait_all()
+        workers.release_all()
+        forked.release_all()
 
 
-def _others(pids: Sequence[int]) -> list[int]:
+def _find_workers(pids: Sequence[int]) -> list[int]:
     worker, driver = pids
     return [worker] if worker != driver else []
 
@@ -255,7 +255,7 @@ class Signals(Scripted):
     def test_interrupted_spawn(self, scripts: Scripts) -> None:
         """Ctrl-C during the start of workers cancels the start, leaves nothing behind and frees the slots."""
         with Gate() as gate:
-            driver = scripts.start(f"""
+            driver = scripts.start_script(f"""
                 from colocate.testing.probes.faulty import HangsAtStart
 
                 with CONNECT as runtime:
@@ -270,10 +270,10 @@ class Signals(Scripted):
                 """)
             gate.wait_for()
             driver.process.send_signal(signal.SIGINT)
-            assert driver.hear() == "interrupted"
-            assert driver.hear() == [[], "clean: nothing is leaked, nothing is missing"]
-            assert driver.hear() == "works"
-            code, errors = driver.end()
+            assert driver.read_answer() == "interrupted"
+            assert driver.read_answer() == [[], "clean: nothing is leaked, nothing is missing"]
+            assert driver.read_answer() == "works"
+            code, errors = driver.wait_exit()
         assert (code, errors) == (0, "")
 
     @needs_feature("looking")
@@ -281,7 +281,7 @@ class Signals(Scripted):
     @needs_feature("functions")
     def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
         """Slow methods of the executor aren't called on the main thread."""
-        driver = scripts.start("""
+        driver = scripts.start_script("""
             from colocate.executor import Executor
             called = []
 
@@ -308,8 +308,8 @@ class Signals(Scripted):
             say(sorted({name for name, on_main in called if on_main} - {"numbered", "frame", "discard"}))
             say(sorted({"reserve", "launch", "frame", "running", "release", "close"} - {name for name, _ in called}))
             """)
-        assert driver.hear() == ["called", "kept", [0, 1], "clean: nothing is leaked, nothing is missing"]
-        assert driver.hear() == []
-        assert driver.hear() == []
-        code, errors = driver.end()
+        assert driver.read_answer() == ["called", "kept", [0, 1], "clean: nothing is leaked, nothing is missing"]
+        assert driver.read_answer() == []
+        assert driver.read_answer() == []
+        code, errors = driver.wait_exit()
         assert (code, errors) == (0, "")

@@ -16,13 +16,13 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import Spawn, needs, needs_feature, smoke
 from colocate.testing.executors.tensors import TensorCase
 from colocate.testing.probes.lasting import Lasting
-from colocate.testing.probes.numbers import Numbers, draw_there
+from colocate.testing.probes.numbers import Numbers, draw_on_worker
 from colocate.testing.waiting import PATIENCE_S
 
 LIBRARIES = 7  # Each draw returns this many numbers.
 
 
-def apart(drawn: list[list[float]]) -> bool:
+def are_distinct(drawn: list[list[float]]) -> bool:
     """Return whether no number was drawn twice."""
     return len({number for numbers in drawn for number in numbers}) == LIBRARIES * len(drawn)
 
@@ -36,7 +36,9 @@ class RandomNumbers(TensorCase):
         pytest.importorskip("numpy")
 
     @contextmanager
-    def again(self, roles: dict[str, RoleSpec[Any]], *, slots: int = 1, seed: int = 0) -> Iterator[ColocatedGroup]:
+    def spawn_again(
+        self, roles: dict[str, RoleSpec[Any]], *, slots: int = 1, seed: int = 0
+    ) -> Iterator[ColocatedGroup]:
         """A context manager with a group that always has the same name, in a separate runtime."""
         with self.connect(seed=seed) as runtime, runtime.reserve(slots, cpus=0) as pool:
             yield pool.spawn(roles, name="numbers")
@@ -50,10 +52,10 @@ class RandomNumbers(TensorCase):
             group = spawn({"one": colocate.role(Numbers), "two": colocate.role(Numbers)}, name=name)
             for role in ("one", "two"):
                 drawn += [value for of_rank in group.role(role, Numbers).draws() for value in of_rank]
-            drawn += group.run(draw_there)
+            drawn += group.run(draw_on_worker)
             group.close()
         assert len(drawn) == 2 * (2 * 2 * 2 + 2)
-        assert apart(drawn)
+        assert are_distinct(drawn)
 
     @needs(OwnProcess)
     @needs_feature("functions")
@@ -61,11 +63,11 @@ class RandomNumbers(TensorCase):
         """Runs with the same seed draw the same numbers, and a run with another seed draws other numbers."""
         draws = []
         for seed in (0, 0, 1):
-            with self.again({"one": colocate.role(Numbers)}, slots=2, seed=seed) as group:
+            with self.spawn_again({"one": colocate.role(Numbers)}, slots=2, seed=seed) as group:
                 one = group.role("one", Numbers)
-                draws.append((one.draws(), one.soon(2), group.run(draw_there)))
+                draws.append((one.draws(), one.soon(2), group.run(draw_on_worker)))
         assert draws[0] == draws[1]
-        assert apart([*draws[0][1][0], *draws[0][1][1], *draws[2][1][0], *draws[2][1][1]])
+        assert are_distinct([*draws[0][1][0], *draws[0][1][1], *draws[2][1][0], *draws[2][1][1]])
 
     @needs(OwnProcess)
     @needs_feature("checkpoints")
@@ -75,15 +77,15 @@ class RandomNumbers(TensorCase):
         group = spawn(roles, slots=1, on_failure="restart")
         one = group.role("one", Numbers)
         drawn = one.draws()[0]
-        self._kill(group)
+        self._kill_rank(group)
         drawn += one.draws()[0]
-        assert apart(drawn)
+        assert are_distinct(drawn)
         group.checkpoint(tmp_path / "saved")
         expected = one.draws()[0][-1]
-        self._kill(group)
+        self._kill_rank(group)
         assert one.draws()[0][-1] == expected
 
-    def _kill(self, group: ColocatedGroup) -> None:
+    def _kill_rank(self, group: ColocatedGroup) -> None:
         with pytest.raises(GroupRestarted):
             group.role("lasting", Lasting).kill(0)
         group.wait_ready(PATIENCE_S)

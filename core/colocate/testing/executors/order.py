@@ -9,7 +9,7 @@ import pytest
 from colocate import Call, ColocatedGroup
 from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase, smoke
-from colocate.testing.executors.calls import cleared
+from colocate.testing.executors.calls import clear_log
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.waiting import PATIENCE_S
@@ -17,7 +17,7 @@ from colocate.testing.waiting import PATIENCE_S
 RAISE, ADD = "raise", "add"
 
 
-def error_of(call: Call[Any]) -> BaseException:
+def get_error(call: Call[Any]) -> BaseException:
     """Return the error with which a call ends."""
     error = call.exception(PATIENCE_S)
     assert error is not None
@@ -28,8 +28,8 @@ class Order(ExecutorCase):
     """Tests of the order of calls, and of the hold after a failed call."""
 
     def test_later_call_begun(self, pair: ColocatedGroup) -> None:
-        """A later call that has begun on one rank continues there, and runs on the other ranks after the hold."""
-        log = cleared(pair)
+        """If a call fails, a later call that has begun on a rank continues there; other ranks run it after the hold."""
+        log = clear_log(pair)
         with Gate() as first, Gate() as second:
             failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
             begun = log.at.submit([None, second.address], [ADD, ADD], "b")  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ class Order(ExecutorCase):
             first.wait_for()
             second.wait_for()
             first.open()
-            error = error_of(failing)
+            error = get_error(failing)
             assert isinstance(error, RoleError)
             assert error.rank == 0
             assert not begun.done()

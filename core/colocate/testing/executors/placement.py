@@ -27,14 +27,14 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.collectives import Collective
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
-from colocate.testing.runtimes import make_first_worker
-from colocate.testing.waiting import PATIENCE_S, starter_of, wait_until
-from colocate_report.window import window
+from colocate.testing.runtimes import warm_up_runtime
+from colocate.testing.waiting import PATIENCE_S, find_starter, wait_until
+from colocate_report.window import open_window
 
 
 @contextlib.contextmanager
-def _gpus(patch: pytest.MonkeyPatch, visible: str | None) -> Iterator[None]:
-    """A context manager that hides the machine's GPUs, and sets or removes the variable of visible GPUs."""
+def _set_visible_gpus(patch: pytest.MonkeyPatch, visible: str | None) -> Iterator[None]:
+    """A context manager that hides the machine's GPUs, and sets or removes the environment variable of visible GPUs."""
     patch.setattr(gpus, "machine_gpus", lambda: ())
     if visible is None:
         patch.delenv(gpus.VARIABLE, raising=False)
@@ -43,7 +43,7 @@ def _gpus(patch: pytest.MonkeyPatch, visible: str | None) -> Iterator[None]:
     yield
 
 
-_WAITS_S = 0.5  # After this time, the request waits or is about to wait.
+_WAITS_S = 0.5  # Seconds until the test interrupts a request, which then waits for slots.
 
 
 class Placement(ExecutorCase):
@@ -54,14 +54,18 @@ class Placement(ExecutorCase):
     def two_cpus(cls, runtime: Runtime) -> Iterator[Runtime]:
         """A runtime on a cluster with 2 CPUs."""
         with cls().connect_privately(cpus=2) as two:
-            yield make_first_worker(two)
+            yield warm_up_runtime(two)
 
     @pytest.fixture(scope="class")
     @classmethod
     def two_gpus(cls, runtime: Runtime) -> Iterator[Runtime]:
         """A runtime on a cluster that has, or pretends to have, 2 GPUs."""
-        with pytest.MonkeyPatch.context() as patch, _gpus(patch, None), cls().connect_privately(gpus=2) as two:
-            yield make_first_worker(two)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            _set_visible_gpus(patch, None),
+            cls().connect_privately(gpus=2) as two,
+        ):
+            yield warm_up_runtime(two)
 
     @smoke
     def test_slots_of_a_pool(self, runtime: Runtime) -> None:
@@ -204,7 +208,7 @@ class Placement(ExecutorCase):
 
     @needs(Labelled)
     def test_further_resources(self, runtime: Runtime) -> None:
-        """Further resources of nodes are counted like CPUs, and a resource that no node has never fits."""
+        """Further resources of nodes are counted like CPUs. A request for a resource that no node has can never fit."""
         with pytest.raises(PlacementError, match=r"1 no-such-thing each can never fit") as caught:
             runtime.reserve(1, cpus=0, resources={"no-such-thing": 1})
         assert "0 no-such-thing" in str(caught.value.nodes[0]["total"])
@@ -263,7 +267,7 @@ class Placement(ExecutorCase):
     @pytest.mark.parametrize("visible", ["7,5, 3,9,1", "GPU-5eed, GPU-beef,GPU-5eed0,GPU-0,GPU-1"])
     def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
         """A job that may use only some of a machine's GPUs assigns these to its slots, in the given order."""
-        with _gpus(monkeypatch, visible), self.connect_privately(gpus=4) as runtime:
+        with _set_visible_gpus(monkeypatch, visible), self.connect_privately(gpus=4) as runtime:
             for count in (1, 2):
                 with runtime.reserve(slots=4 // count, gpus=count, cpus=0) as pool:
                     assert [index for slot in pool.slots for index in slot.devices] == [0, 1, 2, 3]
@@ -273,7 +277,7 @@ class Placement(ExecutorCase):
     def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A private cluster can't offer GPUs that the environment hides."""
         with (
-            _gpus(monkeypatch, "3"),
+            _set_visible_gpus(monkeypatch, "3"),
             pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='3' shows this process 1 GPU"),
         ):
             self.connect_privately(gpus=2).close()
@@ -346,9 +350,9 @@ class Ports(ExecutorCase):
     def test_ports_of_a_range(self, no_leaks: None) -> None:
         """All sockets that listen for other processes use the given ports, except for one port of gloo per worker."""
         pytest.importorskip("torch")
-        first, before = free_ports(_MANY), _listening(None)
+        first, before = find_free_ports(_MANY), _find_listening(None)
         within = range(first, first + _MANY)
-        with self.connect(ports=f"{within[0]}-{within[-1]}") as runtime, window(runtime, "ports"):
+        with self.connect(ports=f"{within[0]}-{within[-1]}") as runtime, open_window(runtime, "ports"):
             executor = runtime._node.services.executor
             detachable = isinstance(executor, Detachable)
             pool = runtime.reserve(2, cpus=0, strategy=self.strategy, detachable=detachable)
@@ -357,16 +361,16 @@ class Ports(ExecutorCase):
             left_echo, right = (group.role(name, Echo) for name in halves)
             workers = [pid for pid, *_ in left_echo.place() + right.place()]
             assert right.first(left_echo.echo.keep("x").ref) == ["x"]
-            starters = {os.getpid(), *map(starter_of, workers)}
-            assert _listening(starters) - before <= {*within}
+            starters = {os.getpid(), *map(find_starter, workers)}
+            assert _find_listening(starters) - before <= {*within}
             assert group.role("all", Collective).sum(1.0) == [2.0, 2.0]
-            assert any(_listening(workers) & {*within})
+            assert any(_find_listening(workers) & {*within})
             for worker in workers:
-                assert len(_listening([worker]) - {*within}) <= 1
+                assert len(_find_listening([worker]) - {*within}) <= 1
 
 
-def free_ports(count: int) -> int:
-    """Return the first of `count` consecutive free ports, below the ports that the system assigns."""
+def find_free_ports(count: int) -> int:
+    """Return the first of `count` consecutive free ports, below the range from which the system assigns ports."""
     while True:
         first = random.randrange(10_000, 30_000)
         with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
@@ -375,8 +379,8 @@ def free_ports(count: int) -> int:
             return first
 
 
-def _listening(pids: Collection[int] | None) -> set[int]:
-    """Return the ports at which processes listen (all processes for None), except on wildcard addresses."""
+def _find_listening(pids: Collection[int] | None) -> set[int]:
+    """Return the ports at which given processes listen (None: all processes), except on wildcard addresses."""
     connections: list[Any] = [*psutil.net_connections("tcp")] if pids is None else []
     for pid in pids or ():
         connections += psutil.Process(pid).net_connections("tcp")

@@ -13,7 +13,7 @@ class Residents(ExecutorCase):
     """Tests of residents with plain values. `TensorResidents` has the tests with tensors."""
 
     def test_of_a_group_with_the_name_of_an_earlier_one(self, spawn: Spawn, runtime: Runtime) -> None:
-        """A group can use residents of two groups that have the same name one after the other."""
+        """A group can use residents of two groups with the same name, the second created after the first was closed."""
         taking = spawn({"echo": colocate.role(Echo)}, slots=1).role("echo", Echo)
         with runtime.reserve(1, cpus=0) as pool:
             for text in ("earlier", "later"):

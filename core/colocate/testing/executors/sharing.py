@@ -38,11 +38,11 @@ ROLES: dict[str, RoleSpec[Any]] = {
 _MIB_FLOATS = 2**18
 
 
-def _variable(ctx: colocate.Context, name: str) -> str | None:
+def _read_variable(ctx: colocate.Context, name: str) -> str | None:
     return os.environ.get(name)
 
 
-def held(group: ColocatedGroup) -> Holding:
+def holding_view(group: ColocatedGroup) -> Holding:
     """Return the view of a group's role that holds memory."""
     return group.role("model", Holding)
 
@@ -92,7 +92,7 @@ class Sharing(ExecutorCase):
 
     @needs(SharedSlots)
     def test_values_between_groups_of_a_slot(self, reserve: Callable[..., Pool]) -> None:
-        """A group can use a resident of another group, which can't be closed meanwhile."""
+        """A group can use a resident of another group. During that use, the other group can't be closed."""
         pool = reserve()
         one, other = pool.spawn(ROLES, name="one"), pool.spawn(ROLES, name="other")
         resident = one.role("rows", Rows).produce.keep(4)
@@ -109,7 +109,7 @@ class Sharing(ExecutorCase):
     @needs_feature("looking")
     def test_a_crash_stays_one_groups(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
         """A killed worker fails or restarts only its own group, and the other group continues."""
-        self._share(runtime)
+        self._skip_without_sharing(runtime)
         pool = reserve()
         frail, lasting = pool.spawn(ROLES, name="frail"), pool.spawn(ROLES, name="lasting", on_failure="restart")
         one, other = frail.role("lasting", Lasting), lasting.role("lasting", Lasting)
@@ -137,19 +137,19 @@ class Sharing(ExecutorCase):
         plain = pool.spawn({"early": colocate.role(Early)})
         separate = pool.spawn({"early": colocate.role(Early)}, env={"COLOCATE_PROBE": "its own", "PYTHONHASHSEED": "7"})
         assert [group.role("early", Early).at_import() for group in (plain, separate)] == [["the pool's"], ["its own"]]
-        assert separate.run(_variable, "COLOCATE_OTHER") == ["the pool's"]
-        assert plain.run(_variable, "PYTHONHASHSEED") != separate.run(_variable, "PYTHONHASHSEED") == ["7"]
+        assert separate.run(_read_variable, "COLOCATE_OTHER") == ["the pool's"]
+        assert plain.run(_read_variable, "PYTHONHASHSEED") != separate.run(_read_variable, "PYTHONHASHSEED") == ["7"]
 
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_all_groups_of_a_lost_slot_get_others(self, runtime: Runtime) -> None:
         """After a shared slot is lost, new slots are reserved once, and all groups restart there."""
-        self._share(runtime)
+        self._skip_without_sharing(runtime)
         with self.connect() as other_runtime, other_runtime.reserve(2, cpus=0, groups=2) as pool:
             groups = [pool.spawn(ROLES, on_failure="restart", restarts=1) for _ in range(2)]
             before = self.places_of(groups[0])
             self.vanish(before[1])
-            wait_until(lambda: other_runtime._node.services.executor.lost(before[1]), "the slot is lost")
+            wait_until(lambda: other_runtime._node.services.executor.is_lost(before[1]), "the slot is lost")
             wait_until(lambda: all(group.generation for group in groups), "both are restarted")
             for group in groups:
                 group.wait_ready(PATIENCE_S)
@@ -157,7 +157,7 @@ class Sharing(ExecutorCase):
             assert not any(place is before[1] for place in pool._node.places)
             assert not other_runtime.audit()
 
-    def _share(self, runtime: Runtime) -> None:
+    def _skip_without_sharing(self, runtime: Runtime) -> None:
         if not isinstance(runtime._node.services.executor, SharedSlots):
             pytest.skip(f"executor {runtime.name!r} lacks SharedSlots")
 
@@ -167,7 +167,7 @@ class SharingDetached(DetachedCase):
 
     @needs(Detachable)
     def test_groups_that_share_slots_go_on(self, runtime: Runtime, name: str) -> None:
-        """The next driver gets all groups of a pool, and their memory counts until a worker dies."""
+        """The next driver gets all groups of a pool, and the budget counts a group's memory until its worker dies."""
         pytest.importorskip("torch")
         if not isinstance(runtime._node.services.executor, SharedSlots):
             pytest.skip(f"executor {runtime.name!r} lacks SharedSlots")
@@ -181,13 +181,13 @@ class SharingDetached(DetachedCase):
             assert set(mine.groups) == {"one", "other"}
             assert [slot.state for slot in mine.slots] == ["one, other"]
             with pytest.raises(MemoryBudgetError, match=r"of group 'other': model 2 MiB"):
-                held(mine.groups["one"]).make.keep(_MIB_FLOATS).wait()
+                holding_view(mine.groups["one"]).make.keep(_MIB_FLOATS).wait()
             with pytest.raises(ColocateError, match="taken by groups 'one' and 'other'"):
                 mine.spawn({"echo": colocate.role(Echo)})
         os.kill(pid, signal.SIGKILL)
-        workers.wait()
-        workers.close()
+        workers.wait_all()
+        workers.release_all()
         with runtime.attach(name, own=True) as mine:
             with pytest.raises(WorkerDied):
                 mine.groups["other"].role("lasting", Lasting).add()
-            held(mine.groups["one"]).make.keep(2 * _MIB_FLOATS).wait()
+            holding_view(mine.groups["one"]).make.keep(2 * _MIB_FLOATS).wait()

@@ -26,7 +26,7 @@ from colocate.testing.probes.born import Born
 from colocate.testing.probes.early import Early
 from colocate.testing.probes.faulty import DiesAtStart, Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, starter_of
+from colocate.testing.waiting import PATIENCE_S, Processes, find_starter
 from colocate.worker.birth.template import MODE
 
 
@@ -64,7 +64,7 @@ class Startup(ExecutorCase):
         assert group.role("echo", Echo).tag_and_rank() == [("by name", 0)]
 
     def test_hanging_constructor(self, spawn: Spawn) -> None:
-        """With `timeout=`, a hanging constructor raises an error that names the late ranks."""
+        """With `timeout=`, a spawn whose constructor hangs raises an error that names the late ranks."""
         with Gate() as gate:
             with pytest.raises(RoleStartError, match="did not construct its roles in time") as caught:
                 spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=0.2 + 4 * self.start_s)
@@ -107,8 +107,8 @@ class Startup(ExecutorCase):
 BORN = {"born": colocate.role(Born)}
 
 
-def _templates(group: ColocatedGroup) -> set[psutil.Process]:
-    starters = {starter_of(facts["pid"]) for facts in group.role("born").process()}
+def _find_templates(group: ColocatedGroup) -> set[psutil.Process]:
+    starters = {find_starter(facts["pid"]) for facts in group.role("born").process()}
     children = [child for starter in starters for child in psutil.Process(starter).children()]
     return {child for child in children if child.cmdline()[2:5] == ["-m", "colocate.worker", MODE]}
 
@@ -133,17 +133,17 @@ class Templates(ExecutorCase):
     def test_the_template_is_killed(self, spawn: Spawn) -> None:
         """Killing a template ends no worker, and the next group's workers get a new template."""
         group = spawn(BORN)
-        templates = _templates(group)
+        templates = _find_templates(group)
         ended = Processes(template.pid for template in templates)
         for template in templates:
             template.kill()
-        ended.wait()
-        ended.close()
+        ended.wait_all()
+        ended.release_all()
         assert len(group.role("born", Born).made_up()) == 2
         other = spawn({**BORN, "faulty": colocate.role(Faulty)})
         assert templates
-        assert _templates(other)
-        assert not _templates(other) & templates
+        assert _find_templates(other)
+        assert not _find_templates(other) & templates
         error = other.role("faulty", Faulty).exit.submit(3, "by os._exit").exception(PATIENCE_S)
         assert isinstance(error, WorkerDied)
         assert error.exitcode == 3

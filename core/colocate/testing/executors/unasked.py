@@ -17,19 +17,19 @@ from colocate.testing.probes.faulty import Faulty
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-async def _awaited(call: Call[Any]) -> None:
+async def _await_call(call: Call[Any]) -> None:
     await asyncio.gather(call, return_exceptions=True)
 
 
-def _refused(call: Call[Any]) -> None:
+def _refuse_call(call: Call[Any]) -> None:
     with pytest.raises(ColocateError):
         call.result()
 
 
-ASKS: dict[str, Callable[[Call[Any]], object]] = {
-    "result": _refused,
+QUESTIONS: dict[str, Callable[[Call[Any]], object]] = {
+    "result": _refuse_call,
     "exception": lambda call: call.exception(),
-    "await": lambda call: asyncio.run(_awaited(call)),
+    "await": lambda call: asyncio.run(_await_call(call)),
     "callback": lambda call: call.add_done_callback(lambda call: None),
     "wait": lambda call: colocate.wait([call]),
     "as_completed": lambda call: list(colocate.as_completed([call])),
@@ -40,7 +40,7 @@ ASKS: dict[str, Callable[[Call[Any]], object]] = {
 class UnaskedFailures(ExecutorCase):
     """The failure of a submitted call is reported even if no caller asks for the outcome."""
 
-    @pytest.mark.parametrize("ask", [*ASKS])
+    @pytest.mark.parametrize("ask", [*QUESTIONS])
     def test_who_has_asked_is_told_nothing_else(
         self, pair: ColocatedGroup, caplog: pytest.LogCaptureFixture, ask: str
     ) -> None:
@@ -50,7 +50,7 @@ class UnaskedFailures(ExecutorCase):
             call = faulty.fail.submit()
             if waits:
                 wait_until(call.done, "it has failed")
-            ASKS[ask](call)
+            QUESTIONS[ask](call)
             wait_until(call.done, "it has failed")
             del call
         faulty.fail.submit("exit")

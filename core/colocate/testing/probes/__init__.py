@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-def optional(name: str) -> Any:
+def import_optional(name: str) -> Any:
     """Return a module, or None if the module isn't installed.
 
     A role's module calls this at import, so that workers are forked from a process that has imported the module.

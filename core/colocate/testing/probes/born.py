@@ -61,9 +61,9 @@ class Born(Role):
             "cpus": os.sched_getaffinity(0),
             "pid": os.getpid(),
             "arguments": sys.argv,
-            "descriptors": {int(name): os.readlink(f"/proc/self/fd/{name}") for name in _descriptors()},
+            "descriptors": {int(name): os.readlink(f"/proc/self/fd/{name}") for name in _list_descriptors()},
         }
 
 
-def _descriptors() -> list[str]:
+def _list_descriptors() -> list[str]:
     return [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, cast
 
 from colocate import PerRank, Role, method
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
 class Collective(Role):
     """A role that uses process groups, correctly and incorrectly."""
 
     def __init__(self) -> None:
-        self.kept: ProcessGroup | None = None
+        self.stored_group: ProcessGroup | None = None
 
     @method
     def sum(self, value: float, axis: str | None = None) -> float:
@@ -54,12 +54,12 @@ class Collective(Role):
 
     @method
     def sum_in_own(self, failing: int | None = None, gate: Address | None = None) -> float:
-        """Return the number of ranks, summed in a group that the role creates by `dist.new_group`."""
+        """Return the number of ranks, summed in a process group that the role creates by `dist.new_group`."""
         import torch.distributed as dist
 
-        if self.kept is None:
-            self.kept = cast("ProcessGroup", dist.new_group())
-        return self._sum_unless(failing, self.kept, gate)
+        if self.stored_group is None:
+            self.stored_group = cast("ProcessGroup", dist.new_group())
+        return self._sum_unless(failing, self.stored_group, gate)
 
     @method
     def pass_on(self, failing: int | None = None) -> float:
@@ -141,17 +141,17 @@ class Collective(Role):
 
     @method
     def keep_group(self) -> float:
-        self.kept = self.ctx.process_group()
-        return self._sum(1.0, self.kept)
+        self.stored_group = self.ctx.process_group()
+        return self._sum(1.0, self.stored_group)
 
     @method
     def forget_group(self) -> None:
-        self.kept = None
+        self.stored_group = None
 
     @method
     def sum_kept(self, failing: int | None = None, gate: Address | None = None) -> float:
-        """Sum over the ranks in the stored process group, in which a role without `renew` must not fail."""
-        return self._sum_unless(failing, self.kept, gate)
+        """Sum in the stored process group. A failure there fails the whole group, because the role has no `renew`."""
+        return self._sum_unless(failing, self.stored_group, gate)
 
     def _sum_unless(self, failing: int | None, group: ProcessGroup | None, gate: Address | None) -> float:
         """Wait at the gate on all ranks, so that all have begun the call, then raise on rank `failing` or sum."""

@@ -20,7 +20,7 @@ class Counting(Role):
 
     def __init__(self) -> None:
         self.count = 0
-        self.kept: weakref.ref[Tracked] | None = None
+        self.made_ref: weakref.ref[Tracked] | None = None
 
     @method
     def add(self, number: int = 1) -> int:
@@ -47,13 +47,13 @@ class Counting(Role):
         import weakref
 
         value = Tracked([1])
-        self.kept = weakref.ref(value)
+        self.made_ref = weakref.ref(value)
         return value
 
     @method
     def still_kept(self) -> bool:
         """Return whether the last result of `made` still exists in this process."""
-        return self.kept is not None and self.kept() is not None
+        return self.made_ref is not None and self.made_ref() is not None
 
     @method
     def wait_and_add(self, gate: Address, ranks: Sequence[int] = (0, 1)) -> int:

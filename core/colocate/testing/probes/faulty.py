@@ -21,7 +21,7 @@ class TwoArguments(Exception):
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what} because {why}")
-        self.what = what
+        self.subject = what
         self.why = why
 
 
@@ -59,10 +59,10 @@ class MuteRuntime(Mute, RuntimeError):
 class Frozen(MemoryError):
     """An exception whose attributes can't be set."""
 
-    left: int = 0
+    remaining: int = 0
 
 
-def chained(length: int) -> ValueError:
+def make_chained(length: int) -> ValueError:
     """Return an exception with a chain of `length` causes."""
     error = ValueError("the first")
     for _ in range(length):
@@ -86,10 +86,10 @@ class Leaving(Exception):
     """An exception that raises `SystemExit` in any other process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _leave_unless, (os.getpid(),)
+        return _exit_unless, (os.getpid(),)
 
 
-def _leave_unless(pid: int) -> Leaving:
+def _exit_unless(pid: int) -> Leaving:
     if os.getpid() != pid:
         raise SystemExit("it leaves")
     return Leaving("it has left")
@@ -103,7 +103,7 @@ _RAISE: dict[str, Any] = {
     "mute value": MuteValue,
     "mute runtime": MuteRuntime,
     "frozen": Frozen,
-    "chained": lambda: chained(sys.getrecursionlimit() + 100),
+    "chained": lambda: make_chained(sys.getrecursionlimit() + 100),
     "leaving": lambda: Leaving("it has left"),
     "exit": lambda: SystemExit(3),
     "interrupt": KeyboardInterrupt,
@@ -112,12 +112,12 @@ _RAISE: dict[str, Any] = {
 }
 
 
-def deep_inside(kind: str) -> NoReturn:
+def raise_deep_inside(kind: str) -> NoReturn:
     """Raise an error; tracebacks should end in this function."""
     raise _RAISE[kind]()
 
 
-def nested(kind: str, levels: int) -> Any:
+def make_nested(kind: str, levels: int) -> Any:
     """Return a list, tuple or dict with `levels` levels, or one that contains itself if `levels` is 0."""
     if levels == 0:
         endless: Any = {} if kind == "dict" else []
@@ -137,12 +137,12 @@ class Faulty(Role):
 
     @method(collect=First())
     def nest(self, kind: str, levels: int) -> Any:
-        return nested(kind, levels)
+        return make_nested(kind, levels)
 
     @method(collect=Gather())
     def fail(self, kind: str = "value", ranks: tuple[int, ...] | None = None) -> int:
         if ranks is None or self.ctx.rank in ranks:
-            deep_inside(kind)
+            raise_deep_inside(kind)
         return self.ctx.rank
 
     @method(dispatch=PerRank("gate"))
@@ -198,7 +198,7 @@ class FailsToStart(Role):
 
     def __init__(self, ranks: tuple[int, ...], kind: str = "value") -> None:
         if self.ctx.rank in ranks:
-            deep_inside(kind)
+            raise_deep_inside(kind)
 
     @method
     def noop(self) -> None:
@@ -229,8 +229,8 @@ class DiesAtStart(Role):
         """Do nothing."""
 
 
-def _daemon() -> int:
-    """Start a process in its own session, whose parent has ended, and return the pid."""
+def _start_daemon() -> int:
+    """Start a daemon (in its own session, with a parent that has ended), and return the pid."""
     code = "import subprocess as s; print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=s.DEVNULL).pid)"
     return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout)
 
@@ -250,7 +250,7 @@ class Parent(Role):
         if forked == 0:
             threading.Event().wait()
         apart = subprocess.Popen([sys.executable, "-c", forever], start_new_session=True, env={})
-        return self.child.pid, forked, apart.pid, _daemon()
+        return self.child.pid, forked, apart.pid, _start_daemon()
 
     @method
     def compute(self, how: str) -> int:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import Role, method
 from colocate.testing.gate import Address, pass_gate
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 _MIB = 2**20
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocate import Context, Role, method
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import numpy
     import torch
 else:
-    numpy, torch = optional("numpy"), optional("torch")
+    numpy, torch = import_optional("numpy"), import_optional("torch")
 
 
-def draw(device: Any) -> list[float]:
+def draw_numbers(device: Any) -> list[float]:
     """Return random numbers from each default generator, with the device's generator last.
 
     Some generators draw two numbers at once, and keep the second number for the next call.
@@ -41,9 +41,9 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def draw_there(ctx: Context) -> list[float]:
-    """Return the numbers of `draw`, as a function that is run on a worker."""
-    return draw(ctx.device)
+def draw_on_worker(ctx: Context) -> list[float]:
+    """Return the numbers of `draw_numbers` on a worker; a function for `group.run`."""
+    return draw_numbers(ctx.device)
 
 
 class Numbers(Role):
@@ -52,12 +52,12 @@ class Numbers(Role):
     def __init__(self, seed: int | None = None) -> None:
         if seed is not None:
             seed_all(seed)
-        self.drawn = [draw(self.ctx.device)]
+        self.drawn = [draw_numbers(self.ctx.device)]
 
     @method
     def draws(self) -> list[list[float]]:
         """Draw once more, and return all numbers that were drawn so far."""
-        self.drawn.append(draw(self.ctx.device))
+        self.drawn.append(draw_numbers(self.ctx.device))
         return self.drawn
 
     @method
@@ -68,7 +68,7 @@ class Numbers(Role):
     async def soon(self, times: int) -> list[list[float]]:
         """Draw `times` times, and let other tasks run after each draw."""
         for _ in range(times):
-            self.drawn.append(draw(self.ctx.device))
+            self.drawn.append(draw_numbers(self.ctx.device))
             await asyncio.sleep(0)
         return self.drawn
 
@@ -82,4 +82,4 @@ class Numbers(Role):
         (Path(directory) / "there").touch()
 
     def restore(self, directory: str) -> None:
-        draw(self.ctx.device)  # A library that reads files may draw numbers, too.
+        draw_numbers(self.ctx.device)  # A library that restores a state may draw numbers, too.

@@ -25,7 +25,7 @@ class Echo(Role):
         self.tag = tag
         self.extra = extra
         self.rank_in_constructor = self.ctx.rank
-        self.seen: Callable[[], Tracked | None] = lambda: None
+        self.tracked_ref: Callable[[], Tracked | None] = lambda: None
 
     @method
     def noop(self) -> None:
@@ -99,7 +99,7 @@ class Echo(Role):
     def tracked(self, gate: Address | None = None) -> Tracked:
         """Return an object that connects to the gate when it is freed."""
         value = Tracked([1])
-        self.seen = weakref.ref(value)
+        self.tracked_ref = weakref.ref(value)
         if gate is not None:
             weakref.finalize(value, is_open, gate).atexit = False
         return value
@@ -107,7 +107,7 @@ class Echo(Role):
     @method
     def is_alive(self) -> bool:
         """Return whether the last result of `tracked` still exists."""
-        return self.seen() is not None
+        return self.tracked_ref() is not None
 
     @method
     def progress_at(self, gate: Address, done: int, total: int) -> None:

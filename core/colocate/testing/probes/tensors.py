@@ -7,12 +7,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, Reduce, Role, Scatter, method
-from colocate.testing.probes import optional
+from colocate.testing.probes import import_optional
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = optional("torch")
+    torch = import_optional("torch")
 
 
 class Tensors(Role):
@@ -20,7 +20,7 @@ class Tensors(Role):
 
     def __init__(self) -> None:
         self.returned: Any = None
-        self.given: Any = None
+        self.stored_argument: Any = None
 
     @method(collect=Concat())
     def make(self, rows: int, fill: float | None = None) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Tensors(Role):
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def hold_on_to(self, x: torch.Tensor) -> None:
-        self.given = x
+        self.stored_argument = x
 
     @method
     def write_into_what_it_returned(self) -> None:
@@ -118,7 +118,7 @@ class Tensors(Role):
 
     @method
     def write_into_what_was_given(self) -> None:
-        self.given.add_(1.0)
+        self.stored_argument.add_(1.0)
 
     @method(dispatch=Scatter("x"), collect=Gather())
     def address_of_rows(self, x: torch.Tensor) -> int:
@@ -136,14 +136,14 @@ class Tensors(Role):
     @method
     def keep_and_write(self, x: torch.Tensor, on_rank: int) -> list[float]:
         """Change the argument on one rank, and return each rank's values to show which ranks see the change."""
-        self.given = x
+        self.stored_argument = x
         if self.ctx.rank == on_rank:
             x.zero_()
         return [float(item) for item in x]
 
     @method
     def still_has(self) -> list[float]:
-        return [float(item) for item in self.given]
+        return [float(item) for item in self.stored_argument]
 
     @method
     def total(self, x: torch.Tensor) -> float:

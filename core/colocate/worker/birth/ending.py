@@ -18,11 +18,11 @@ import threading
 from types import TracebackType
 from typing import Any, NoReturn
 
-from colocate._signals.in_framework import begin_users, end_users
+from colocate._signals.in_framework import begin_users_code, end_users_code
 from colocate.wire import track
 
 
-def end(status: int = 0) -> NoReturn:
+def end_process(status: int = 0) -> NoReturn:
     """End this process with an exit code, as an interpreter does after a script."""
     threads: Any = threading
     handlers: Any = atexit
@@ -51,29 +51,29 @@ class RoleCode:
 
     def __init__(self, has_thread: bool = True) -> None:
         """Args: has_thread: Whether the block occupies the lane's thread to the end; False for awaited code."""
-        self._is_left = True
+        self._is_parent = True
         self._has_thread = has_thread
-        self._begun: list[int] = []
+        self._sections: list[int] = []
         track(self)
 
-    def forget(self) -> None:
-        """Record that this process is a forked child."""
-        self._is_left = False
+    def close_after_fork(self) -> None:
+        """Record that this process is a forked child. Called in each fork; see `wire.track`."""
+        self._is_parent = False
 
     def __enter__(self) -> None:
         if self._has_thread:
-            self._begun.append(begin_users())
+            self._sections.append(begin_users_code())
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._has_thread:
-            end_users(self._begun.pop())
-        if self._is_left:
+            end_users_code(self._sections.pop())
+        if self._is_parent:
             return
         # Exit code and message are as for a script that ends by this exception.
         if isinstance(error, SystemExit):
             if error.code is None or isinstance(error.code, int):
-                end(int(error.code or 0))
+                end_process(int(error.code or 0))
             print(error.code, file=sys.stderr)
         elif error is not None:
             sys.excepthook(type(error), error, error.__traceback__)
-        end(0 if error is None else 1)
+        end_process(0 if error is None else 1)

@@ -16,8 +16,8 @@ from contextlib import nullcontext
 from typing import Any
 
 
-def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
-    """Register callbacks for the import of modules, and run the callbacks of already imported modules now.
+def call_on_import(acts: Mapping[str, Callable[[], object]]) -> None:
+    """Register callbacks for the import of modules, and run the callbacks of already imported modules at once.
 
     Only for worker processes. Until all modules are imported, only one thread at a time may import torch.
 
@@ -30,7 +30,7 @@ def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
 
     def then() -> None:
         for name in [*pending]:
-            if _is_there(name) and (act := pending.pop(name, None)) is not None:
+            if _is_imported(name) and (act := pending.pop(name, None)) is not None:
                 act()
         if not pending:
             if builtins.__import__ is importing:
@@ -60,6 +60,6 @@ def when_imported(acts: Mapping[str, Callable[[], object]]) -> None:
         importlib.import_module = module_importing
 
 
-def _is_there(name: str) -> bool:
+def _is_imported(name: str) -> bool:
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)

@@ -18,11 +18,11 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from colocate import features
-from colocate._definitions.sources import Refused, Source, digest, in_the_way, is_shipped_with_python
-from colocate._system.jobs import message_of
+from colocate._definitions.sources import RefusedModule, Source, describe_conflict, hash_text, is_shipped_with_python
+from colocate._system.jobs import get_message
 from colocate.errors import ColocateError
 
-Ask = Callable[[str], Mapping[str, Source | Refused]]
+Ask = Callable[[str], Mapping[str, Source | RefusedModule]]
 
 
 def is_importing(frame: FrameType) -> bool:
@@ -31,7 +31,7 @@ def is_importing(frame: FrameType) -> bool:
     return frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False)
 
 
-def importing(frames: Iterable[FrameType]) -> str | None:
+def get_importing_module(frames: Iterable[FrameType]) -> str | None:
     """Return the outermost module that the code of these frames (innermost first) is importing, or None."""
     names = [str(frame.f_globals["__name__"]) for frame in frames if is_importing(frame)]
     return names[-1] if names else None
@@ -55,14 +55,14 @@ class _Loader(SourceFileLoader):
         return code
 
 
-class DriversModules:
+class DriverModuleFinder:
     """Import finder that asks the driver before all other finders, once for each name outside the standard library."""
 
     def __init__(self, ask: Ask) -> None:
         """Args: ask: Asks the driver for a module; raises ColocateError when the driver can't be asked."""
         self._ask = ask
-        self._found: dict[str, Source | Refused] = {}
-        self._others: set[str] = set()  # Top-level packages that this machine provides and the driver doesn't.
+        self._sources: dict[str, Source | RefusedModule] = {}
+        self._own_packages: set[str] = set()  # Top-level packages that this machine provides and the driver doesn't.
         # The driver's modules that replace modules of the standard library.
         self.shadowing: frozenset[str] = frozenset()
         self._pid = os.getpid()
@@ -71,45 +71,45 @@ class DriversModules:
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of a module if the driver has the module."""
         top = name.partition(".")[0]
-        if top in self._others or (is_shipped_with_python(name) and top not in self.shadowing):
+        if top in self._own_packages or (is_shipped_with_python(name) and top not in self.shadowing):
             return None
-        source = self._found.get(name)
+        source = self._sources.get(name)
         answer, refusal = None, ""
-        if source is None and self._may_ask():
+        if source is None and self._can_ask():
             try:
                 with _without_import_lock():
                     answer = self._ask(name)
             except ColocateError as error:  # The driver can't be reached, or has no answer.
                 refusal = error.message
         if answer:
-            self._found.update(answer)
+            self._sources.update(answer)
             source = answer.get(name)
         if isinstance(source, Source):
-            return _spec(name, source)
+            return _make_spec(name, source)
         other = PathFinder.find_spec(name, path)
-        if isinstance(source, Refused) and other is None:
-            raise ImportError(f"module {name!r} can't be had in this worker: {source.why}", name=name)
+        if isinstance(source, RefusedModule) and other is None:
+            raise ImportError(f"module {name!r} can't be had in this worker: {source.reason}", name=name)
         if refusal and other is None:
             raise ModuleNotFoundError(
                 f"module {name!r} isn't installed in this worker, and the driver couldn't be asked for it: {refusal}",
                 name=name,
             )
         if answer == {} and "." not in name and other is not None:
-            self._others.add(name)
+            self._own_packages.add(name)
         return other
 
-    def know(self, sources: Mapping[str, Source]) -> None:
+    def add_sources(self, sources: Mapping[str, Source]) -> None:
         """Add module sources without asking the driver."""
-        self._found.update(sources)
+        self._sources.update(sources)
 
-    def forget(self) -> None:
+    def drop_unimported(self) -> None:
         """Forget modules that nobody has imported yet, so that the next driver is asked for these modules."""
-        self._found = {name: source for name, source in self._found.items() if name in sys.modules}
+        self._sources = {name: source for name, source in self._sources.items() if name in sys.modules}
 
-    def _may_ask(self) -> bool:
+    def _can_ask(self) -> bool:
         """Return whether the driver may be asked. This isn't possible in a forked child or on the receiving thread."""
         thread = threading.get_ident()
-        return os.getpid() == self._pid and thread != self.receiver and thread not in features.importing
+        return os.getpid() == self._pid and thread != self.receiver and thread not in features.importing_threads
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def _without_import_lock() -> Iterator[None]:
         _imp.acquire_lock()
 
 
-def _spec(name: str, source: Source) -> ModuleSpec | None:
+def _make_spec(name: str, source: Source) -> ModuleSpec | None:
     path = source.file
     with contextlib.suppress(OSError):
         # The driver's file exists on this machine, too.
@@ -144,10 +144,10 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
     return spec
 
 
-def own_sources() -> dict[str, Source]:
+def get_own_sources() -> dict[str, Source]:
     """Return the sources received from the driver, for a child process."""
-    finders = [finder for finder in sys.meta_path if isinstance(finder, DriversModules)]
-    pairs = [(name, source) for finder in finders for name, source in finder._found.items()]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, DriverModuleFinder)]
+    pairs = [(name, source) for finder in finders for name, source in finder._sources.items()]
     return {name: source for name, source in pairs if isinstance(source, Source)}
 
 
@@ -161,14 +161,14 @@ _OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.
 _LACKING = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")  # This matches Python's error text.
 
 
-def hint_for(error: BaseException) -> str | None:
+def find_hint(error: BaseException) -> str | None:
     """Return advice on an error about a missing file beside the driver's code, or a missing name of the script."""
-    if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(message_of(error))):
+    if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(get_message(error))):
         return (
             "A worker has what the script defines once it was sent something that needs it, and plain pickle wants it "
             f"there already: name {unknown[1]} in the role's code, or define it in a module, which a worker imports"
         )
-    if isinstance(error, ImportError) and (lacking := _LACKING.match(message_of(error))):
+    if isinstance(error, ImportError) and (lacking := _LACKING.match(get_message(error))):
         if not hasattr(sys.modules.get(lacking[2]), lacking[1]):
             return None
         return (
@@ -188,7 +188,7 @@ def hint_for(error: BaseException) -> str | None:
     )
 
 
-def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
+def check_shadowing(shadowing: Mapping[str, tuple[str, str]]) -> None:
     """Check that the driver's replacements of standard modules can be imported here, too.
 
     Args:
@@ -200,14 +200,14 @@ def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
     for name, (file, content) in shadowing.items():
         local_file: Any = getattr(sys.modules.get(name), "__file__", None)
         if local_file is not None and (
-            not local_file.endswith(".py") or digest(Path(local_file).read_bytes()) != content
+            not local_file.endswith(".py") or hash_text(Path(local_file).read_bytes()) != content
         ):
-            raise ColocateError(in_the_way(name, file, local_file))
+            raise ColocateError(describe_conflict(name, file, local_file))
 
 
 @functools.cache
-def imported_already() -> dict[str, tuple[str, str]]:
-    """Return the file and digest of modules imported before the first call, without Python's own modules.
+def list_early_imports() -> dict[str, tuple[str, str]]:
+    """Return file and digest of the modules imported before this function's first call, without Python's own modules.
 
     The template calls this for its forks, because inspecting all modules changes reference counts, which would unshare
     a fork's memory.
@@ -218,7 +218,7 @@ def imported_already() -> dict[str, tuple[str, str]]:
         if "." in name or is_shipped_with_python(name) or not isinstance(file, str) or not file.endswith(".py"):
             continue
         try:
-            digests[name] = file, digest(Path(file).read_bytes())
+            digests[name] = file, hash_text(Path(file).read_bytes())
         except OSError:  # The module is in an archive.
             continue
     return digests

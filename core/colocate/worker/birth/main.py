@@ -22,18 +22,18 @@ from colocate import wire
 from colocate._system.jobs import report_exception
 from colocate._system.libc import merge_at_once
 from colocate._system.recent import RecentSpans
-from colocate._system.room import private_bytes
+from colocate._system.room import read_private_bytes
 from colocate._system.threads import Thread
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
-from colocate.features import followers, of_breakpoints
-from colocate.worker.birth.first_imports import when_imported
-from colocate.worker.birth.template import renew
+from colocate.features import breakpoint_feature, list_followers
+from colocate.worker.birth.first_imports import call_on_import
+from colocate.worker.birth.template import reset_after_fork
 from colocate.worker.residents.peers import ChannelPeers
 from colocate.worker.serving.host import WorkerHost
-from colocate.worker.serving.output import label_output, show_logs
-from colocate.worker.serving.service import Service, given
-from colocate.worker.serving.signal_handlers import guard, leave
+from colocate.worker.serving.output import apply_log_levels, label_output
+from colocate.worker.serving.service import Service, receive_lane
+from colocate.worker.serving.signal_handlers import end_guard, guard_handlers
 
 SPAWNED = "colocate.worker.birth.spawned"
 """Name of `__main__` for multiprocessing in processes that roles spawn."""
@@ -42,21 +42,21 @@ SPAWNED = "colocate.worker.birth.spawned"
 def main() -> None:
     """Set up this worker process, and serve drivers until the worker ends."""
     fd = int(sys.argv[1])
-    renew()
+    reset_after_fork()
     label_output()
     faulthandler.enable()
     merge_at_once()
     # multiprocessing imports a spawned process's `__main__` by this name.
     sys.modules["__main__"].__spec__.name = SPAWNED  # type: ignore[union-attr]
-    os.set_inheritable(fd, False)  # A program that a role starts or execs must not keep the lane open.
+    os.set_inheritable(fd, False)  # A program that a role starts or execs mustn't hold the driver's connection open.
     sock = socket.socket(fileno=fd)
     if sys.argv[3] != "waits":
         serve(sock)
         return
-    door = sock  # This socket brings lanes and this machine's certificates.
+    door = sock  # Through this socket, the keeper passes connections to drivers, with this machine's certificates.
     try:
-        handover = given(door)
-    except EOFError:  # A worker without a lane has nothing to do.
+        handover = receive_lane(door)
+    except EOFError:  # Without a driver, a worker has nothing to do.
         os._exit(0)
     assert not isinstance(handover, bytes)
     sock, epoch, tls = handover
@@ -77,7 +77,7 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
     end_event = threading.Event()
 
     def begin(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
-        host = start(boot, service, lane, end_event.set)
+        host = start_host(boot, service, lane, end_event.set)
         hosts.put(host)
         return host
 
@@ -92,16 +92,16 @@ def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door
     Thread(target=receive, name="colocate-worker").start()
     lane = hosts.get().lane
     _raise_thread_counts()  # Called on this thread, because OpenMP has a count for each thread.
-    guard(lane)
+    guard_handlers(lane)
     lane.run()
-    leave()
+    end_guard()
     end_event.wait()
 
 
-def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
+def start_host(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[[], object]) -> WorkerHost:
     """Set up the process for a boot message, and create the worker host. Runs on the event loop's thread."""
     os.environ.update(boot.env)
-    wire.cut_here_after(boot.cut_s)
+    wire.set_default_cut(boot.cut_s)
     # Otherwise, a library that looks for Ray would start a Ray cluster in each worker.
     if "RAY_ADDRESS" not in os.environ:
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -119,7 +119,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
     if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
         # Torch and other libraries read the variable at the first import.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
-    show_logs(boot.log_levels)
+    apply_log_levels(boot.log_levels)
 
     def end() -> None:
         service.drain(1.0)
@@ -128,29 +128,29 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane, on_end: Callable[
         on_end()
 
     def look_at_numbers() -> None:
-        if (wide := host.setting.process_wide) is not None:
-            wide.came()
+        if (wide := host.setting.process_state) is not None:
+            wide.on_library_imported()
 
     def look_at_torch() -> None:
-        if not host.roles:  # Once roles exist, the process's memory includes role memory, and can't be the baseline.
-            host.empty = private_bytes()
-        for name in followers():
-            host.part(name).came()
+        if not host.roles:  # The baseline is the process's memory without roles.
+            host.baseline_bytes = read_private_bytes()
+        for name in list_followers():
+            host.get_feature(name).on_module_imported()
         look_at_numbers()
 
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
-    host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=end, turns=turns)
-    host.empty = private_bytes()
-    when_imported({"torch": look_at_torch, "numpy.random": look_at_numbers})
+    host = WorkerHost(boot, BY_VALUE, service.send_message, peers, on_end=end, turns=turns)
+    host.baseline_bytes = read_private_bytes()
+    call_on_import({"torch": look_at_torch, "numpy.random": look_at_numbers})
     host.definitions.install()
-    if (feature := of_breakpoints()) is not None:
+    if (feature := breakpoint_feature()) is not None:
         process = os.getpid()
 
         def stop(*args: Any, **kwargs: Any) -> object:
             if os.getpid() != process:
                 raise RuntimeError("breakpoint() in a process that a role has forked: it has no way to a terminal")
-            return host.part(feature).breakpoint(sys._getframe(1), args, kwargs)()
+            return host.get_feature(feature).breakpoint(sys._getframe(1), args, kwargs)()
 
         sys.breakpointhook = stop
     if service.door is not None:

@@ -8,14 +8,14 @@ import attrs
 import psutil
 
 from colocate.executor import Running
-from colocate.worker.birth.supervisor import MARK, SUPERVISORS, starter_of
+from colocate.worker.birth.supervisor import MARK, SUPERVISORS, find_starter
 
 MODULE = "colocate.worker"
 OF_A_ROLE = "process of a role"
 
 
 @attrs.frozen
-class WorkerFound:
+class WorkerProcessInfo:
     """A process that runs `colocate.worker`: a worker, a supervisor or a template."""
 
     pid: int  # process id
@@ -28,7 +28,7 @@ class WorkerFound:
 
 
 @attrs.frozen
-class Left:
+class Leftover:
     """A leftover process that a worker's role has started, and that has outlived the worker and both supervisors."""
 
     pid: int  # process id
@@ -37,7 +37,7 @@ class Left:
     starter: int  # Pid of the process that started the worker.
     name: str  # Name of the process's program.
 
-    def running(self, node: str = "") -> Running:
+    def to_running(self, node: str = "") -> Running:
         """Return this process as an entry for an audit."""
         worker = f"worker {self.label}" if self.label else f"a worker of a runtime of process {self.starter}"
         detail = f"{worker}, whose role started it, and what should have ended it with that are gone"
@@ -48,13 +48,13 @@ class Left:
 class Child:
     """A child process of the current process."""
 
-    started: int  # Process id; for a worker, the upper supervisor's id.
+    supervisor_pid: int  # Process id; for a worker, the upper supervisor's id.
     pid: int  # Process id; for a worker, the id of the worker itself.
     since: float  # Start time, as a value of time.time().
     label: str  # Label of the worker; empty for other processes, or if the command line was changed.
 
 
-def below_this() -> list[Child]:
+def list_children() -> list[Child]:
     """Return the running children of this process, without zombies.
 
     For a worker, the entry names the worker itself, not a supervisor.
@@ -70,7 +70,7 @@ def below_this() -> list[Child]:
     children = []
     for process in below.get(this.pid, []):
         try:
-            arguments, shown = arguments_of(process, MODULE), process
+            arguments, shown = get_arguments(process, MODULE), process
             # A supervisor's first child is the supervised process.
             # Without a child, the supervisor is just starting or ending.
             for _ in range(0 if arguments is None else SUPERVISORS):
@@ -82,7 +82,7 @@ def below_this() -> list[Child]:
     return children
 
 
-def worker_below(started: int) -> int | None:
+def find_worker(started: int) -> int | None:
     """Return the pid of a worker's own process, or of a supervisor without a child; None if the worker has ended.
 
     Args:
@@ -99,57 +99,57 @@ def worker_below(started: int) -> int | None:
     return started
 
 
-def has_ended(started: int) -> bool:
-    """Return whether a worker has ended, even if the upper supervisor `started` still ends descendants."""
-    worker = worker_below(started)
+def has_worker_ended(started: int) -> bool:
+    """Return whether a worker has ended. Its upper supervisor (process `started`) may still be ending descendants."""
+    worker = find_worker(started)
     try:
         return worker is None or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
     except psutil.Error:  # The process has just ended.
         return True
 
 
-def left_by(starter: int | None = None) -> list[Left]:
-    """Return processes that workers have left behind: processes with a worker's mark that aren't below the starter.
+def list_leftovers(starter: int | None = None) -> list[Leftover]:
+    """Return processes that workers have left behind: with a worker's mark, but not below the worker's starter.
 
     Args:
         starter: Only leftovers of this process's workers, forks of a worker included; None for the whole machine,
-            without forks of workers (see `of_this_machine`).
+            without forks of workers (see `list_workers`).
     """
     leftovers = []
     for process in psutil.process_iter():
         try:
             mark, _, label = process.environ().get(MARK, "").partition(" ")
-            above = int(mark) if mark.isdigit() else starter_of(process.rlimit(psutil.RLIMIT_RTTIME)[0])
+            above = int(mark) if mark.isdigit() else find_starter(process.rlimit(psutil.RLIMIT_RTTIME)[0])
             if above is None or (starter is not None and above != starter):
                 continue
-            if starter is None and arguments_of(process, MODULE) is not None:
+            if starter is None and get_arguments(process, MODULE) is not None:
                 continue
             if process.status() != psutil.STATUS_ZOMBIE and above not in {parent.pid for parent in process.parents()}:
                 name = label if mark.isdigit() else ""
-                leftovers.append(Left(process.pid, process.create_time(), name, above, process.name()))
+                leftovers.append(Leftover(process.pid, process.create_time(), name, above, process.name()))
         except (psutil.Error, OSError):  # The process has exited, or belongs to another user.
             continue
     return leftovers
 
 
-def of_this_machine() -> list[WorkerFound]:
-    """Return all worker processes of this machine that this user can see."""
+def list_workers() -> list[WorkerProcessInfo]:
+    """Return all worker processes of this machine that this operating-system user can see."""
     workers = []
     for process in psutil.process_iter():
         try:
-            arguments = arguments_of(process, MODULE)
+            arguments = get_arguments(process, MODULE)
             if arguments is None or len(arguments) < 2 or not arguments[1].isdigit():
                 continue
             starter = int(arguments[1])
             orphan = starter not in {parent.pid for parent in process.parents()}
             label = "".join(arguments[3:4]).strip()
-            workers.append(WorkerFound(process.pid, starter, orphan, label, process.create_time()))
+            workers.append(WorkerProcessInfo(process.pid, starter, orphan, label, process.create_time()))
         except (psutil.Error, OSError):  # The process has exited, or belongs to another user.
             continue
     return workers
 
 
-def arguments_of(process: psutil.Process, module: str) -> list[str] | None:
+def get_arguments(process: psutil.Process, module: str) -> list[str] | None:
     """Return the arguments of a process that runs a module; None for another program.
 
     Raises:

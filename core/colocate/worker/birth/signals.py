@@ -10,45 +10,45 @@ import signal
 import threading
 from collections.abc import Iterable
 
-_ENDING = signal.SIGINT, signal.SIGTERM  # A process also sends these signals to end forks.
+_ENDING = signal.SIGINT, signal.SIGTERM  # Programs also send these signals to end their own forks.
 FOR_DRIVERS = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
-LEFT = *_ENDING, *FOR_DRIVERS
-ASKS = signal.SIGRTMIN + 1
+IGNORED = *_ENDING, *FOR_DRIVERS
+END_REQUEST = signal.SIGRTMIN + 1
 """Asks a process that ignores SIGTERM to end. No batch system or terminal sends this signal."""
 
 
-def pass_over(numbers: Iterable[int]) -> None:
+def ignore_signals(numbers: Iterable[int]) -> None:
     """Ignore these signals, until other code sets a handler.
 
     An empty handler is set, not SIG_IGN, because an ignored signal stays ignored in programs that roles start.
     """
     for number in numbers:
-        signal.signal(number, _passed_over)
+        signal.signal(number, _ignore_signal)
 
 
-def _passed_over(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     return
 
 
-def end_when_asked() -> None:
-    """Handle `ASKS` like SIGTERM: by the handler that role code has set, otherwise by the default action."""
+def install_end_handler() -> None:
+    """Handle `END_REQUEST` like SIGTERM: by the handler that role code has set, otherwise by the default action."""
 
     def ask(number: int, frame: object) -> None:
-        if signal.getsignal(signal.SIGTERM) is _passed_over:
+        if signal.getsignal(signal.SIGTERM) is _ignore_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(ASKS, ask)
+    signal.signal(END_REQUEST, ask)
 
 
-def leave_to_the_driver() -> None:
-    """Ignore the signals for drivers in this process: a worker, or a child that runs a function.
+def ignore_driver_signals() -> None:
+    """Ignore signals that are meant for drivers. Called in workers, and in children that run a function.
 
     Forks of this process also ignore these signals, except for signals that end a fork.
     """
-    pass_over(LEFT)
+    ignore_signals(IGNORED)
 
-    # The signals are blocked during a fork until handlers are reset, because an earlier signal would be lost.
+    # The signals are blocked from the fork until the fork has reset the handlers. Otherwise, a signal would be lost.
     before = threading.local()
 
     def block() -> None:
@@ -59,7 +59,7 @@ def leave_to_the_driver() -> None:
 
     def restore() -> None:
         for number in _ENDING:
-            if signal.getsignal(number) is _passed_over:
+            if signal.getsignal(number) is _ignore_signal:
                 signal.signal(number, signal.SIG_DFL)
         unblock()
 

@@ -19,12 +19,12 @@ def __getattr__(name: str) -> Any:
     caller = sys._getframe(1).f_globals.get("__name__")
     if not name.startswith("__") and caller in _GIVES_WORK:
         return _Missing(name, (_Instance,), {})
-    if not name.startswith("__") and caller == "multiprocessing.spawn":  # A new process is just starting.
-        raise _missing(name)
+    if not name.startswith("__") and caller == "multiprocessing.spawn":  # A starting process unpickles its target.
+        raise _make_missing_error(name)
     raise AttributeError(f"module '__main__' has no attribute {name!r}")
 
 
-def _missing(name: str) -> ColocateError:
+def _make_missing_error(name: str) -> ColocateError:
     return ColocateError(
         f"{name!r} is defined in the driver's script, which a process that a role spawns by multiprocessing hasn't "
         'got: define it in a module, or start processes by fork, as in multiprocessing.get_context("fork")'
@@ -37,7 +37,7 @@ class _Missing(type):
     def __call__(cls, *args: Any, **options: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") in _GIVES_WORK:  # The instance is part of an unpickled value.
             return object.__new__(cls)  # type: ignore[arg-type]  # it is a class
-        raise _missing(cls.__name__)
+        raise _make_missing_error(cls.__name__)
 
 
 class _Instance:
@@ -53,9 +53,9 @@ class _Instance:
         return f"<{type(self).__name__} of the script, which isn't here>"
 
 
-def _use(self: object, *args: Any) -> Any:
-    raise _missing(type(self).__name__)
+def _refuse_use(self: object, *args: Any) -> Any:
+    raise _make_missing_error(type(self).__name__)
 
 
 for _name in ("getattr", "str", "bool", "len", "iter", "getitem", "contains", "call", "eq", "hash", "reduce_ex"):
-    setattr(_Instance, f"__{_name}__", _use)
+    setattr(_Instance, f"__{_name}__", _refuse_use)

@@ -1,4 +1,4 @@
-"""Puts two small supervisor processes above a worker, which end all processes that roles have started.
+"""Puts two small supervisor processes above a worker. They end all processes that roles have started.
 
     starter → supervisor → supervisor → worker → whatever roles start
 
@@ -10,7 +10,7 @@ starter sees the worker's end when all of it is over.
 
 A supervisor does the same when its parent ends or sends `ENDS`. There are two because one may be killed (Ray, for one,
 kills the children of a process that it ends): the other then does its work. If both are killed at once, the processes
-left behind are recognized by `MARK` in their environment, or by a limit if they have cleared that (`starter_of`).
+left behind are recognized by `MARK` in their environment, or by a limit if they have cleared that (`find_starter`).
 
 A child that a role starts by `ctx.start` has two supervisors of its own, also in a worker on a thread of the driver:
 this file, run as a script, puts them above the child's program.
@@ -75,7 +75,7 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
             signal.signal(number, signal.SIG_DFL)
     soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
     # This limit is only set if no other program has set the limit.
-    if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):
+    if hard == resource.RLIM_INFINITY and (soft == hard or find_starter(soft)):
         resource.setrlimit(resource.RLIMIT_RTTIME, (_LIMIT + starter, hard))
     above = starter
     for lower in range(SUPERVISORS, 0, -1):
@@ -89,7 +89,7 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
     if os.getppid() != above:  # The parent exited before the death signal was requested.
         os._exit(0)
     # A new session protects the supervisors from a role that signals the process group.
-    # The kernel also schedules by sessions (sched(7), autogroup).
+    # A session of its own also helps scheduling: the kernel divides time among sessions (sched(7), autogroup).
     # Among workers of one session, a thread woken for a collective waits for the running worker's time slice.
     # In one session, two ranks on two cores took twice as long for collectives, and 8 % longer for a step.
     os.setsid()
@@ -99,12 +99,12 @@ def supervise(starter: int, begin: Callable[[], object] = lambda: None) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def starter_of(limit: int) -> int | None:
-    """Return the pid of a worker's starter, read from the real-time limit of a descendant; None for another limit."""
+def find_starter(limit: int) -> int | None:
+    """Decode the pid of a worker's starter from a descendant's real-time limit; return None for any other limit."""
     return limit - _LIMIT if _LIMIT < limit < _LIMIT + _LIMIT_PIDS else None
 
 
-def tracks(pid: int) -> bool:
+def is_tracker(pid: int) -> bool:
     """Return whether a process is Python's resource tracker (which removes leaked shared memory), or may become one.
 
     The command line of a process is empty while the kernel still executes the program.
@@ -128,13 +128,13 @@ def _supervise(above: int, child: int, supervises: bool) -> NoReturn:
                 except OSError:  # This is the descriptor of the listing itself.
                     pass
         _prctl(_PR_SET_PDEATHSIG, ENDS)
-        _Supervisor(above, child, supervises).run()
+        _Supervisor(above, child, supervises).run_until_end()
     except BaseException:
-        import traceback  # Imported late, because supervisors should stay small.
+        import traceback  # Imported only on errors, because supervisors should stay small.
 
         traceback.print_exc()  # The traceback goes to the worker's output.
     finally:
-        os._exit(70)  # The other supervisor then ends the descendants.
+        os._exit(70)  # After this exit, the other supervisor ends the descendants.
 
 
 class _Supervisor:
@@ -146,10 +146,10 @@ class _Supervisor:
         self._supervises = supervises
         self._status: int | None = None
 
-    def run(self) -> NoReturn:
+    def run_until_end(self) -> NoReturn:
         while self._reap() and self._status is None:
             if os.getppid() != self._above or signal.sigwaitinfo({signal.SIGCHLD, ENDS}).si_signo == ENDS:
-                # The other supervisor continues until no process is left, so that killing this one doesn't stop both.
+                # A lower supervisor gets `ENDS`, so that it ends the processes even if this supervisor is killed.
                 _kill(self._child, ENDS if self._supervises else signal.SIGKILL)
                 break
         self._end_all()
@@ -187,29 +187,29 @@ class _Supervisor:
                 over = over or now
                 if now - over > _LEFT_S + TRACKERS_S:
                     return
-            for pid in below(os.getpid()):
+            for pid in list_descendants(os.getpid()):
                 if pid == self._child and self._supervises and now - began < _LOWER_S:
                     continue
-                if now - began > TRACKERS_S or not tracks(pid):
+                if now - began > TRACKERS_S or not is_tracker(pid):
                     _kill(pid)
             signal.sigtimedwait({signal.SIGCHLD}, pause)
             pause = min(2 * pause, _LONGEST_S)
 
 
-def below(top: int) -> list[int]:
+def list_descendants(top: int) -> list[int]:
     """Return all running descendants of a process, the nearest first.
 
     No call scans all processes of the machine, because many supervisors may call this at once.
     """
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return _below_by_parents(top)  # This kernel lacks the `children` files.
+        return _list_descendants_by_parent(top)  # This kernel lacks the `children` files.
     pids = [top]
     for pid in pids:  # The list grows during the loop.
-        pids += [child for child in _children_of(pid) if _parent_of(child) is not None]
+        pids += [child for child in _list_children(pid) if _find_parent(child) is not None]
     return pids[1:]
 
 
-def _children_of(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
     pids: list[int] = []
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
@@ -224,10 +224,10 @@ def _children_of(pid: int) -> list[int]:
     return pids
 
 
-def _below_by_parents(top: int) -> list[int]:
+def _list_descendants_by_parent(top: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (parent := _parent_of(int(entry))) is not None:
+        if entry.isdigit() and (parent := _find_parent(int(entry))) is not None:
             children.setdefault(parent, []).append(int(entry))
     pids = children.get(top, [])
     for pid in pids:  # The list grows during the loop.
@@ -235,7 +235,7 @@ def _below_by_parents(top: int) -> list[int]:
     return pids
 
 
-def _parent_of(pid: int) -> int | None:
+def _find_parent(pid: int) -> int | None:
     """Return the parent of a running process; None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -256,7 +256,7 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def become(starter: int, told: int, command: list[str]) -> NoReturn:
+def exec_program(starter: int, told: int, command: list[str]) -> NoReturn:
     """Execute a program below new supervisors, in place of this process.
 
     Args:
@@ -277,4 +277,4 @@ def become(starter: int, told: int, command: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    exec_program(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -36,11 +36,11 @@ from typing import Any
 
 import attrs
 
-from colocate._system.installed import version_of
+from colocate._system.installed import get_version
 from colocate._system.libc import MADV_COLLAPSE, advise_large, die_with
-from colocate._system.own_modules import keep_modules
-from colocate.worker.birth.imports import imported_already
-from colocate.worker.birth.signals import LEFT
+from colocate._system.own_modules import preload_modules
+from colocate.worker.birth.imports import list_early_imports
+from colocate.worker.birth.signals import IGNORED
 
 MODE = "forks"
 """Argument that makes a worker's command line a template's, in place of the descriptor."""
@@ -51,7 +51,7 @@ ROOM = "COLOCATE_ROOM"
 ARGUMENTS_BYTES = 512
 """Bytes reserved on the command line after the module's name."""
 
-TOLD_BYTES = 1 << 18
+REQUEST_BYTES = 1 << 18
 """Limit of a fork request, in bytes. A longer environment starts an interpreter of its own."""
 
 _QUIET_S = 10.0
@@ -65,7 +65,7 @@ _CLONE_PARENT = 0x8000
 
 
 @attrs.frozen
-class Wanted:
+class ForkRequest:
     """Request for a fork. Four descriptors follow: output, the worker's socket, a pipe for the answer, the folder."""
 
     arguments: tuple[str, ...]  # Command-line arguments after the module's name, without the socket's descriptor.
@@ -82,58 +82,58 @@ class Template:
     def __init__(self) -> None:
         _, _, starter, sock, *_ = sys.argv
         die_with(int(starter))
-        for number in LEFT:
+        for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         self._sock = socket.socket(fileno=int(sock))
         self._sock.set_inheritable(False)
-        self._shown = _Shown()
-        self._reads, self._writes = os.pipe()  # Through this pipe, forks report the names of imported modules.
+        self._shown = _CommandLine()
+        self._read_end, self._write_end = os.pipe()  # Through this pipe, forks report the names of imported modules.
         self._modules, self._forks = 0, 0  # Number of imported modules, and number of forks since the last import.
-        _import(["colocate.worker.birth.main"])
-        keep_modules()
+        _import_all(["colocate.worker.birth.main"])
+        preload_modules()
 
-    def run(self) -> None:
+    def serve_forks(self) -> None:
         """Fork workers until the starter has exited. In each fork, return as in a new worker process."""
         gc.disable()
         news = select.poll()  # `select` can't handle descriptors above 1023.
-        for descriptor in (self._sock.fileno(), self._reads):
+        for descriptor in (self._sock.fileno(), self._read_end):
             news.register(descriptor, select.POLLIN)
         names: list[str] = []
         descriptors: list[int] = []
         while True:
             gc.freeze()  # These objects are never garbage, and a collection in a fork would write to shared pages.
             ready = dict(news.poll(_QUIET_S * 1000 if names else None))
-            if self._reads in ready:
-                names += os.read(self._reads, select.PIPE_BUF).decode().split()
+            if self._read_end in ready:
+                names += os.read(self._read_end, select.PIPE_BUF).decode().split()
                 continue
             data = b""
             if ready:
-                data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
+                data, descriptors, _, _ = socket.recv_fds(self._sock, REQUEST_BYTES, 4)
                 if not data:
                     os._exit(0)
-            _import(names)
+            _import_all(names)
             names.clear()
             if data and self._fork(pickle.loads(data), descriptors):
                 return
 
-    def _fork(self, wanted: Wanted, descriptors: Sequence[int]) -> bool:
+    def _fork(self, wanted: ForkRequest, descriptors: Sequence[int]) -> bool:
         """Fork a worker, and return whether this process is the fork. The starter gets the fork's pid, or an error."""
         output, lane, answer, folder = descriptors
         fork = False
         try:
-            _import(wanted.imports)
+            _import_all(wanted.imports)
             if (threads := len(os.listdir("/proc/self/task"))) != 1:
                 raise OSError(f"it has {threads} threads, of which a fork would have one")
-            if "transformers" in sys.modules and (name := different(wanted.env, os.environ, _TRANSFORMERS)):
+            if "transformers" in sys.modules and (name := find_difference(wanted.env, os.environ, _TRANSFORMERS)):
                 raise OSError(f"it has imported transformers, which reads {name} then")
             if self._modules != len(sys.modules):
                 self._modules, self._forks = len(sys.modules), 0
             self._forks += 1
             if self._forks == _MANY:
-                gather()
-            fork = _clone() == 0
+                collapse_pages()
+            fork = _fork_sibling() == 0
             if fork:
-                self._become(wanted, output, lane, folder)
+                self._set_up_fork(wanted, output, lane, folder)
         except BaseException as error:
             os.write(answer, f"{os.getpid() if fork else 0} {type(error).__name__}: {error}".encode())
             if fork:
@@ -145,11 +145,11 @@ class Template:
                 os.close(descriptor)
         return fork
 
-    def _become(self, wanted: Wanted, output: int, lane: int, folder: int) -> None:
+    def _set_up_fork(self, wanted: ForkRequest, output: int, lane: int, folder: int) -> None:
         os.setpgid(0, 0)
         os.set_inheritable(lane, False)
         arguments = [str(lane), *wanted.arguments]
-        self._shown.write(arguments, wanted.env)
+        self._shown.replace(arguments, wanted.env)
         sys.argv[1:] = arguments
         os.environ.clear()
         os.environ.update(wanted.env)
@@ -164,27 +164,27 @@ class Template:
             # The template's own streams may have another configuration.
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
         self._sock.close()
-        os.close(self._reads)
+        os.close(self._read_end)
         global _writes
-        _writes = self._writes
-        _told.update(name for name in LONG if name in sys.modules)
+        _writes = self._write_end
+        _announced.update(name for name in LONG if name in sys.modules)
 
 
-class _Shown:
+class _CommandLine:
     """The memory from which the kernel shows this process's command line and environment (`proc_pid_cmdline(5)`)."""
 
     def __init__(self) -> None:
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()[45:49]
         self._arguments, self._end, self._env, self._env_end = map(int, fields)
-        # After this loop, the process itself doesn't read that memory any more.
+        # The loop copies all variables elsewhere, so that the process itself doesn't read that memory any more.
         os.environ.pop(ROOM)
         for name, value in os.environb.items():
             os.putenv(name, value)
         words = ctypes.string_at(self._arguments, self._end - self._arguments).split(b"\0")
         self._before = words[: words.index(b"colocate.worker") + 1]
 
-    def write(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    def replace(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
         """Write a new command line and environment for other processes to see.
 
         Raises:
@@ -203,13 +203,13 @@ class _Shown:
             ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
-def different(one: Mapping[str, str], other: Mapping[str, str], pattern: re.Pattern[str]) -> str | None:
+def find_difference(one: Mapping[str, str], other: Mapping[str, str], pattern: re.Pattern[str]) -> str | None:
     """Return the first variable that matches a pattern and differs between two environments; None if there is none."""
     names = sorted(name for name in one.keys() | other.keys() if pattern.match(name))
     return next((name for name in names if one.get(name) != other.get(name)), None)
 
 
-def _import(names: Sequence[str]) -> None:
+def _import_all(names: Sequence[str]) -> None:
     if all(name in sys.modules for name in names):
         return
     try:
@@ -222,15 +222,15 @@ def _import(names: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):  # A missing module is reported by the role that needs the module.
             importlib.import_module(name)
     if _METADATA in names:  # This caches the folder listings of the import path for the forks.
-        version_of("colocate")
-    imported_already.cache_clear()
-    imported_already()
+        get_version("colocate")
+    list_early_imports.cache_clear()
+    list_early_imports()
     # Forks skip the finalizers that libraries have registered for the end of an interpreter.
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
-def gather() -> None:
+def collapse_pages() -> None:
     """Move this process's writable memory to large pages, if the kernel can (Linux 6.1).
 
     A fork copies an entry for each page, and so do its two supervisors. With torch imported, that takes more processor
@@ -244,7 +244,7 @@ def gather() -> None:
             advise_large(start, end, MADV_COLLAPSE)
 
 
-def _clone() -> int:
+def _fork_sibling() -> int:
     """Fork this process, like `os.fork`, but with this process's parent as the child's parent.
 
     The child's first `os.fork` repairs the interpreter's state.
@@ -283,18 +283,18 @@ _TRANSFORMERS = re.compile(
 """Variables that transformers and the libraries below read at import."""
 
 _writes: int | None = None
-_told: set[str] = set()
+_announced: set[str] = set()
 
 
-def tell_imports() -> None:
+def announce_imports() -> None:
     """Report the slow imports of this worker's roles to the template, for later workers."""
-    if _writes is not None and (names := {name for name in LONG if name in sys.modules} - _told):
-        _told.update(names)
+    if _writes is not None and (names := {name for name in LONG if name in sys.modules} - _announced):
+        _announced.update(names)
         with contextlib.suppress(OSError):  # The template has ended.
             os.write(_writes, " ".join([*sorted(names), ""]).encode())
 
 
-def renew() -> None:
+def reset_after_fork() -> None:
     """Renew state that all forks of one process would share: garbage collection, authkey and temporary folder.
 
     Random numbers are renewed for each role.

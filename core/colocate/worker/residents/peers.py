@@ -9,21 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from colocate import wire
-from colocate._devices.lending import Borrower, Lender, NotLentError, place
+from colocate._devices.lending import Borrower, Lender, NotLentError, get_place
 from colocate._protocol import parts
-from colocate._protocol.consequence import Consequence, Poisoned
-from colocate._protocol.message import Head, Message, read
-from colocate._protocol.questions import WhereIs
-from colocate._protocol.taken import Taken
+from colocate._protocol.consequence import Consequence, PoisonedPart
+from colocate._protocol.message import Head, Message, decode_head
+from colocate._protocol.questions import GetPeerAddress
+from colocate._protocol.taken import Receipt
 from colocate._protocol.to_worker import PASSED_BYTES, Passed
-from colocate._protocol.uses import Source, Taking, Written
+from colocate._protocol.uses import ResidentWrite, Source, Taking
 from colocate._role.context import running_call
 from colocate._values import batch
-from colocate._values.leaving import tensor_bytes, tensors
+from colocate._values.leaving import count_tensor_bytes, list_tensors
 from colocate.errors import SerializationError
-from colocate.wire.arriving import Arrives
+from colocate.wire.arriving import OpenBuffer
 from colocate.worker.lane import Work
-from colocate.worker.residents.passing import Passing, Sharing
+from colocate.worker.residents.passing import BodyRelay, SharedParts
 from colocate.worker.residents.store import Entry, Store
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Peers(abc.ABC):
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
 
-    def part(self, source: Source, rank: int, taken: list[Taken] | None, taking: Taking | None = None) -> Any:
+    def fetch_part(self, source: Source, rank: int, taken: list[Receipt] | None, taking: Taking | None = None) -> Any:
         """Return a rank's complete part of a resident.
 
         The read is recorded in `taken`, unless that is None or the other worker is a thread of this process. `taking`
@@ -52,52 +52,52 @@ class Peers(abc.ABC):
         """
         return self._read(source, rank, None, taken, taking)
 
-    def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
+    def fetch_rows(self, source: Source, rank: int, start: int, stop: int, taken: list[Receipt] | None) -> Any:
         """Return rows `start` to `stop` of a rank's part, and record the read in `taken`."""
         return self._read(source, rank, (start, stop), taken)
 
     def _read(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None = None
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Receipt] | None, taking: Taking | None = None
     ) -> Any:
         if (entry := self._own(source, rank)) is None:
-            return self._fetch(source, rank, rows, taken, taking)
+            return self._fetch_part(source, rank, rows, taken, taking)
         value, nbytes = entry.value, entry.nbytes
         if rows is not None:
             value = batch.slice_rows(value, *rows)
-            nbytes = 0 if taken is None else tensor_bytes(value)
+            nbytes = 0 if taken is None else count_tensor_bytes(value)
         if taken is not None:
             taken.append((source.key, rank, nbytes, 0.0, 0.0, 0, ""))
         return value
 
-    def rows(self, source: Source, rank: int) -> int:
+    def count_rows(self, source: Source, rank: int) -> int:
         """Return the number of rows of a part."""
         if (entry := self._own(source, rank)) is not None:
-            return entry.rows(source.label)
-        count = self._number(source, rank, parts.Rows(source.key))
+            return entry.count_rows(source.label)
+        count = self._ask_number(source, rank, parts.Rows(source.key))
         assert count is not None
         return count
 
     def weight(self, source: Source, rank: int) -> int | None:
         """Return how many rows the producing call worked on at a rank; None if nothing was scattered."""
         entry = self._own(source, rank)
-        return self._number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
+        return self._ask_number(source, rank, parts.Weight(source.key)) if entry is None else entry.weight
 
-    def took(self, source: Source, rank: int, keeps: bool) -> None:
+    def report_taken(self, source: Source, rank: int, keeps: bool) -> None:
         """Notify the offering rank that this worker has received an offered part.
 
         `keeps` says whether the value is retained.
         """
-        self._number(source, rank, parts.Took(source.key, keeps))
+        self._ask_number(source, rank, parts.PartReceived(source.key, keeps))
 
     def abort(self, reason: str) -> None:
         """Fail the requests that are under way. Later requests work again."""
-        self._host.store.poke()
+        self._host.store.wake_waiters()
 
-    def passed(self, passed: Passed) -> Any:
+    def fetch_passed(self, passed: Passed) -> Any:
         """Return the body of a driver's message that another worker forwards. Not used within one process."""
         raise NotImplementedError
 
-    def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
+    def arrival_buffer(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.IncomingBody | None:
         """Return a buffer for a body that is forwarded to other workers; None for all other bodies."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class Peers(abc.ABC):
         """Address for other workers; None if all workers share one process."""
 
     @abc.abstractmethod
-    def given_back(self, seq: int, label: str) -> Sequence[Written]:
+    def collect_written(self, seq: int, label: str) -> Sequence[ResidentWrite]:
         """End a call's borrowing, and return the borrowed residents that the call has changed in place.
 
         The result is empty if values of other workers are copies.
@@ -120,18 +120,18 @@ class Peers(abc.ABC):
         boot, origin = self._host.boot, source.origin
         if origin.slots[rank] != boot.slot or origin.group != boot.group or origin.generation != boot.generation:
             return None
-        # The producer may be an async method, so this waits as long as the calling call itself is needed.
-        return self._host.store.wait(source.key, self._host.why_not)
+        # An async producer may still run. The wait ends early if the current call mustn't wait any longer.
+        return self._host.store.wait_for_entry(source.key, self._host.get_wait_refusal)
 
     # -- reads from other workers
 
     @abc.abstractmethod
-    def _fetch(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None
+    def _fetch_part(
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Receipt] | None, taking: Taking | None
     ) -> Any: ...
 
     @abc.abstractmethod
-    def _number(self, source: Source, rank: int, question: Message) -> int | None: ...
+    def _ask_number(self, source: Source, rank: int, question: Message) -> int | None: ...
 
 
 class LocalPeers(Peers):
@@ -153,53 +153,53 @@ class LocalPeers(Peers):
         """Return None, because workers of one process read each other's stores directly."""
         return
 
-    def given_back(self, seq: int, label: str) -> Sequence[Written]:
+    def collect_written(self, seq: int, label: str) -> Sequence[ResidentWrite]:
         """Return the residents of other workers that a finished call has changed in place."""
-        written: list[Written] = []
+        written: list[ResidentWrite] = []
         for store, key, entry in self._borrowed.pop(seq, ()):
-            written += store.written([key], label)
-            entry.lent.remove(label)
+            written += store.pop_written([key], label)
+            entry.borrowers.remove(label)
         return written
 
     def abort(self, reason: str) -> None:
         """Fail the requests that are under way."""
         super().abort(reason)
         for store in list(self._waiting):
-            store.poke()
+            store.wake_waiters()
 
-    def _fetch(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None
+    def _fetch_part(
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Receipt] | None, taking: Taking | None
     ) -> Any:
         if taking is not None and taking.over is not None:
-            self._find(source.group, source.slot(rank)).store.took(*taking.over)
-        store, entry = self._entry(source, rank)
+            self._find(source.group, source.slot(rank)).store.mark_taken(*taking.over)
+        store, entry = self._wait_for_entry(source, rank)
         value = entry.value if rows is None else batch.slice_rows(entry.value, *rows)
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference":
             call = running_call.get()
             # An offered value isn't lent, because the taker becomes the owner.
-            if isinstance(call, Work) and not entry.takers:
-                entry.lent.append(call.label)
+            if isinstance(call, Work) and not entry.remaining_takers:
+                entry.borrowers.append(call.label)
                 self._borrowed.setdefault(call.seq, []).append((store, source.key, entry))
             return value
-        with store.reading(entry):
-            body = self._host.packed(value, source.label)
+        with store.reading_entry(entry):
+            body = self._host.pack_result(value, source.label)
         return codec.unpack(body, boot.device)
 
-    def _number(self, source: Source, rank: int, question: Message) -> int | None:
-        store, entry = self._entry(source, rank)
-        if isinstance(question, parts.Took):
-            store.took(question.key, question.keeps)
+    def _ask_number(self, source: Source, rank: int, question: Message) -> int | None:
+        store, entry = self._wait_for_entry(source, rank)
+        if isinstance(question, parts.PartReceived):
+            store.mark_taken(question.key, question.keeps)
             return None
-        return entry.weight if isinstance(question, parts.Weight) else entry.rows(source.label)
+        return entry.weight if isinstance(question, parts.Weight) else entry.count_rows(source.label)
 
-    def _entry(self, source: Source, rank: int) -> tuple[Store, Entry]:
+    def _wait_for_entry(self, source: Source, rank: int) -> tuple[Store, Entry]:
         peer = self._find(source.group, source.slot(rank))
         if peer.boot.generation != source.generation:
             raise Consequence(f"group {source.group!r} has been restarted")
         self._waiting.append(peer.store)
         try:
-            return peer.store, peer.store.wait(source.key, self._host.why_not)
+            return peer.store, peer.store.wait_for_entry(source.key, self._host.get_wait_refusal)
         finally:
             self._waiting.remove(peer.store)
 
@@ -213,30 +213,32 @@ class ChannelPeers(Peers):
     def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
         super().__init__(host)
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
-        self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.boot.ports, host.broken)
-        self._passing = Passing(host.boot.secret, tls)
-        self._sharing = Sharing()
+        self._channel = wire.PeerChannel(
+            host.boot.secret, self._answer_peer, elsewhere, tls, host.boot.ports, host.report_broken
+        )
+        self._passing = BodyRelay(host.boot.secret, tls)
+        self._sharing = SharedParts()
         self._addresses: dict[tuple[str, int, int, int], str] = {}
         self._borrower = Borrower(host.boot.device)
-        # Workers that can't lend device memory to this worker, so that their parts come through the host.
-        self._by_host: set[tuple[str, int, int, int]] = set()
+        # Workers that can't lend device memory to this worker, so that their parts come through host memory.
+        self._without_lending: set[tuple[str, int, int, int]] = set()
 
     @property
     def address(self) -> str:
         """Address for other workers. The first read makes this worker listen there."""
         return self._channel.address
 
-    def passed(self, passed: Passed) -> Any:
+    def fetch_passed(self, passed: Passed) -> Any:
         """Return the body of a message that another worker forwards to this worker."""
-        return self._passing.take(passed)
+        return self._passing.fetch_body(passed)
 
-    def arrives(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.Arriving | None:
+    def arrival_buffer(self, passed: Passed, sizes: Sequence[int], length: int) -> wire.IncomingBody | None:
         """Return a buffer for a body that is forwarded to other workers; None for all other bodies."""
-        return self._passing.arrives(passed, sizes, length)
+        return self._passing.open_buffer(passed, sizes, length)
 
-    def given_back(self, seq: int, label: str) -> Sequence[Written]:
-        """Stop sharing parts that the call has requested."""
-        self._sharing.forget(seq)
+    def collect_written(self, seq: int, label: str) -> Sequence[ResidentWrite]:
+        """Stop sharing the parts that the call has requested. Return nothing, because these parts are copies."""
+        self._sharing.drop_parts(seq)
         return ()
 
     def abort(self, reason: str) -> None:
@@ -250,177 +252,177 @@ class ChannelPeers(Peers):
         self._sharing.close()
         self._channel.close(0.5)
 
-    def _fetch(
-        self, source: Source, rank: int, rows: _Rows | None, taken: list[Taken] | None, taking: Taking | None
+    def _fetch_part(
+        self, source: Source, rank: int, rows: _Rows | None, taken: list[Receipt] | None, taking: Taking | None
     ) -> Any:
-        key, where, device = source.key, _where(source, rank), self._host.boot.device
+        key, where, device = source.key, _locate(source, rank), self._host.boot.device
         over = None if taking is None else taking.over
 
         def asked(place: str) -> tuple[parts.Value, wire.Packed]:
-            """Request the value.
+            """Request the value from the worker that owns the part.
 
             `place` names this worker's device if device memory may be lent; otherwise it is empty.
             """
             if rows is not None:
-                answer, body = self._ask(source, rank, parts.Slice(key, *rows, place))
+                answer, body = self._ask_peer(source, rank, parts.Slice(key, *rows, place))
             elif taking is not None:
-                answer, body = self._ask(source, rank, parts.Part(key, place, over))
+                answer, body = self._ask_peer(source, rank, parts.Part(key, place, over))
             else:
-                answer, body = self._whole(source, rank, place)
+                answer, body = self._fetch_shared(source, rank, place)
             assert isinstance(answer, parts.Value)
             assert body is not None
-            if taking is not None and isinstance(body, wire.InArea):
+            if taking is not None and isinstance(body, wire.PackedInArea):
                 taking.areas.append(body)
             return answer, body
 
         began = time.time()
-        answer, body = asked("" if where in self._by_host else place(device))
+        answer, body = asked("" if where in self._without_lending else get_place(device))
         ready_time, refusal, value = began + answer.waited, answer.refusal, None
         if answer.lent:
             try:
-                with self._borrower.borrowing():
+                with self._borrower.borrow_block():
                     value = self._host.codec.unpack(body, device)
             except NotLentError as error:
                 refusal = str(error)
                 answer, body = asked("")
         if refusal:
-            self._by_host.add(where)
+            self._without_lending.add(where)
         if not answer.lent:
             value = self._host.codec.unpack(body, device)
-        elif self._number(source, rank, parts.Still(key)) is None:
+        elif self._ask_number(source, rank, parts.CheckUnchanged(key)) is None:
             raise Consequence(f"the resident of {source.label} was let go of while it was copied")
         if taken is not None:
             taken.append((key, rank, body.nbytes + answer.lent, ready_time, time.time(), answer.lent, refusal))
         return value
 
-    def _whole(self, source: Source, rank: int, place: str, lacking: int = 0) -> tuple[Message, _Body]:
-        """Request a complete part.
+    def _fetch_shared(self, source: Source, rank: int, place: str, lacking: int = 0) -> tuple[Message, _Body]:
+        """Request a complete part, which workers on this machine may share.
 
         Workers on one machine share a large remote part: the first requests it, the others copy it.
 
         A worker that can't copy the part from the first worker reports that, and becomes the first worker itself.
         """
-        part, boot, call = (_where(source, rank), source.key), self._host.boot, running_call.get()
-        is_far = boot.host != wire.LOOPBACK and f":{boot.host}:" not in self._address_of(part[0])
-        if not is_far or not isinstance(call, Work) or not self._sharing.expect(part, call.seq):
-            return self._ask(source, rank, parts.Part(source.key, place))
+        part, boot, call = (_locate(source, rank), source.key), self._host.boot, running_call.get()
+        is_far = boot.host != wire.LOOPBACK and f":{boot.host}:" not in self._get_address(part[0])
+        if not is_far or not isinstance(call, Work) or not self._sharing.claim_part(part, call.seq):
+            return self._ask_peer(source, rank, parts.Part(source.key, place))
         seq, begun = call.seq, False
 
-        def arrives(head: Head, sizes: Sequence[int], length: int) -> wire.Arriving | None:
+        def arrives(head: Head, sizes: Sequence[int], length: int) -> wire.IncomingBody | None:
             nonlocal begun
-            answer = read(head)
+            answer = decode_head(head)
             begun = isinstance(answer, parts.Value) and answer.shared
-            return self._sharing.arrives(part, seq, sizes, length) if begun else None
+            return self._sharing.open_buffer(part, seq, sizes, length) if begun else None
 
         try:
             location = boot.node, self.address
-            answer, body = self._ask(source, rank, parts.Part(source.key, place, None, location, lacking), arrives)
+            answer, body = self._ask_peer(source, rank, parts.Part(source.key, place, None, location, lacking), arrives)
         except BaseException:
             begun = False
             raise
         finally:
             if not begun:
-                self._sharing.forget(seq, part)
-        if not isinstance(answer, parts.Elsewhere):
+                self._sharing.drop_parts(seq, part)
+        if not isinstance(answer, parts.Redirect):
             return answer, body
         with contextlib.suppress(ConnectionError):
-            head, body = self._channel.request(answer.address, parts.Shared(*part).head())
+            head, body = self._channel.request(answer.address, parts.FetchShared(*part).head())
             if body is not None:
-                return read(head), body
-        return self._whole(source, rank, place, answer.times)
+                return decode_head(head), body
+        return self._fetch_shared(source, rank, place, answer.times)
 
-    def _number(self, source: Source, rank: int, question: Message) -> int | None:
-        answer, _ = self._ask(source, rank, question)
+    def _ask_number(self, source: Source, rank: int, question: Message) -> int | None:
+        answer, _ = self._ask_peer(source, rank, question)
         assert isinstance(answer, parts.Number)
         return answer.number
 
-    def _address_of(self, where: tuple[str, int, int, int]) -> str:
+    def _get_address(self, where: tuple[str, int, int, int]) -> str:
         address = self._addresses.get(where)
         if address is None:
-            address = self._addresses[where] = self._host.ask(WhereIs(*where))
+            address = self._addresses[where] = self._host.ask_driver(GetPeerAddress(*where))
         return address
 
-    def _ask(
-        self, source: Source, rank: int, question: Message, arrives: Arrives | None = None
+    def _ask_peer(
+        self, source: Source, rank: int, question: Message, arrives: OpenBuffer | None = None
     ) -> tuple[Message, _Body]:
-        where = _where(source, rank)
-        address = self._address_of(where)
+        where = _locate(source, rank)
+        address = self._get_address(where)
         while True:
             aborts = self._channel.aborts
-            reason = self._host.why_not()
+            reason = self._host.get_wait_refusal()
             if reason is not None:
                 raise Consequence(reason)
             try:
                 head, body = self._channel.request(address, question.head(), aborts, arrives)
                 break
             except ConnectionError as error:
-                # The abort was meant for a request of another lane.
-                if aborts != self._channel.aborts and self._host.why_not() is None:
+                # The abort was meant for another lane's request, so this request is repeated.
+                if aborts != self._channel.aborts and self._host.get_wait_refusal() is None:
                     continue
                 raise Consequence(
                     f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
                 ) from error
-        answer = read(head)
+        answer = decode_head(head)
         if isinstance(answer, parts.Unsendable):
             raise SerializationError(answer.text, argument=answer.argument, path=answer.path)
         if isinstance(answer, parts.Poison):
-            raise Poisoned(answer.why)
+            raise PoisonedPart(answer.why)
         return answer, body
 
-    def _answer(self, head: Head) -> tuple[Head, wire.Packed | wire.InFile | wire.Arriving | None]:
-        body: wire.Packed | wire.InFile | wire.Arriving | None
+    def _answer_peer(self, head: Head) -> tuple[Head, wire.Packed | wire.FileBody | wire.IncomingBody | None]:
+        body: wire.Packed | wire.FileBody | wire.IncomingBody | None
         try:
-            answer, body = self._found(read(head))
-        except Poisoned as error:
+            answer, body = self._find_answer(decode_head(head))
+        except PoisonedPart as error:
             answer, body = parts.Poison(error.message), None
         except SerializationError as error:
             answer, body = parts.Unsendable(error.message, error.argument, error.path), None
         return answer.head(), body
 
-    def _found(self, question: Message) -> tuple[Message, wire.Packed | wire.InFile | wire.Arriving | None]:
+    def _find_answer(self, question: Message) -> tuple[Message, wire.Packed | wire.FileBody | wire.IncomingBody | None]:
         host = self._host
-        if isinstance(question, parts.Passed):
-            return parts.Value(0.0), self._passing.asked(question.key)
-        if isinstance(question, parts.Shared):
-            shared_body = self._sharing.find((question.who, question.key))
+        if isinstance(question, parts.PassedOn):
+            return parts.Value(0.0), self._passing.wait_for_body(question.key)
+        if isinstance(question, parts.FetchShared):
+            shared_body = self._sharing.find_part((question.holder, question.key))
             return (parts.Number(None) if shared_body is None else parts.Value(0.0)), shared_body
         if isinstance(question, parts.Rows):
-            return parts.Number(host.store.wait(question.key).rows(f"resident {question.key}")), None
+            return parts.Number(host.store.wait_for_entry(question.key).count_rows(f"resident {question.key}")), None
         if isinstance(question, parts.Weight):
-            return parts.Number(host.store.wait(question.key).weight), None
-        if isinstance(question, parts.Took):
-            host.store.took(question.key, question.keeps)
+            return parts.Number(host.store.wait_for_entry(question.key).weight), None
+        if isinstance(question, parts.PartReceived):
+            host.store.mark_taken(question.key, question.keeps)
             return parts.Number(None), None
-        if isinstance(question, parts.Still):
-            local_entry = host.store.local(question.key)
+        if isinstance(question, parts.CheckUnchanged):
+            local_entry = host.store.find_entry(question.key)
             if local_entry is not None and local_entry.error is not None:
-                raise Poisoned(local_entry.error)
+                raise PoisonedPart(local_entry.error)
             return parts.Number(1 if local_entry is not None and local_entry.ready else None), None
         assert isinstance(question, parts.Part | parts.Slice)
         if isinstance(question, parts.Part) and question.over is not None:
-            host.store.took(*question.over)
+            host.store.mark_taken(*question.over)
         start = time.monotonic()
-        entry = host.store.wait(question.key)
+        entry = host.store.wait_for_entry(question.key)
         waited, value = time.monotonic() - start, entry.value
-        if entry.takers and isinstance(value, wire.Packed | wire.InFile):
+        if entry.remaining_takers and isinstance(value, wire.Packed | wire.FileBody):
             return parts.Value(waited), value
         shared = False
-        if isinstance(question, parts.Part) and question.here and entry.nbytes >= PASSED_BYTES:
-            sharer = host.store.sharer(entry, question.here, question.lacking)
-            if not (shared := sharer[0] == question.here[1]):
-                return parts.Elsewhere(*sharer), None
+        if isinstance(question, parts.Part) and question.requester and entry.nbytes >= PASSED_BYTES:
+            sharer = host.store.choose_sharer(entry, question.requester, question.lacking)
+            if not (shared := sharer[0] == question.requester[1]):
+                return parts.Redirect(*sharer), None
         if isinstance(question, parts.Slice):
             # Slicing runs on the side stream, like packing, because jagged rows get new offsets on the device.
-            with host.device.aside():
+            with host.device.use_side_stream():
                 value = batch.slice_rows(value, question.start, question.stop)
-        if not question.place or question.place != place(host.boot.device):
-            with host.store.reading(entry):
-                return parts.Value(waited, shared=shared), host.packed(value, entry.maker, wait=True)
-        lender = Lender(host.boot.device, tensors(entry.value))
-        with host.store.reading(entry), lender.lending():
-            body = host.packed(value, entry.maker, wait=True)
+        if not question.place or question.place != get_place(host.boot.device):
+            with host.store.reading_entry(entry):
+                return parts.Value(waited, shared=shared), host.pack_result(value, entry.maker, wait=True)
+        lender = Lender(host.boot.device, list_tensors(entry.value))
+        with host.store.reading_entry(entry), lender.lend_block():
+            body = host.pack_result(value, entry.maker, wait=True)
         return parts.Value(waited, lender.lent, lender.refusal), body
 
 
-def _where(source: Source, rank: int) -> tuple[str, int, int, int]:
+def _locate(source: Source, rank: int) -> tuple[str, int, int, int]:
     return source.group, source.slot(rank), source.generation, source.origin.number

@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 
 from colocate._devices.copies import WORTH_BYTES, HostCopies
-from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
-from colocate._protocol.uses import Written
+from colocate._protocol.consequence import LET_GO, Consequence, PoisonedPart
+from colocate._protocol.uses import ResidentWrite
 from colocate._values import batch
-from colocate._values.leaving import Watch, tensor_bytes, tensors
+from colocate._values.leaving import Watch, count_tensor_bytes, list_tensors
 from colocate._values.plain import is_plain
 from colocate.gpus import in_use
 from colocate.worker.serving.scope import Scope
@@ -31,22 +31,23 @@ class Entry:
     maker: str = ""
     watch: Watch | None = None
     # Labels of calls on other workers of this process that refer to the value.
-    lent: list[str] = attrs.field(factory=list)
-    counted: int | None = None  # Number of rows of the value; None before the first count.
+    borrowers: list[str] = attrs.field(factory=list)
+    row_count: int | None = None  # Number of rows of the value; None before the first count.
     nbytes: int = 0  # Size of the value's tensors and arrays, in bytes.
     # Host copies of device memory for readers on other workers; None if no copies exist.
     copies: HostCopies | None = None
     readers: int = 0  # Number of readers that are reading now.
-    read: int = 0  # Serial number of the last read; copies with the lowest number are dropped first.
-    takers: int = 0  # Number of takers that haven't received an offered part yet. The last taker removes the part.
+    last_read: int = 0  # Serial number of the last read; copies with the lowest number are dropped first.
+    # Number of takers that haven't received an offered part yet. The last taker removes the part.
+    remaining_takers: int = 0
     # For each machine, the address of the worker that shares the part there, and how often a sharer was named.
     sharers: dict[str, tuple[str, int]] = attrs.field(factory=dict)
 
-    def rows(self, label: str) -> int:
+    def count_rows(self, label: str) -> int:
         """Return the number of rows of the value. The rows are counted once, because the value is constant."""
-        if self.counted is None:
-            self.counted = batch.rows(self.value, label)
-        return self.counted
+        if self.row_count is None:
+            self.row_count = batch.get_row_count(self.value, label)
+        return self.row_count
 
 
 COPIES_BYTES = 1 << 30
@@ -73,16 +74,16 @@ class Store:
         self._copies_lock = threading.Lock()
         self._reads = itertools.count(1)
         self.entries: dict[int, Entry] = {}
-        self._over = 1  # Keys of offers are negative and count down. No more offers come with keys from this one up.
-        self._kept: set[int] = set()  # Keys of finished offers with a taker that retains the value.
+        self._end_key = 1  # Keys of offers are negative and count down. No more offers come with keys from this one up.
+        self._kept_offers: set[int] = set()  # Keys of finished offers with a taker that retains the value.
         self._news = threading.Condition()
 
-    def expect(self, key: int) -> None:
+    def expect_value(self, key: int) -> None:
         """Add a pending entry for the result of a queued call."""
         with self._news:
             self.entries[key] = Entry()
 
-    def put(self, key: int, value: Any, maker: str, weight: int | None, rows: int | None = None) -> int:
+    def put_value(self, key: int, value: Any, maker: str, weight: int | None, rows: int | None = None) -> int:
         """Store a method's result, unless the resident was freed already. Return the size in bytes.
 
         `weight` is the number of rows that the call worked on, and `rows` that of the result, if known.
@@ -93,12 +94,12 @@ class Store:
             entry = self.entries.get(key)
             if entry is not None:
                 entry.value, entry.maker, entry.watch, entry.weight = value, maker, watch, weight
-                entry.counted, entry.nbytes = rows, nbytes
+                entry.row_count, entry.nbytes = rows, nbytes
                 entry.ready = True
                 self._news.notify_all()
         return nbytes
 
-    def fail(self, key: int, error: str) -> None:
+    def fail_value(self, key: int, error: str) -> None:
         """Mark a part as failed because the call failed or was withdrawn, and wake the waiting threads."""
         with self._news:
             entry = self.entries.get(key)
@@ -106,19 +107,21 @@ class Store:
                 entry.error, entry.ready = error, True
                 self._news.notify_all()
 
-    def offer(self, key: int, value: Any, maker: str, takers: int) -> None:
-        """Offer a value to other workers until all takers have confirmed the receipt (`took`)."""
+    def offer_value(self, key: int, value: Any, maker: str, takers: int) -> None:
+        """Offer a value to other workers until all takers have confirmed the receipt (`mark_taken`)."""
         with self._news:
-            self.entries[key] = Entry(value, ready=True, maker=maker, nbytes=tensor_bytes(value), takers=takers)
+            self.entries[key] = Entry(
+                value, ready=True, maker=maker, nbytes=count_tensor_bytes(value), remaining_takers=takers
+            )
             self._news.notify_all()
 
-    def nothing_from(self, key: int) -> None:
-        """Fail the waits for offers with keys from this one up, because no such offer will come."""
+    def end_offers(self, key: int) -> None:
+        """Fail the waits for offers with this key or higher keys, because no such offer will come."""
         with self._news:
-            self._over = key
+            self._end_key = key
             self._news.notify_all()
 
-    def sharer(self, entry: Entry, here: tuple[str, str], lacking: int) -> tuple[str, int]:
+    def choose_sharer(self, entry: Entry, here: tuple[str, str], lacking: int) -> tuple[str, int]:
         """Return the worker that shares a part on a machine, and how often a sharer was named on that machine.
 
         The asking worker becomes the sharer if it is the first to ask, or is the sharer already, or has found that the
@@ -131,15 +134,15 @@ class Store:
                 sharer, times = entry.sharers[machine] = address, times + 1
             return sharer, times
 
-    def took(self, key: int, keeps: bool = False) -> None:
+    def mark_taken(self, key: int, keeps: bool = False) -> None:
         """Count one taker of an offered part. `keeps` says whether the taker retains the value."""
         with self._news:
             entry = self.entries.get(key)
             if entry is not None:
-                entry.takers -= 1
+                entry.remaining_takers -= 1
                 if keeps:
-                    self._kept.add(key)
-                if entry.takers == 0:
+                    self._kept_offers.add(key)
+                if entry.remaining_takers == 0:
                     del self.entries[key]
                 self._news.notify_all()
 
@@ -154,12 +157,12 @@ class Store:
                 if (reason := self._scope.closed or why_not()) is not None:
                     raise Consequence(reason)
                 self._news.wait()
-            is_kept = key in self._kept
-            self._kept.discard(key)
+            is_kept = key in self._kept_offers
+            self._kept_offers.discard(key)
             return is_kept
 
     def wait_for(self, holds: Callable[[], bool], within_s: float) -> bool:
-        """Wait at most `within_s` seconds for a condition, which is checked again after `poke`.
+        """Wait at most `within_s` seconds for a condition, which `wake_waiters` causes to be checked again.
 
         Return the condition.
         """
@@ -171,14 +174,14 @@ class Store:
         with self._news:
             for key in keys:
                 self.entries.pop(key, None)
-                self._kept.discard(key)
+                self._kept_offers.discard(key)
             self._news.notify_all()
 
-    def local(self, key: int) -> Entry | None:
+    def find_entry(self, key: int) -> Entry | None:
         """Return a part in the present state, even if pending; None if this worker has no such part."""
         return self.entries.get(key)
 
-    def wait(self, key: int, why_not: Callable[[], str | None] = lambda: None) -> Entry:
+    def wait_for_entry(self, key: int, why_not: Callable[[], str | None] = lambda: None) -> Entry:
         """Wait until a part's call has run, and return the part. `why_not` may return a reason to stop waiting.
 
         Raises:
@@ -195,17 +198,17 @@ class Store:
                 # An unknown part will still arrive, because no part is freed while an unfinished call uses the part.
                 if entry is not None and entry.ready:
                     if entry.error is not None:
-                        raise Poisoned(entry.error)
+                        raise PoisonedPart(entry.error)
                     return entry
-                if self._over <= key < 0:
-                    raise Poisoned("the sync that was to offer it is over")
-                reason = LET_GO if self._scope.let_go(key) else why_not()
+                if self._end_key <= key < 0:
+                    raise PoisonedPart("the sync that was to offer it is over")
+                reason = LET_GO if self._scope.is_of_former_driver(key) else why_not()
                 if reason is not None:
                     raise Consequence(reason)
                 self._news.wait()
 
     @contextlib.contextmanager
-    def reading(self, entry: Entry) -> Iterator[None]:
+    def reading_entry(self, entry: Entry) -> Iterator[None]:
         """Provide host copies of a part's device memory during a block that packs the part for another worker.
 
         All concurrent readers share one copy, which stays for later readers as long as the part does. Above the limit,
@@ -215,13 +218,13 @@ class Store:
             yield
             return
         with self._copies_lock:
-            copies = entry.copies or HostCopies(tensors(entry.value))
+            copies = entry.copies or HostCopies(list_tensors(entry.value))
             # An error means that a writer has changed the part since the look-up.
             entry.copies = copies if entry.error is None else None
-            entry.read = next(self._reads)
+            entry.last_read = next(self._reads)
             entry.readers += 1
         try:
-            with copies.shared():
+            with copies.share_with_thread():
                 yield
         finally:
             with self._copies_lock:
@@ -234,20 +237,20 @@ class Store:
                     if (host_copies := candidate.copies) is not None
                 ]
                 total = sum(nbytes for _, nbytes in sizes)
-                for candidate, nbytes in sorted(sizes, key=lambda item: item[0].read):
+                for candidate, nbytes in sorted(sizes, key=lambda item: item[0].last_read):
                     if total > self.copies_bytes and not candidate.readers:
                         total -= nbytes
                         candidate.copies = None
 
-    def poke(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake the waiting threads to check conditions again."""
         with self._news:
             self._news.notify_all()
 
-    def renew(self) -> None:
+    def forget_driver(self) -> None:
         """Drop the residents of a driver that has released this worker."""
         with self._news:
-            for key in [key for key in self.entries if self._scope.let_go(key)]:
+            for key in [key for key in self.entries if self._scope.is_of_former_driver(key)]:
                 del self.entries[key]
             self._news.notify_all()
 
@@ -257,18 +260,18 @@ class Store:
             self.entries.clear()
             self._news.notify_all()
 
-    def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[Written]:
-        """Yield the stored residents that were changed in place later; `keys` limits the search.
+    def pop_written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[ResidentWrite]:
+        """Yield residents that were changed in place since they were stored; `keys` limits the search.
 
         `by` is the label of the call that has run. If it is None, a call that borrows the value is named, if there is
         one.
         """
         for key in list(self.entries) if keys is None else keys:
             entry = self.entries.get(key)
-            if entry is not None and entry.watch is not None and entry.watch.written():
+            if entry is not None and entry.watch is not None and entry.watch.was_written():
                 # Each write is reported once, by the method that wrote. From then on the value is poisoned.
                 entry.watch = None
-                writer = by or next(iter(entry.lent), None)
+                writer = by or next(iter(entry.borrowers), None)
                 entry.error = (
                     f"resident {key}, returned by {entry.maker}, was changed in place"
                     f"{f' by {writer}' if writer else ''}; it can't be used any more"
@@ -276,15 +279,15 @@ class Store:
                 entry.copies = None
                 yield key, entry.maker, writer
 
-    def values(self) -> list[tuple[str, Any]]:
+    def list_values(self) -> list[tuple[str, Any]]:
         """Return the producer's label and the value, for each ready part and for each host copy."""
         entries = [entry for entry in list(self.entries.values()) if entry.ready]
         copies = [(entry.maker, entry.copies) for entry in entries] if self.copies_bytes else []
         return [
             *((entry.maker, entry.value) for entry in entries),
-            *((maker, host_copies.tensors()) for maker, host_copies in copies if host_copies is not None),
+            *((maker, host_copies.list_copies()) for maker, host_copies in copies if host_copies is not None),
         ]
 
-    def made_by(self, role: str) -> list[int]:
+    def list_keys_of(self, role: str) -> list[int]:
         """Return the keys of residents that a role has returned."""
         return [key for key, entry in list(self.entries.items()) if entry.maker.partition(".")[0] == role]

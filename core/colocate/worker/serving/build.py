@@ -16,14 +16,14 @@ import attrs
 from colocate import wire
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
-from colocate._system.installed import version_line, version_of
+from colocate._system.installed import get_version, get_version_line
 from colocate._system.tracebacks import rebuilding
-from colocate._values.leaving import on_device
-from colocate._values.mesh import Mesh, one_axis
+from colocate._values.leaving import move_to_device
+from colocate._values.mesh import Mesh, get_default_meshes
 from colocate.errors import PluginError
 from colocate.features import CALLS
 from colocate.worker.context import WorkerContext
-from colocate.worker.process_wide import own_of
+from colocate.worker.process_wide import create_role_state
 from colocate.worker.serving.role_instance import RoleInstance
 from colocate.worker.serving.signal_handlers import calls_role_code
 
@@ -34,7 +34,7 @@ GROUP_WIDE_CALLS = frozenset(CALLS) - {FUNCTION}
 
 
 @attrs.frozen
-class Shipped:
+class ShippedObject:
     """A class or function for a worker: a name, a pickled definition, or within one process the object itself."""
 
     name: str  # The form is "module:qualified.name".
@@ -43,7 +43,7 @@ class Shipped:
     distribution: str | None = None  # Name of the distribution on the driver that has the class or function.
     version: str | None = None  # The distribution's version on the driver.
 
-    def load(self) -> Any:
+    def load_object(self) -> Any:
         """Import or unpickle the class or function in this process.
 
         Raises:
@@ -54,7 +54,7 @@ class Shipped:
         if self.data is not None:
             return wire.unpack(self.data)
         if self.distribution is not None:
-            local_version = _version_here(self.distribution)
+            local_version = _get_local_version(self.distribution)
             if local_version != self.version:
                 has = "doesn't have it" if local_version is None else f"has {local_version}"
                 raise PluginError(
@@ -62,7 +62,7 @@ class Shipped:
                     f"({sys.executable}) {has}: install the same version in both",
                     name=self.name,
                     distribution=self.distribution,
-                    hint=version_line(self.distribution, self.version),
+                    hint=get_version_line(self.distribution, self.version),
                 )
         module, _, path = self.name.partition(":")
         value: Any = importlib.import_module(module)
@@ -72,7 +72,7 @@ class Shipped:
 
 
 # The result is cached because the look-up is slow, and imported code doesn't change.
-_version_here = functools.cache(version_of)
+_get_local_version = functools.cache(get_version)
 
 
 @attrs.frozen
@@ -80,17 +80,17 @@ class RoleBuild:
     """The driver's description of one role to construct."""
 
     name: str
-    shipped: Shipped
+    shipped: ShippedObject
     arguments: Any  # Packed constructor arguments (args, kwargs).
     slots: tuple[int, ...] | range
     meshes: Mapping[str, Mesh]
     group: str
     seed: int
     generation: int
-    parts: Mapping[str, Any]  # Settings of the group's features for the role (`OfGroup.builds`).
+    parts: Mapping[str, Any]  # Settings of the group's features for the role (`GroupFeature.role_configs`).
 
 
-def context_in(
+def create_context(
     worker_context: WorkerContext,
     role: str | None,
     slots: Sequence[int],
@@ -115,10 +115,10 @@ def context_in(
         meshes={name: MeshPlace(mesh, rank) for name, mesh in meshes.items()},
         device=boot.device,
         siblings=worker_context.instances,
-        reach=worker_context.reach,
+        reach=worker_context.wake_sibling,
         slots=slots,
-        part=worker_context.part,
-        report=worker_context.report,
+        part=worker_context.get_feature,
+        report=worker_context.report_progress,
         background=worker_context.background,
     )
 
@@ -126,57 +126,60 @@ def context_in(
 @calls_role_code
 def construct(build: RoleBuild, worker_context: WorkerContext) -> RoleInstance:
     """Construct a role's instance in this worker. Errors of the constructor propagate."""
-    ctx = context_in(worker_context, build.name, build.slots, build.meshes, build.group, build.seed, build.generation)
+    ctx = create_context(
+        worker_context, build.name, build.slots, build.meshes, build.group, build.seed, build.generation
+    )
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     instance, is_substitute = None, False
     token = set_current(ctx)
     try:
-        wide, role_state = worker_context.setting.process_wide, None
+        wide, role_state = worker_context.setting.process_state, None
         if wide is not None:
-            role_state = own_of(build.seed, build.group, build.name, ctx.slot, build.generation)
-            wide.have(role_state)
-        cls = build.shipped.load()
+            role_state = create_role_state(build.seed, build.group, build.name, ctx.slot, build.generation)
+            wide.switch_to(role_state)
+        cls = build.shipped.load_object()
         worker_context.setting.choose_device()
-        worker_context.setting.base = attrs.evolve(worker_context.setting.now(), own=None)
+        worker_context.setting.base = attrs.evolve(worker_context.setting.read_settings(), role_state=None)
         if wide is not None:
-            wide.loaded()
+            wide.on_module_loaded()
         methods, parts = check_role(build.name, cls), build.parts
         for name, plain in parts.items():
-            if (instance := worker_context.part(name).stands_in(build.name, cls, plain)) is not None:
+            if (instance := worker_context.get_feature(name).substitute_role(build.name, cls, plain)) is not None:
                 is_substitute, parts = True, {name: plain}
                 break
-        if (
-            build.arguments is not None and not is_substitute
-        ):  # Arguments are unpacked on the host; the role itself moves data to the device.
+        # Arguments are unpacked in host memory; the role itself moves data to the device.
+        if build.arguments is not None and not is_substitute:
             with rebuilding("an argument"):
                 args, kwargs = worker_context.codec.unpack(build.arguments, "cpu")
             if worker_context.moves_tensors:
-                args, kwargs = on_device((args, kwargs), "cpu")
+                args, kwargs = move_to_device((args, kwargs), "cpu")
         if not is_substitute:
-            with worker_context.making(build.name, parts):
+            with worker_context.around_constructor(build.name, parts):
                 instance = cls(*args, **kwargs)
         attach(instance, ctx)
-        settings = worker_context.setting.now()
+        settings = worker_context.setting.read_settings()
     finally:
         reset_current(token)
-        worker_context.setting.have(worker_context.setting.base)
+        worker_context.setting.apply_settings(worker_context.setting.base)
     setting = worker_context.setting
     # A background role uses a separate stream.
     if (background := worker_context.background.get(build.name)) is not None:
-        setting, settings, role_state = background.setting, attrs.evolve(settings, stream=None, own=None), None
+        setting, settings, role_state = background.setting, attrs.evolve(settings, stream=None, role_state=None), None
         setting.base = attrs.evolve(worker_context.setting.base, stream=None)
-    role = RoleInstance(build.name, instance, methods, ctx, setting, settings, own=role_state, stands_in=is_substitute)
+    role = RoleInstance(
+        build.name, instance, methods, ctx, setting, settings, role_state=role_state, is_substitute=is_substitute
+    )
     for name in {**worker_context.parts, **parts}:
-        worker_context.part(name).built(role, parts.get(name))
+        worker_context.get_feature(name).on_role_built(role, parts.get(name))
     return role
 
 
-def hosted_functions(worker_context: WorkerContext, slots: int, seed: int, feature: str) -> RoleInstance:
+def create_function_host(worker_context: WorkerContext, slots: int, seed: int, feature: str) -> RoleInstance:
     """Make the nameless role that runs a feature's calls on whole workers. Each slot of the group is a rank."""
     boot = worker_context.boot
     generation = boot.generation
-    ctx = context_in(worker_context, None, range(slots), one_axis(slots), boot.group, seed, generation)
-    setting, role_state = worker_context.setting, own_of(seed, boot.group, None, boot.slot, generation)
-    part = worker_context.part(feature)
-    return RoleInstance(None, part, part.calls, ctx, setting, own=role_state)
+    ctx = create_context(worker_context, None, range(slots), get_default_meshes(slots), boot.group, seed, generation)
+    setting, role_state = worker_context.setting, create_role_state(seed, boot.group, None, boot.slot, generation)
+    part = worker_context.get_feature(feature)
+    return RoleInstance(None, part, part.calls, ctx, setting, role_state=role_state)

@@ -18,9 +18,9 @@ from typing import Any
 from colocate._protocol.consequence import OWN_WORDS, Consequence
 from colocate._protocol.from_worker import Failure
 from colocate._role.context import current
-from colocate._system.imported import imported
-from colocate._system.jobs import message_of
-from colocate._system.tracebacks import NotRebuilt, frames_of_users, told
+from colocate._system.imported import find_imported
+from colocate._system.jobs import get_message
+from colocate._system.tracebacks import NotRebuilt, format_exception, format_user_frames
 from colocate._values.codec import Codec
 from colocate.errors import (
     CapabilityError,
@@ -46,41 +46,41 @@ _ON_THREADS = (
 _ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
-LOOKING = threading.RLock()
+INSPECTION_LOCK = threading.RLock()
 """Held while a thread looks at the lane's frames, or at process groups: the look keeps objects alive that the lane has
 dropped."""
 
 
-def failed(
+def describe_failure(
     error: BaseException, codec: Codec, definitions: Definitions, role: str | None, secondary: bool
 ) -> tuple[Failure, Any]:
-    """Return a failure report for the driver, and the pickled exception as a body, or None if pickling fails."""
+    """Return a failure report for the driver, and a body with the pickled exception (None if pickling fails)."""
     unbuilt = None
     if isinstance(error, NotRebuilt):
-        unbuilt, error = error.what, error.why
+        unbuilt, error = error.subject, error.cause
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     # A colocate error that role code itself has raised is the role's failure.
     by_role = any(not name.startswith("colocate.") or name.startswith("colocate.testing.") for name in names)
     ours = isinstance(error, CapabilityError | ChildDied) or (isinstance(error, OWN_WORDS) and not by_role)
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = message_of(error)
+    text = get_message(error)
     needs_main = isinstance(error, ValueError | RuntimeError) and text.startswith(_NEEDS_MAIN)
     on_main = threading.current_thread() is threading.main_thread()
     ctx = current()
     apart = _IN_BACKGROUND if ctx is not None and ctx.role in ctx._background else _ON_THREADS
     thread = apart if needs_main and not on_main else None
-    for hint in (imports.hint_for(error), thread):
+    for hint in (imports.find_hint(error), thread):
         if hint is not None:
-            note(error, hint)
+            add_note(error, hint)
     may_be_ours = isinstance(error, Consequence) or unbuilt is not None
-    follows = may_be_ours and not frames_of_users(error)  # Such a failure has no frames of users' code to show.
-    trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
+    follows = may_be_ours and not format_user_frames(error)  # A traceback without users' frames isn't shown.
+    trace = "" if follows else format_exception(error, _skip_own_frames(error.__traceback__), whole=False)
     failure = Failure(name, text, trace, ours and unbuilt is None, secondary, role, unbuilt)
-    return failure, _sendable(error, codec, definitions)
+    return failure, _pack_error(error, codec, definitions)
 
 
-def _sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
+def _pack_error(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
     """Return a message body with the exception, or None if the exception doesn't survive pickling."""
     # These attributes are cleared, because their frames refer to tensors, files and process groups.
     for name in ("__traceback__", "__context__", "__cause__"):
@@ -90,31 +90,31 @@ def _sendable(error: BaseException, codec: Codec, definitions: Definitions) -> A
     try:
         body = codec.pack(error)
         again = codec.unpack(body, None)
-        definitions.tell(body)
+        definitions.send_lacking(body)
     except BaseException:  # The exception's class controls pickling, and may raise anything.
         return None
     return body if type(again) is type(error) else None
 
 
-def note(error: BaseException, text: str) -> None:
+def add_note(error: BaseException, text: str) -> None:
     """Add a note to an exception, if the class allows that."""
     with suppress(Exception):
         error.add_note(text)
 
 
-def stack_of_role_code(thread: threading.Thread) -> list[str]:
+def format_role_stack(thread: threading.Thread) -> list[str]:
     """Return a thread's stack as text, beginning at role code if there is any. Return [] if the thread has ended."""
-    return role_code_in(frames_of(thread)[::-1])
+    return format_role_frames(list_frames(thread)[::-1])
 
 
-def role_code_in(frames: Sequence[FrameType]) -> list[str]:
+def format_role_frames(frames: Sequence[FrameType]) -> list[str]:
     """Return frames (outermost first) as text, beginning at role code if there is any."""
     return traceback.format_list(
-        role_code_of(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames))
+        trim_to_role_code(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames))
     )
 
 
-def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+def trim_to_role_code(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
     """Remove the worker's frames around role code from a stack. A stack without role code stays complete.
 
     Frames of a debugger that has stopped the role are left out.
@@ -126,7 +126,7 @@ def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.
     return stack[first:last]
 
 
-def frames_of(thread: threading.Thread) -> list[FrameType]:
+def list_frames(thread: threading.Thread) -> list[FrameType]:
     """Return the frames of a thread, innermost first; empty when the thread has ended.
 
     A running thread's frames are stable only while it doesn't run. If Python code collected them, the thread could run
@@ -157,7 +157,7 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(_OWN) or file.endswith("colocate/_role/method_spec.py") or file in _RUNS_LANE
 
 
-def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
+def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Remove the worker's own frames from a traceback, unless the error may come from the worker itself.
 
     Return None if the traceback ends in the call of role code, because then only the arguments don't fit.
@@ -180,12 +180,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         # The text of a `MemoryBudgetError` already says which roles use the memory.
         return not isinstance(error, MemoryBudgetError)
-    torch = imported("torch")
+    torch = find_imported("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return any(words in message_of(error) for words in _NO_MEMORY)
+    return any(words in get_message(error) for words in _NO_MEMORY)
 
 
 _NO_MEMORY = (

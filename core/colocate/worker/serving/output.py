@@ -52,7 +52,7 @@ def label_output() -> None:
         setattr(sys, f"__{name}__", labelled)
 
 
-def say_for(label: str, line: str, group: str | None) -> None:
+def print_for(label: str, line: str, group: str | None) -> None:
     """Print a line of a process that a role has started.
 
     Args:
@@ -65,7 +65,7 @@ def say_for(label: str, line: str, group: str | None) -> None:
         sys.stderr.write(f"{lead}{line}\n")
 
 
-def log_levels() -> dict[str, int]:
+def get_log_levels() -> dict[str, int]:
     """Return the levels set on this process's loggers, the root's first; empty if the root logger has no handler."""
     root = logging.getLogger()
     if not root.handlers:
@@ -76,7 +76,7 @@ def log_levels() -> dict[str, int]:
     }
 
 
-def show_logs(levels: Mapping[str, int]) -> None:
+def apply_log_levels(levels: Mapping[str, int]) -> None:
     """Apply the driver's log levels to this process's loggers, until modules or roles set other levels or handlers."""
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
@@ -94,19 +94,19 @@ def split_label(line: str) -> tuple[str | None, str]:
     return None, line
 
 
-def shown(line: str) -> str:
-    """Return the visible part of a line with carriage returns, which is the last non-empty state."""
+def get_last_state(line: str) -> str:
+    """Return the visible part of a line that carriage returns overwrite (a progress bar): the last non-empty state."""
     states = line.split("\r")
     return next((state for state in reversed(states) if split_label(state)[1].strip()), states[0])
 
 
-def written_over(rest: bytes) -> bytes:
-    """Return the last two states of an unfinished, overwritten line, because the last state may be empty."""
+def trim_overwritten(rest: bytes) -> bytes:
+    """Return the last two states of an unfinished progress bar, because nothing may follow the last carriage return."""
     return b"\r".join(rest.split(b"\r")[-2:])
 
 
 class Tail(deque[str]):
-    """The last lines of a worker's output. Of an overwritten line, only the last state is stored."""
+    """The last lines of a worker's output. Of a line that carriage returns overwrite, only the last state is stored."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=TAIL_LINES)

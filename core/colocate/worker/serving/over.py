@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
-from colocate._role.awaited import awaited
+from colocate._role.awaited import run_coroutine
 from colocate.worker.serving.signal_handlers import calls_role_code
 
 
 @calls_role_code
-def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
+def wait_for_outcome(name: str, found: Any, with_tasks: bool = False) -> None:
     """Wait for the work that a hook has returned. Ignore a result that can't be waited for.
 
     Waitable are futures, coroutines, tasks, results of `dcp.async_save`, threads, processes, and containers of these.
@@ -29,16 +29,16 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
     if inspect.isgenerator(found) or inspect.isasyncgen(found):
         raise TypeError(f"{name}() is a generator, of which nothing runs: have it do all, and yield nothing")
     if inspect.isawaitable(found):
-        wait_until_over(name, _awaited(found, with_tasks))
+        wait_for_outcome(name, _run_awaitable(found, with_tasks))
     elif isinstance(found, list | tuple | set | frozenset):
         for item in found:
-            wait_until_over(name, item)
+            wait_for_outcome(name, item)
     elif isinstance(found, Mapping):
-        wait_until_over(name, [*found.values()])
+        wait_for_outcome(name, [*found.values()])
     elif hasattr(found, "upload_completion"):  # This is torch's `AsyncSaveResponse`.
-        wait_until_over(name, [found.staging_completion, found.upload_completion])
+        wait_for_outcome(name, [found.staging_completion, found.upload_completion])
     elif callable(result := getattr(found, "result", None)):  # a future
-        wait_until_over(name, result())
+        wait_for_outcome(name, result())
     elif hasattr(found, "successful"):  # The method `wait` of a `multiprocessing.pool.AsyncResult` hides failures.
         found.get()
     elif callable(end := getattr(found, "join" if hasattr(found, "is_alive") else "wait", None)):
@@ -47,20 +47,20 @@ def wait_until_over(name: str, found: Any, with_tasks: bool = False) -> None:
             raise ChildProcessError(f"{found!r}, which {name}() has returned, has ended with exit code {code}")
 
 
-def going_on(name: str, found: Any) -> Iterator[Any]:
+def iter_background(name: str, found: Any) -> Iterator[Any]:
     """Wait until a hook's result no longer needs the role, and yield the work that continues without the role.
 
     Futures, threads and processes don't need the role. Awaitables run in the role's loop, to their end.
     """
     if inspect.isawaitable(found):
-        wait_until_over(name, found, with_tasks=True)
+        wait_for_outcome(name, found, with_tasks=True)
     elif isinstance(found, list | tuple | set | frozenset):
         for item in found:
-            yield from going_on(name, item)
+            yield from iter_background(name, item)
     elif isinstance(found, Mapping):
-        yield from going_on(name, [*found.values()])
+        yield from iter_background(name, [*found.values()])
     elif hasattr(found, "upload_completion"):
-        wait_until_over(name, found.staging_completion)
+        wait_for_outcome(name, found.staging_completion)
         yield found.upload_completion
     else:
         yield found
@@ -73,26 +73,26 @@ def is_future(value: object) -> bool:
     )
 
 
-def _awaited(found: Awaitable[Any], with_tasks: bool) -> Any:
+def _run_awaitable(found: Awaitable[Any], with_tasks: bool) -> Any:
     import asyncio  # Role code that creates an awaitable has usually imported asyncio already.
 
-    from colocate.worker.serving.tasks import current_loop
+    from colocate.worker.serving.tasks import get_current_loop
 
     if not isinstance(found, asyncio.Future):
         # In the lane's loop, the hook's tasks couldn't be distinguished from other tasks of the role.
-        lane_loop = None if with_tasks else current_loop()
+        lane_loop = None if with_tasks else get_current_loop()
         if lane_loop is None or lane_loop.is_running():
-            return awaited(_whole(found, with_tasks))
-        return lane_loop.run_until_complete(_whole(found, with_tasks))
+            return run_coroutine(_await_all(found, with_tasks))
+        return lane_loop.run_until_complete(_await_all(found, with_tasks))
     loop = found.get_loop()
     if found.done():
         return found.result()
     if loop.is_running():  # The loop runs on a thread that the role has started.
-        return asyncio.run_coroutine_threadsafe(_whole(found, False), loop).result()
+        return asyncio.run_coroutine_threadsafe(_await_all(found, False), loop).result()
     return loop.run_until_complete(found)
 
 
-async def _whole(found: Any, with_tasks: bool) -> Any:
+async def _await_all(found: Any, with_tasks: bool) -> Any:
     import asyncio
 
     before = asyncio.all_tasks()

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import attrs
 
-from colocate._protocol.ledger import Purpose, counts_as
+from colocate._protocol.ledger import Purpose, count_by_purpose
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
-from colocate._role.role import own_method
-from colocate._system.imported import imported
-from colocate.worker.process_wide import Own
-from colocate.worker.serving.over import wait_until_over
+from colocate._role.role import find_own_method
+from colocate._system.imported import find_imported
+from colocate.worker.process_wide import RoleState
+from colocate.worker.serving.over import wait_for_outcome
 from colocate.worker.serving.signal_handlers import calls_role_code
 from colocate.worker.settings import Setting, Settings
 
@@ -33,23 +33,24 @@ class RoleInstance:
     ctx: Context
     setting: Setting  # Reads and sets torch's settings.
     settings: Settings | None = None  # The role's torch settings; None for the worker's common settings.
-    own: Own | None = None  # The role's generators and switches; None if shared with the driver or another lane.
-    stands_in: bool = False  # Whether the object is a feature's substitute for the role's own object.
+    # The role's generators and switches; None if shared with the driver or another lane.
+    role_state: RoleState | None = None
+    is_substitute: bool = False  # Whether the object is a feature's substitute for the role's own object.
     parts: dict[str, Any] = attrs.field(factory=dict, init=False)  # Features' state for this role, by feature.
     # Whether a warning is due if the role seeds a generator that other roles share.
     shares_numbers: bool = attrs.field(default=False, init=False)
     # Maps each method's name to the spec, and to a label for errors and stacks.
     routes: Mapping[str, tuple[MethodSpec, str]] = attrs.field(init=False)
     # Number of the last call, and the generator's state before that call; None for the seed's initial state.
-    drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
+    last_draw: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
 
     def __attrs_post_init__(self) -> None:
         named = self.name is not None
         self.routes = {name: (spec, f"{self.name}.{name}" if named else name) for name, spec in self.methods.items()}
 
-    def take_back(self, failed: Collection[int]) -> None:
-        """Restore the generator if the last call has failed on any rank, so that a retry draws the same numbers."""
-        seq, state = self.drawn
+    def rewind_generator(self, failed: Collection[int]) -> None:
+        """Restore `ctx.generator` if the last call has failed on any rank, so that a retry draws the same numbers."""
+        seq, state = self.last_draw
         generator = self.ctx._generator
         if seq not in failed or generator is None:
             return
@@ -60,21 +61,21 @@ class RoleInstance:
 
     def call_hook(self, name: str, *args: Any) -> None:
         """Call the role's hook of this name, if the role has one."""
-        if (hook := self.hook(name)) is not None:
+        if (hook := self.find_hook(name)) is not None:
             self.run_hook(hook, *args, name=name)
 
-    def hook(self, name: str) -> Any:
-        """Return the role's hook of this name, or None. A method that callers can call isn't a hook."""
-        return None if name in self.methods else own_method(self.instance, name)
+    def find_hook(self, name: str) -> Any:
+        """Return the role's hook of this name, or None. A method that the driver can call isn't a hook."""
+        return None if name in self.methods else find_own_method(self.instance, name)
 
     def close(self) -> None:
         """Call the role's `close` hook, if there is one, to end background work."""
-        if (hook := self._asked("close")) is not None:
+        if (hook := self._find_plain_hook("close")) is not None:
             self.run_hook(hook, name="close")
 
-    def _asked(self, name: str) -> Any:
+    def _find_plain_hook(self, name: str) -> Any:
         """Return the role's hook of this name, which takes no arguments; None if the role has none."""
-        return None if name in self.methods else own_method(self.instance, name, takes_nothing=True)
+        return None if name in self.methods else find_own_method(self.instance, name, takes_nothing=True)
 
     def run_hook(
         self, hook: Callable[..., Any], *args: Any, name: str = "the hook", by: Callable[..., object] | None = None
@@ -82,14 +83,14 @@ class RoleInstance:
         """Run a hook, and wait for the end of an async hook. If `by` is given, it runs the hook instead."""
         token = set_current(self.ctx)
         try:
-            self.run(by or _run_to_its_end, name, hook, *args)
+            self.run_code(by or _run_to_end, name, hook, *args)
         finally:
             reset_current(token)
 
     @calls_role_code
-    def declared(self) -> Sequence[Any]:
-        """Return the value of the role's hook `device_state`, which names memory that a search can't find."""
-        if (hook := self._asked("device_state")) is None:
+    def list_declared(self) -> Sequence[Any]:
+        """Return the value of the role's hook `device_state`, which lists memory that `find_holdings` can't find."""
+        if (hook := self._find_plain_hook("device_state")) is None:
             return ()
         token = set_current(self.ctx)
         try:
@@ -98,25 +99,25 @@ class RoleInstance:
             reset_current(token)
 
     @calls_role_code
-    def managed(self) -> Mapping[Purpose, int]:
-        """Return the bytes of memory that the role moves by itself, from the hook `managed`.
+    def get_managed_bytes(self) -> Mapping[Purpose, int]:
+        """Return the sizes, in bytes, of memory that the role moves by itself, as reported by the hook `managed`.
 
         Raises:
             ConfigError: The hook returns something else.
         """
-        if (hook := self._asked("managed")) is None:
+        if (hook := self._find_plain_hook("managed")) is None:
             return {}
         token = set_current(self.ctx)
         try:
             sizes = hook()
         finally:
             reset_current(token)
-        return counts_as(str(self.name), sizes, "managed()")
+        return count_by_purpose(str(self.name), sizes, "managed()")
 
     @calls_role_code
-    def apart(self) -> Sequence[object]:
-        """Return the objects to exclude from the role's memory, from the hook `apart`."""
-        if (hook := self._asked("apart")) is None:
+    def list_excluded(self) -> Sequence[object]:
+        """Return the objects that don't count as the role's memory, as listed by the hook `apart`."""
+        if (hook := self._find_plain_hook("apart")) is None:
             return ()
         token = set_current(self.ctx)
         try:
@@ -124,20 +125,20 @@ class RoleInstance:
         finally:
             reset_current(token)
 
-    def run(self, code: Callable[..., T], *args: Any) -> T:
+    def run_code(self, code: Callable[..., T], *args: Any) -> T:
         """Run role code with the role's torch settings."""
         setting = self.setting
-        setting.have(self.settings or self._of_all())
+        setting.apply_settings(self.settings or self._get_default_settings())
         if self.shares_numbers:
-            code = partial(self._unseeded, code)
+            code = partial(self._run_checking_seed, code)
         try:
             return code(*args)
         finally:
-            setting.have(setting.base)
+            setting.apply_settings(setting.base)
 
-    def _unseeded(self, code: Callable[..., T], *args: Any) -> T:
+    def _run_checking_seed(self, code: Callable[..., T], *args: Any) -> T:
         """Run code, and warn if the code has seeded torch's default generator, which other roles share."""
-        torch = imported("torch")
+        torch = find_imported("torch")
         seed = None if torch is None else torch.initial_seed()
         try:
             return code(*args)
@@ -152,8 +153,8 @@ class RoleInstance:
                     self.ctx.group,
                 )
 
-    def _of_all(self) -> Settings:
-        self.settings = attrs.evolve(self.setting.base, own=self.own)
+    def _get_default_settings(self) -> Settings:
+        self.settings = attrs.evolve(self.setting.base, role_state=self.role_state)
         return self.settings
 
     def label(self, method: str) -> str:
@@ -162,5 +163,5 @@ class RoleInstance:
 
 
 @calls_role_code
-def _run_to_its_end(name: str, hook: Callable[..., Any], *args: Any) -> None:
-    wait_until_over(name, hook(*args))
+def _run_to_end(name: str, hook: Callable[..., Any], *args: Any) -> None:
+    wait_for_outcome(name, hook(*args))

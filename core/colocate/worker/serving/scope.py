@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from colocate._protocol.consequence import LET_GO
 
-End: TypeAlias = Callable[[Callable[[int], bool], str], object]
+Ender: TypeAlias = Callable[[Callable[[int], bool], str], object]
 """Ends waits of calls whose numbers satisfy a predicate, with a reason. On any thread; must not block."""
 
 
@@ -31,49 +31,49 @@ class Scope:
         self.closed: str | None = None
         self.lane_of = lane_of
         self._ended: dict[str, tuple[int, str]] = {}  # by lane
-        self._enders: list[End] = []
+        self._enders: list[Ender] = []
 
-    def ends(self, ender: End) -> None:
-        """Register a callback that ends waits. A wait that begins later must check `why` first."""
+    def add_ender(self, ender: Ender) -> None:
+        """Register a callback that ends waits. A wait that begins later must check `get_wait_refusal` first."""
         self._enders.append(ender)
 
-    def why(self, seq: int | None) -> str | None:
+    def get_wait_refusal(self, seq: int | None) -> str | None:
         """Return the reason why a call mustn't wait; None for a call that may.
 
         Args:
             seq: The call's number; None for a wait outside of calls.
         """
-        if seq is not None and self.let_go(seq):
+        if seq is not None and self.is_of_former_driver(seq):
             return LET_GO
         if self.closed is not None or not self._ended:
             return self.closed
         ended = self._ended.get("" if seq is None else self.lane_of(seq))
         return ended[1] if ended is not None and (seq is None or seq >= ended[0]) else None
 
-    def let_go(self, number: int) -> bool:
+    def is_of_former_driver(self, number: int) -> bool:
         """Return whether a call or resident belongs to a former driver."""
         return 0 < number <= self.base
 
-    def end(self, seq: int, reason: str, lane: str = "") -> None:
-        """End the waits of a lane's calls from number `seq` on, until `resume`."""
+    def end_waits(self, seq: int, reason: str, lane: str = "") -> None:
+        """End the waits of a lane's calls from number `seq` on, until `resume_waits`."""
         self._ended[lane] = seq, reason
-        self._tell(lambda each: each >= seq and self.lane_of(each) == lane, reason)
+        self._run_enders(lambda each: each >= seq and self.lane_of(each) == lane, reason)
 
-    def resume(self, lane: str = "") -> None:
+    def resume_waits(self, lane: str = "") -> None:
         """Allow a lane's calls to wait again, unless the worker is closing."""
         self._ended.pop(lane, None)
 
-    def renew(self, base: int) -> None:
+    def forget_driver(self, base: int) -> None:
         """End all waits for a former driver. The next driver's calls and residents have numbers above `base`."""
         self.base = base
         self._ended.clear()
-        self._tell(lambda each: True, LET_GO)
+        self._run_enders(lambda each: True, LET_GO)
 
     def close(self, reason: str) -> None:
         """End all waits, because the worker is closing."""
         self.closed = reason
-        self._tell(lambda each: True, reason)
+        self._run_enders(lambda each: True, reason)
 
-    def _tell(self, concerns: Callable[[int], bool], reason: str) -> None:
+    def _run_enders(self, concerns: Callable[[int], bool], reason: str) -> None:
         for ender in self._enders:
             ender(concerns, reason)

@@ -18,30 +18,30 @@ from typing import Any
 
 from colocate import wire
 from colocate._protocol import from_worker, to_worker, versions
-from colocate._protocol.message import Head, kind_of, read
-from colocate._protocol.versions import base_of
+from colocate._protocol.message import Head, decode_head, kind_of
+from colocate._protocol.versions import epoch_base
 from colocate._system.limits import STEP_ENDS_WITHIN_S
 from colocate.executor import Boot
 from colocate.worker.birth.supervisor import CLOSES_OTHERS
 from colocate.worker.serving.host import WorkerHost
 
-GIVEN_BYTES = 1 << 20
-# The keeper sends the messages CUT and LOOK without a lane.
-CUT = b"cut"  # Message that the present lane has ended.
+HANDOVER_BYTES = 1 << 20
+# With the messages CUT and LOOK, the keeper passes no connection to a driver.
+CUT = b"cut"  # Message that the present connection to a driver has ended.
 LOOK = b"look "  # Question for the worker's status. The answer begins with the number that follows here.
 
 Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
 
 
-def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | bytes:
-    """Receive a lane from the keeper's socket `door`, with the driver's epoch and this machine's certificates.
+def receive_lane(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | bytes:
+    """Receive a driver's connection from the keeper's socket `door`, with its epoch and this machine's certificates.
 
     The epoch is 0 for the only driver. Other messages are returned as bytes.
 
     Raises:
         EOFError: The keeper has exited, or doesn't need the worker.
     """
-    data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1)
+    data, fds, _, _ = socket.recv_fds(door, HANDOVER_BYTES, 1)
     if data == CUT or data.startswith(LOOK):
         return data
     if not fds:
@@ -53,7 +53,7 @@ def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | b
 
 
 class Service:
-    """Serves one lane after another. Methods run on the event loop's thread, unless their docstring says otherwise."""
+    """Serves one driver after another. Methods run on the event loop's thread, unless documented otherwise."""
 
     def __init__(
         self, event_loop: wire.EventLoop, start: Start, tls: wire.Tls | None, door: socket.socket | None
@@ -65,104 +65,106 @@ class Service:
         self._host: WorkerHost | None = None
         self._lane: wire.SocketLane | None = None
         self._epoch = 0
-        self._heeds: bool | None = None  # Whether the driver has the same version; None before the first message.
+        # Whether the driver has the worker's version of colocate; None before the first message.
+        self._is_same_version: bool | None = None
         self._next: tuple[socket.socket, int] | None = None
         if door is not None:
             door.setblocking(False)
-            event_loop.watch(door.fileno(), self._at_the_door)
+            event_loop.watch(door.fileno(), self._on_door_event)
 
     def open(self, sock: socket.socket, epoch: int) -> None:
         """Serve a connected, authenticated socket. The first message must be the boot message."""
-        self._epoch, self._heeds = epoch, None
+        self._epoch, self._is_same_version = epoch, None
         if self._host is not None:
-            self._renew(self._host, epoch)
-        self._lane = self.event_loop.attach(sock, self._received, self._closed)
+            self._forget_driver(self._host, epoch)
+        self._lane = self.event_loop.attach(sock, self._on_message, self._on_lane_closed)
         if self._host is not None:
-            self._host.lane.turn_to(self._lane)
+            self._host.lane.use_lane(self._lane)
 
-    def say(self, head: tuple[Any, ...], body: Any) -> None:
+    def send_message(self, head: tuple[Any, ...], body: Any) -> None:
         """Send the driver a message, or drop the message if there is no driver. May be called from any thread."""
         if (lane := self._lane) is not None and not lane.send(head, body):
-            self._look_after(lane)
+            self._check_descriptor(lane)
 
     def drain(self, timeout: float) -> None:
         """Wait until all sent messages are written. Must not run on the event loop's thread."""
         if (lane := self._lane) is not None:
             lane.drain(timeout)
 
-    def _received(self, head: tuple[Any, ...], body: Any) -> None:
+    def _on_message(self, head: tuple[Any, ...], body: Any) -> None:
         if kind_of(head) != to_worker.Boot.__name__:
-            if self._heeds is None:
+            if self._is_same_version is None:
                 print(
-                    f"the first message on this worker's lane is {kind_of(head)!r}; colocate {_boot().version} says "
+                    f"the first message on this worker's lane is {kind_of(head)!r}; colocate "
+                    f"{_create_boot().version} says "
                     "Boot first: the driver is of another version, or its executor doesn't send first_message(boot)",
                     file=sys.stderr,
                     flush=True,
                 )
                 os._exit(1)
             return
-        self._heeds = read(head) == _boot()
-        if not self._heeds:
-            pass  # `hello` tells the driver this worker's version, and all other messages are ignored.
+        self._is_same_version = decode_head(head) == _create_boot()
+        if not self._is_same_version:
+            pass  # The hello tells the driver this worker's version. All other messages are ignored.
         elif self._host is None:
             assert self._lane is not None
             self._host = self._start(wire.unpack(body), self, self._lane)
             if self._epoch > 1:  # The call numbers of later drivers don't begin with 1.
-                self._host.renew(base_of(self._epoch))
+                self._host.forget_driver(epoch_base(self._epoch))
         else:
-            self._host.adopt(wire.unpack(body))
-        if self._heeds and self._host is not None and self._lane is not None:
-            self._lane.pass_to(self._host.receive, self._host.arrives)
-        self.say(hello(), None)
+            self._host.change_driver(wire.unpack(body))
+        if self._is_same_version and self._host is not None and self._lane is not None:
+            self._lane.redirect_messages(self._host.receive, self._host.open_buffer)
+        self.send_message(create_hello(), None)
 
-    def _closed(self, reason: str) -> None:
-        """Handle the end of the lane. Runs on the receiving thread."""
+    def _on_lane_closed(self, reason: str) -> None:
+        """Handle the end of the connection to the driver. Runs on the receiving thread."""
         host = self._host
-        if host is not None and host.ended:
+        if host is not None and host.has_ended:
             return
         if self._lane is not None:
-            self._look_after(self._lane)
+            self._check_descriptor(self._lane)
         if self.door is None or host is None:
             # Without a driver, nobody owns this worker, so the process exits even if role code runs.
             if reason.startswith("the other side"):
                 os._exit(0)
             print(f"the connection to the driver has ended here: {reason}", file=sys.stderr)
             os._exit(1)
-        self.event_loop.later(0.0, partial(self._vacate, host))
+        self.event_loop.call_later(0.0, partial(self._expire_driver, host))
 
     @staticmethod
-    def _look_after(lane: wire.SocketLane) -> None:
-        """Exit if the lane has ended because code in this process has closed the descriptor."""
-        if lane.taken:
+    def _check_descriptor(lane: wire.SocketLane) -> None:
+        """Exit if the connection has ended because code in this process has closed the descriptor."""
+        if lane.is_closed_elsewhere:
             print(f"the connection to the driver was closed here: {CLOSES_OTHERS}", file=sys.stderr)
             os._exit(1)
 
-    def _vacate(self, host: WorkerHost) -> None:
+    def _expire_driver(self, host: WorkerHost) -> None:
         self._lane = None
-        self._renew(host, self._epoch + 1)
+        self._forget_driver(host, self._epoch + 1)
         self._open_next()
 
-    def _renew(self, host: WorkerHost, epoch: int) -> None:
+    def _forget_driver(self, host: WorkerHost, epoch: int) -> None:
         """End the work for drivers before this epoch."""
-        base = base_of(epoch)
-        host.renew(base)
+        base = epoch_base(epoch)
+        host.forget_driver(base)
         # Work of the former driver that is still running after this time is unblocked.
-        self.event_loop.later(
+        self.event_loop.call_later(
             STEP_ENDS_WITHIN_S,
-            lambda: host.frees(lambda: any(0 < seq <= base for seq in list(host.lane.running))),
+            lambda: host.unblock_lane(lambda: any(0 < seq <= base for seq in list(host.lane.running))),
         )
 
-    def _at_the_door(self) -> None:
+    def _on_door_event(self) -> None:
         assert self.door is not None
         try:
-            handover = given(self.door)
+            handover = receive_lane(self.door)
         except BlockingIOError:
             return
         except (EOFError, OSError):  # Without a keeper, nobody owns this worker.
             os._exit(0)
         if isinstance(handover, bytes) and handover != CUT:
             if self._host is not None:
-                self._host.look(partial(self._answer, handover.removeprefix(LOOK)))
+                self._host.send_snapshot(partial(self._send_answer, handover.removeprefix(LOOK)))
             return
         if not isinstance(handover, bytes):
             sock, epoch, _ = handover
@@ -174,7 +176,7 @@ class Service:
         else:
             self._open_next()
 
-    def _answer(self, number: bytes, seen: Mapping[str, Any]) -> None:
+    def _send_answer(self, number: bytes, seen: Mapping[str, Any]) -> None:
         """Send the worker's status to the keeper. May run on any thread."""
         assert self.door is not None
         with contextlib.suppress(OSError):  # The keeper has exited, or doesn't read.
@@ -188,14 +190,14 @@ class Service:
 
 def first_message(boot: Boot) -> tuple[Head, wire.Packed]:
     """Return a driver's first message to a worker."""
-    return _boot().head(), wire.pack(boot)
+    return _create_boot().head(), wire.pack(boot)
 
 
-def _boot() -> to_worker.Boot:
-    facts = versions.facts()
+def _create_boot() -> to_worker.Boot:
+    facts = versions.own_facts()
     return to_worker.Boot(facts["protocol"], facts["colocate"])
 
 
-def hello() -> Head:
+def create_hello() -> Head:
     """Return a worker's first message to a driver."""
-    return from_worker.Hello(versions.facts()).head()
+    return from_worker.Hello(versions.own_facts()).head()

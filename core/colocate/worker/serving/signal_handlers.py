@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
 
-from colocate._role.awaited import awaited
+from colocate._role.awaited import run_coroutine
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
-from colocate._signals.guard import work_on_main
+from colocate._signals.guard import release_main
 from colocate._system.lines import is_own_code
-from colocate._system.tracebacks import told
+from colocate._system.tracebacks import format_exception
 
 if TYPE_CHECKING:
     from colocate.worker.lane import Lane
@@ -35,10 +35,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 NEEDS_MAIN = "signal only works in main thread of the main interpreter"  # This is Python's own error text.
 _AGAIN_S = 0.001
 _set, _get = signal.signal, signal.getsignal
-_calls_role_code: set[CodeType] = {MethodSpec.call.__code__, awaited.__code__}
+_calls_role_code: set[CodeType] = {MethodSpec.call.__code__, run_coroutine.__code__}
 INTERRUPT = signal.SIGRTMIN + 1
-"""Signal for `on_interrupt`'s function, ignored outside of role code: the sender must repeat the signal."""
-put_off: list[tuple[Handler, int]] = []
+"""Signal for `set_interrupt_callback`'s function, ignored outside of role code: the sender must repeat the signal."""
+deferred_handlers: list[tuple[Handler, int]] = []
 """Handlers to run later, with the signals' numbers."""
 _waits_for_role_code: set[CodeType] = set()
 _lane: Lane | None = None
@@ -60,72 +60,72 @@ def waits_for_role_code(function: F) -> F:
     return function
 
 
-def guard(lane: Lane) -> None:
+def guard_handlers(lane: Lane) -> None:
     """Run signal handlers of this process only in role code from now on. The lane must be the main thread."""
     global _lane
     _lane = lane
-    _set(INTERRUPT, _interrupted)
+    _set(INTERRUPT, _on_interrupt_signal)
     signal.signal, signal.getsignal = _signal, _getsignal
-    signal.alarm, signal.setitimer = _of_the_lane(signal.alarm), _of_the_lane(signal.setitimer)
-    work_on_main()
+    signal.alarm, signal.setitimer = _limit_to_main_lane(signal.alarm), _limit_to_main_lane(signal.setitimer)
+    release_main()
 
 
-def on_interrupt(function: Callable[[], object]) -> None:
-    """Register the function that `INTERRUPT` calls in role code, even during a wait. The function may raise."""
+def set_interrupt_callback(function: Callable[[], object]) -> None:
+    """Register the function for the signal `INTERRUPT`: it runs in role code, even during a wait, and may raise."""
     global _on_interrupt
     _on_interrupt = function
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    if _lane is not None and _on_interrupt is not None and _role_code_at(frame)[0]:
+def _on_interrupt_signal(number: int, frame: FrameType | None) -> None:
+    if _lane is not None and _on_interrupt is not None and _find_role_code(frame)[0]:
         _on_interrupt()
 
 
-def leave() -> None:
+def end_guard() -> None:
     """Allow handlers to run anywhere again, because the lane has ended."""
     global _lane
-    _settle()
+    _run_deferred()
     _lane = None
 
 
-def raise_put_off() -> None:
-    """Run the put-off handlers before the running call ends, so that their errors fail the call."""
-    while put_off:
-        _run(*put_off.pop(0))
+def run_deferred_handlers() -> None:
+    """Run the deferred handlers before the running call ends, so that their errors fail the call."""
+    while deferred_handlers:
+        _run_handler(*deferred_handlers.pop(0))
 
 
-def _settle() -> None:
-    """Run the put-off handlers on the lane between calls. An error fails the last call that awaits something."""
-    while put_off:
-        handler, number = put_off.pop(0)
+def _run_deferred() -> None:
+    """Run the deferred handlers on the lane between calls. An error fails the last call that awaits something."""
+    while deferred_handlers:
+        handler, number = deferred_handlers.pop(0)
         try:
-            _run(handler, number)
+            _run_handler(handler, number)
         except BaseException as error:
-            if _lane is None or not _lane.interrupt(error):
+            if _lane is None or not _lane.interrupt_last(error):
                 name = next((candidate.name for candidate in signal.Signals if candidate == number), f"signal {number}")
                 words = f"a handler that a role has set for {name} has raised between two calls, of which none fails"
-                print(f"{words}:\n{told(error)}", file=sys.stderr, end="", flush=True)
+                print(f"{words}:\n{format_exception(error)}", file=sys.stderr, end="", flush=True)
 
 
 @attrs.frozen
 class _Guarded:
-    """Wrapper around a role's signal handler, which puts the handler off outside of role code."""
+    """Wrapper around a role's signal handler, which defers the handler outside of role code."""
 
     handler: Handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        is_called, goes_on = _role_code_at(frame)
+        is_called, goes_on = _find_role_code(frame)
         if _lane is None or is_called:
             self.handler(number, frame)
-        elif not (goes_on and _comes_again(number)):
-            put_off.append((self.handler, number))
-            _lane.do(_settle)
+        elif not (goes_on and _resend_signal(number)):
+            deferred_handlers.append((self.handler, number))
+            _lane.run_action(_run_deferred)
 
 
 _calls_role_code.add(_Guarded.__call__.__code__)
 
 
-def _comes_again(number: int) -> bool:
+def _resend_signal(number: int) -> bool:
     """Send the signal again soon, when role code may run. Return False if no thread can start."""
 
     def again() -> None:
@@ -141,21 +141,21 @@ def _comes_again(number: int) -> bool:
 
 
 @calls_role_code
-def _run(handler: Handler, number: int) -> None:
+def _run_handler(handler: Handler, number: int) -> None:
     handler(number, sys._getframe())  # Some handlers inspect the frame.
 
 
 def _signal(signalnum: Any, handler: Any) -> Any:
     # asyncio's own handler does nothing and isn't wrapped, because a repeated signal would reach the loop twice.
     guarded = callable(handler) and not str(getattr(handler, "__module__", "")).startswith("asyncio.")
-    return _bare(_set(signalnum, _Guarded(handler) if guarded else handler))
+    return _unwrap_handler(_set(signalnum, _Guarded(handler) if guarded else handler))
 
 
 def _getsignal(signalnum: Any) -> Any:
-    return _bare(_get(signalnum))
+    return _unwrap_handler(_get(signalnum))
 
 
-def _of_the_lane(function: F) -> F:
+def _limit_to_main_lane(function: F) -> F:
     """Wrap a function that background roles mustn't call, because the signal would interrupt other roles' calls."""
 
     @wraps(function)
@@ -167,11 +167,11 @@ def _of_the_lane(function: F) -> F:
     return cast(F, called)
 
 
-def _bare(handler: Any) -> Any:
+def _unwrap_handler(handler: Any) -> Any:
     return handler.handler if isinstance(handler, _Guarded) else handler
 
 
-def _role_code_at(frame: FrameType | None) -> tuple[bool, bool]:
+def _find_role_code(frame: FrameType | None) -> tuple[bool, bool]:
     """Return whether a signal has interrupted role code or its callees, and whether role code continues afterwards."""
     inner = None
     is_called = True  # Set to False when one of colocate's own frames is in between.

@@ -26,7 +26,7 @@ from colocate.executor import (
     Running,
     SharedSlots,
 )
-from colocate.gpus import names, shown
+from colocate.gpus import names, visibility_variables
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger
 
@@ -100,9 +100,9 @@ class Outposts(Executor, OwnProcess, MultiNode, SharedSlots):
             command = [*self._through, place.node, *command]
         return Post(self._keepers, place, request, self._gpus, command, self._addresses.get(place.node))
 
-    def bear(self, cut_s: float) -> None:
+    def set_cut_timeout(self, cut_s: float) -> None:
         """By its connections to keepers."""
-        self._keepers.bear(cut_s)
+        self._keepers.set_cut_limit(cut_s)
 
     def withdraw(self, request: Request) -> None:
         """Nobody waits for them any more."""
@@ -113,7 +113,7 @@ class Outposts(Executor, OwnProcess, MultiNode, SharedSlots):
         kept: KeptSlot = place.handle
         return kept.launch(boot, events)
 
-    def lost(self, place: Place) -> bool:
+    def is_lost(self, place: Place) -> bool:
         """Whether the post of a slot is gone: a restart reserves others then."""
         kept: KeptSlot = place.handle
         return kept.is_lost
@@ -150,7 +150,7 @@ class Post:
     ) -> None:
         self._keepers, self._node = keepers, place.node
         self._kept: KeptSlot | None = None
-        env = {**request.env, **shown(gpus, place.devices)}
+        env = {**request.env, **visibility_variables(gpus, place.devices)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
         where = {"host": host, "ports": request.ports, "cut_s": request.cut_s}
@@ -167,14 +167,14 @@ class Post:
             raise PlacementError(
                 f"the post on {self._node} ended at once, with exit code {self._process.wait()}", nodes=()
             )
-        self._kept = self._keepers.slot(address, on_stuck=self._process.kill)
+        self._kept = self._keepers.open_slot(address, on_stuck=self._process.kill)
         self._watch.start()
         return self._kept
 
     def _wait(self) -> None:
         code = self._process.wait()
         if self._kept is not None:
-            self._kept.lost(f"its post ended with exit code {code}")
+            self._kept.on_process_gone(f"its post ended with exit code {code}")
 
     def let_go(self) -> None:
         """It may go."""
