@@ -258,7 +258,8 @@ class Residents:
             raise
         finally:
             _open.set(tuple(ref for ref in _open.get() if ref() is not scope))
-        self._raise(self._take_unreported(scope))
+        if not self.link.is_forked:  # A forked child owns nothing, and a thread of the parent may hold the lock.
+            self._raise(self._take_unreported(scope))
 
     def close_scope(self, scope: Scope) -> None:
         """Free the residents of a scope. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import traceback
 from collections.abc import Callable
 
@@ -24,16 +25,26 @@ class Forks(ExecutorCase):
 
     @needs_feature("pipelines")
     def test_blocks_of_a_fork(self, pair: ColocatedGroup) -> None:
-        """A scope, a pipeline and a resident that were open when it was forked: leaving them there does nothing."""
-        echo = pair.role("echo", Echo)
-        with pair.scope(), echo.first.keep("kept") as resident:
-            with pair.pipeline():
-                inside = echo.first.submit(resident.ref)
-                child = fork()
-            if child == 0:  # it has left the pipeline, and ends at the end of the scope, as if by itself
-                pass
+        """A forked child leaves open blocks without an effect, even if a thread of its parent held the group's lock."""
+        echo, lock = pair.role("echo", Echo), pair._node.order.lock
+        is_held, go_on = threading.Event(), threading.Event()
+
+        def hold_lock() -> None:
+            with lock:
+                is_held.set()
+                assert go_on.wait(PATIENCE_S)
+
+        holder = threading.Thread(target=hold_lock)
+        with pair.scope(), echo.first.keep("kept") as resident, pair.pipeline():
+            inside = echo.first.submit(resident.ref)
+            holder.start()
+            assert is_held.wait(PATIENCE_S)
+            child = fork()
+            go_on.set()
+            # The child leaves the pipeline, the resident's block and the scope here.
         if child == 0:
             os._exit(7)
+        holder.join()
         assert exit_code(child) == 7
         assert inside.result(PATIENCE_S) == "kept"
         with pytest.raises(ClosedError):
