@@ -1,8 +1,8 @@
 """The interface to a cluster: transport and placement, nothing else. Read this page to write an executor.
 
-Core decides the meaning of calls, ownership and errors. An executor lists its nodes, reserves slots, starts a *host*
-(the worker side, `colocate.worker`) in each, carries ordered messages to and from the host, and reports the host's
-exit. `colocate.testing.executors` is the suite that an executor passes.
+Core decides the meaning of calls, ownership and errors. An executor lists its nodes, reserves slots, starts a worker
+(`colocate.worker`) in each, carries ordered messages to and from the worker, and reports the worker's exit. A `Host` is
+the driver's handle of one worker. `colocate.testing.executors` is the suite that an executor passes.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class Reference(DriverObject, Deferred):
 
 
 class KeptResident(Resident[T_co]):
-    """The handle of a kept result. After the handle is dropped, the next message to the workers frees the value."""
+    """The handle of a kept result. The value is freed after the handle, by the next call to all workers or soon."""
 
     def __init__(self, residents: Residents, source: Source, call: PendingCall) -> None:
         self._residents = residents

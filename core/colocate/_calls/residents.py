@@ -61,7 +61,7 @@ class ResidentRecord:
         call: The call that makes the value.
         handle: The handle; references to the resident keep the handle alive.
         ending: Weak reference whose callback records the end of the pin.
-        is_used: Whether a user has received the call's outcome.
+        is_used: Whether a user has received the call's outcome, or has passed the resident to another call.
         released: What has freed the resident, except for a dropped handle.
         loss: Why the resident's workers are gone.
     """

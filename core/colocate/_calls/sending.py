@@ -1,4 +1,6 @@
-"""Send the calls of one group, in the group's order. A call is sent to all of the call's ranks, or to none.
+"""Send the calls of one group, in the group's order. A call is sent to all of the call's ranks.
+
+If sending fails for some ranks, the ranks that have received the call withdraw it in a hold (`abandon_call`).
 
 A `Draft` is a call that is ready to send. `Messages` are the encoded drafts, with one message for each worker that has
 a part. Features may insert calls in front, for example to wake a role that may sleep.
@@ -287,7 +289,8 @@ def send_now(draft: Draft, then: Callable[[], object] | None = None, is_again: b
 class Messages:
     """The encoded calls of one group, one message for each worker that takes part. Only the calls' numbers are missing.
 
-    The encoding runs on the caller's thread and without locks, because it may take long.
+    The encoding runs on the caller's thread before the order's lock is taken, because it may take long. Only if a
+    feature prepends calls, the messages are encoded again under the lock.
     """
 
     __slots__ = ("_calls", "_frames", "_frees", "_needs", "_puts", "_unlocated", "_worker_group", "drafts")

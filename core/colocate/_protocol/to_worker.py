@@ -159,7 +159,7 @@ class CancelDecision(Message):
 
     token: int  # Number of the question in `OfferCancel`.
     seq: int  # Number of the call.
-    drop: bool  # Whether to drop the call; otherwise the call runs, and nobody waits for the result.
+    drop: bool  # Whether to drop the call; otherwise the call runs, and its result counts.
     lane: str = ""  # Background role of the lane; "" for the main lane.
 
 

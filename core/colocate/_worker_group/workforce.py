@@ -96,7 +96,7 @@ NOT_LAUNCHED = _NullHost()
 class Worker:
     """The driver's record of one worker process of a group.
 
-    The methods of `HostEvents` run on the receiving thread.
+    The executor calls the methods of `HostEvents`, on its receiving thread or on another one.
 
     Attributes:
         boot: The launch settings.

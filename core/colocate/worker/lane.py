@@ -1,4 +1,4 @@
-"""The lane is the one thread on which a worker runs role code, in the order of `lane_order`."""
+"""A lane: a thread that runs role code in the order of `lane_order`. Each background role has a lane of its own."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ _NEVER = sys.maxsize
 class Lane:
     """Runs calls in order on one thread.
 
-    Another thread receives messages, queues calls, and calls `hold` and `resume`.
+    Another thread receives messages, queues calls, and calls `hold` and `resume`. An idle lane may receive messages
+    itself.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class RoleCode:
     """
 
     def __init__(self, has_thread: bool = True) -> None:
-        """Args: has_thread: Whether the block occupies the lane's thread to the end; False for awaited code."""
+        """Args: has_thread: False on the main thread, and for code that is awaited."""
         self._is_parent = True
         self._has_thread = has_thread
         self._sections: list[int] = []
