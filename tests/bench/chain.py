@@ -62,7 +62,7 @@ def rows() -> Iterator[Row]:
 def _bytes_through(chain: object) -> int:
     """All that the driver puts into messages, and all that it takes out of them, during one chain."""
     moved = 0
-    encode, split = wire.framing.encode, wire.framing._split
+    encode, split = wire.framing.encode, wire.framing._split_body
 
     def encoded(head: wire.Head, body: wire.Packed | None = None) -> wire.Frame:
         nonlocal moved

@@ -42,7 +42,7 @@ def swallowed_error() -> None:
     from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException, work: Any = None) -> None:
-        self._worker_context.say(CallEnded(seq, None, 0.0, 0.0, None))
+        self._worker_context.send_message(CallEnded(seq, None, 0.0, 0.0, None))
 
     _replace(Runner, "_report_failure", failed)
 
@@ -145,7 +145,7 @@ def lost_rows() -> None:
     """Rows that a restart has ended don't begin anew, and nobody misses them."""
     from colocate.features.rows.stream import Stream
 
-    _replace(Stream, "_resolve_rows", lambda self, call: self._arrivals.end())
+    _replace(Stream, "_resolve_rows", lambda self, call: self._arrivals.end_queue())
 
 
 def unrecorded_calls() -> None:

@@ -151,7 +151,7 @@ CASES = [
     (mutants.unrecorded_calls, "kill", with_a_recording, "recording: call"),
     (mutants.unanswered_calls, "kill", with_a_replay, "replay: call"),
     (mutants.kept_profiles, "kill", with_a_profile_that_fails, "profile: profile is left"),
-    (mutants.kept_stops, "kill", with_stops, "is not done"),
+    (mutants.kept_stops, "kill", with_stops, "isn't done after"),
 ]
 
 
