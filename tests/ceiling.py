@@ -1,7 +1,7 @@
-"""How much code there is: `python -m tests.ceiling --since BASE` compares tokens with those of a commit.
+"""Compare the number of tokens of the code with a commit's: `python -m tests.ceiling --since BASE`.
 
-Comments, docstrings and ends of lines don't count. BASE is read from git, so that no commit can raise it; the Makefile
-names it in one line, which moves only with an issue's text.
+Comments, docstrings and line ends don't count. BASE is read from git, so that no commit can raise the limit; the
+Makefile names BASE in one line, which changes only with an issue's text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FOLDERS = {
     "plugins/": "plugins",
     "tests/": "tests",
 }
-"""Each file belongs to the first folder that it lies in."""
+"""Packages by folder. A file belongs to the first matching folder."""
 LIMITS = {("core", "run", "report"): 100, ("suites", "tests"): 100}
-"""Percent of the base that packages may have together."""
+"""Upper limits for the sum of some packages, in percent of the base."""
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -53,7 +53,7 @@ def count_tokens(source: bytes) -> int:
 
 
 def count_by_package(files: Iterable[tuple[str, bytes]]) -> Counter[str]:
-    """Return the tokens of each package of `FOLDERS`, from paths below the root and contents."""
+    """Return the number of tokens of each package of `FOLDERS`, from paths below the root and contents."""
     counts: Counter[str] = Counter()
     for path, source in files:
         package = next((name for folder, name in FOLDERS.items() if path.startswith(folder)), None)
@@ -88,7 +88,7 @@ def files_of_checkout(root: Path) -> list[tuple[str, bytes]]:
 
 
 def table(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Return a table of packages, and of those that have a limit together."""
+    """Return a table with a row for each package, and for each sum of packages with a limit."""
     rows = [(name,) for name in dict.fromkeys(FOLDERS.values())]
     lines = [f"{'tokens':20} {'base':>9} {'now':>9}"]
     for names in [*rows, *LIMITS]:

@@ -1,7 +1,7 @@
-"""The type checkers, side by side: `python -m tests.checkers`.
+"""Run the type checkers in parallel: `python -m tests.checkers`.
 
-A checker that was content is only run again when something that it reads has changed: a file, the settings, what is
-installed. A digest of all that, in `.venv/checked`, is what remains of a run without a complaint.
+After a run without complaints a checker runs again only when an input has changed: a file, the settings, an installed
+package. Such a run leaves a digest of all inputs in `.venv/checked`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SOURCES = ("core", "executors", "plugins")
 
 @attrs.frozen
 class Checker:
-    """One of them.
+    """A type checker.
 
     Attributes:
-        name: How it is called.
-        arguments: What it is called with, as a module of this Python.
-        folders: Whose Python files it reads.
+        name: The module to run.
+        arguments: The command-line arguments of the module.
+        folders: The folders of the Python files that the checker reads.
     """
 
     name: str
@@ -45,7 +45,7 @@ CHECKERS = (
 
 
 def read_by(checker: Checker, root: Path) -> str:
-    """A digest of what a checker reads, and of how it is called."""
+    """Return a digest of a checker's inputs and command."""
     files = [path for folder in checker.folders for path in (root / folder).rglob("*.py*") if path.suffix != ".pyc"]
     digest = hashlib.sha256(repr((checker, sys.version, sorted(_installed()))).encode())
     for path in [*sorted(files), root / "pyproject.toml"]:
@@ -60,7 +60,7 @@ def _installed() -> Iterator[str]:
 
 
 def check(checker: Checker, root: Path, content: Path) -> tuple[bool, str]:
-    """Run one if it has to be; whether it is content, and what it says."""
+    """Run a checker if an input has changed; return success and the output."""
     digest, stamp = read_by(checker, root), content / checker.name
     if stamp.exists() and stamp.read_text() == digest:
         return True, "nothing has changed since it was content\n"
@@ -72,14 +72,14 @@ def check(checker: Checker, root: Path, content: Path) -> tuple[bool, str]:
         text=True,
         check=False,
     )
-    if done.returncode == 0 and read_by(checker, root) == digest:  # nobody has changed a file meanwhile
+    if done.returncode == 0 and read_by(checker, root) == digest:  # no file has changed meanwhile
         content.mkdir(parents=True, exist_ok=True)
         stamp.write_text(digest)
     return done.returncode == 0, done.stdout
 
 
 def main() -> int:
-    """Run all of them."""
+    """Run all checkers; return 1 if one complains."""
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda each: check(each, ROOT, Path(sys.prefix) / "checked"), CHECKERS))
     for checker, (_, told) in zip(CHECKERS, found, strict=True):

@@ -1,4 +1,4 @@
-"""Closing what may hang."""
+"""A close with a time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 def ended(close: Callable[..., None], **options: Any) -> list[str]:
-    """Close something; what has gone wrong, in words. Fails if it doesn't end."""
+    """Call `close` with a time limit; return the messages of the errors in the raised group."""
     wrong: list[str] = []
 
     def run() -> None:

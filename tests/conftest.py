@@ -11,18 +11,17 @@ from tests.forked import Forks
 from colocate.keeper import forks as templates
 from colocate.testing import leaks
 
-pytest.register_assert_rewrite("colocate_rollout.testing", "tests.suite")  # before anything imports that
-# A shell has its background jobs ignore SIGINT, and whatever they start: the tests of Ctrl-C wouldn't work there.
+pytest.register_assert_rewrite("colocate_rollout.testing", "tests.suite")  # before the first import of these
+# A shell's background jobs and their children ignore SIGINT: the tests of Ctrl-C wouldn't work there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Torch asks for the name of each address that a store's client connects to. Where such an answer is lost, a test had
-# stood still for 5 s.
+# Torch looks up the name of each address that a store's client connects to. A lost answer would delay a test by 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
-# What tests compute is small: more threads than processors wait for each other, and compute nothing meanwhile.
+# Tests compute little: threads beyond the number of processors only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A template stays while files are run whose tests start no worker: the next one would import torch anew.
+# A template outlives test files that start no worker: the next template would import torch again.
 templates.TEMPLATE_IDLE_S = 3600.0
 
-# The longest files go first, so that no process has one for itself in the end.
+# The longest files run first, so that no process has to run one of these alone at the end.
 LONGEST = (
     "conformance/test_processes.py",
     "docs/test_pages.py",
@@ -53,17 +52,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
 
     items.sort(key=turn)
-    for item in items:  # who runs a test of a file runs all of them, as they share its fixtures
+    for item in items:  # one process runs all tests of a file, which share fixtures
         item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).as_posix()))
 
 
 def pytest_collection() -> None:
-    """What is imported and collected stays: looking for garbage among it takes a fifth of the time."""
+    """Disable garbage collection: scanning imports and collected tests, which stay, takes a fifth of the time."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is collected often in these tests; what was imported for them needs no looking at each time."""
+    """Freeze all objects of the collection: the tests collect garbage often, and needn't scan the imports each time."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -71,7 +70,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The distributions under tests/distributions, installed by pip into throwaway folders."""
+    """Return the distributions under tests/distributions, installed by pip into throwaway folders."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "installed"  # once for all processes
     folder.mkdir(exist_ok=True)
@@ -80,7 +79,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """What commands are forked from."""
+    """Yield the process from which tests fork commands."""
     with leaks.share_between_tests():
         forks = Forks()
     yield forks
@@ -89,4 +88,4 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(autouse=True)
 def leave_nothing(no_leaks: None) -> None:
-    """No test may leave anything behind."""
+    """Apply the check `no_leaks` to every test."""

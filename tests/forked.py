@@ -1,8 +1,8 @@
-"""The `colocate` command, or a script, in a process of its own, forked from one that has imported what these import.
+"""Run the `colocate` command, or a script, in a process that is forked after the usual imports.
 
-From its first line to its exit handlers it is what a shell would start. What an interpreter takes from the environment
-when it begins, it has from the process that forks: who gives it such variables starts a new one. The template of its
-workers, too, is a fork, of what has imported torch if the driver has: else each driver would have one that does.
+From its first line to its exit handlers the fork behaves like a process that a shell starts. Variables that an
+interpreter reads at its start come from the forking process: a test that sets such a variable starts a new process. The
+template of the driver's workers is a fork, too, so that torch isn't imported again for each driver.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _IMPORTED = (
     ),
     *("colocate._api.runtime", "colocate_run.config.structure", "colocate_report.page", "jinja2", "rich.table"),
     *("colocate_local.plugin", "colocate_local.processes", "colocate_local.threads", "colocate.worker.birth.main"),
-    "pydantic.types",  # typer does, where it is installed
+    "pydantic.types",  # typer imports this module, where typer is installed
 )
-_IMPORTED_FOR = {  # seconds each
+_IMPORTED_FOR = {  # each import takes seconds
     "doctor": ("torch", "ray", "colocate_dask.executor", "mlflow", "wandb"),
     "session.py": ("torch._dynamo", "torch.distributed.tensor", "transformers"),
     "example.py": ("torch",),
@@ -49,13 +49,13 @@ _IMPORTED_FOR = {  # seconds each
     "plan": ("torch._dynamo", "torch.distributed.tensor", "transformers", "colocate_run.cli.plan"),
 }
 _ROOM_BYTES = 1 << 16
-# A library that computes in parallel starts threads when it is imported, which a fork would be without.
+# A library for parallel computation starts threads at its import, and a fork would lack these threads.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `colocate plan` sets before torch is imported
 
 
 class Forks:
-    """What forks them, one after the other."""
+    """The process that forks commands and scripts on request."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -69,7 +69,7 @@ class Forks:
         theirs.close()
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection, and wait until the process has exited."""
         self._socket.close()
         self._process.wait()
 
@@ -81,7 +81,7 @@ class Forks:
         script: Path | None = None,
         strict: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run one to its end: the command, or a script. If strict, what Python warns of are errors in it."""
+        """Run the command, or a script, to its end. If `strict`, Python's warnings are errors."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             status = _ask(self._socket, args, folder, environment, script, strict, [out.fileno(), err.fileno()])
             texts = []
@@ -92,7 +92,7 @@ class Forks:
 
 
 def beside(args: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run the command from a script that was forked; what it prints and says is one text."""
+    """Run the command from a forked script, with stdout and stderr as one text."""
     assert _beside is not None
     with tempfile.TemporaryFile() as out:
         status = _ask(_beside, args, Path.cwd(), os.environ, None, True, [out.fileno()] * 2)
@@ -120,7 +120,7 @@ def _ask(
 
 
 def _serve(number: int) -> dict[str, Any]:
-    """Fork for each that is asked for, and tell how it ended. Comes back in the fork, with what to run."""
+    """Fork a process for each request, and report its exit code. Only a fork returns, with its request."""
     global _beside
     for name in _IMPORTED:
         importlib.import_module(name)
@@ -150,8 +150,8 @@ def _serve(number: int) -> dict[str, Any]:
                     importlib.import_module(name)
         if modules != len(sys.modules):
             modules = len(sys.modules)
-            gc.freeze()  # or a fork's collections would copy every page
-            collapse_pages()  # which each fork, that of its template and all workers would have an entry for
+            gc.freeze()  # otherwise a fork's garbage collections would copy every page
+            collapse_pages()  # otherwise each fork, template and worker would copy an entry for every page
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = os.fork()
@@ -173,11 +173,11 @@ def _serve(number: int) -> dict[str, Any]:
 
 
 def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], script: str | None, strict: bool) -> int:
-    """Be what `python -m colocate`, or `python SCRIPT`, is there; its status."""
+    """Run as `python -m colocate`, or `python SCRIPT`, does in the folder; return the exit status."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # who has asked for it before has had it from another environment
+    tempfile.tempdir = None  # a cached value comes from another environment
     if script is not None or "run" in args:
         _Templates(environment)
     if not strict:
@@ -202,7 +202,7 @@ def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], sc
 
 
 class _Templates:
-    """How a driver's first template begins: forked before the driver does anything, and asked to be one later."""
+    """The driver's first template: forked before the driver does anything, and started on request."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -215,7 +215,7 @@ class _Templates:
         forks.subprocess = types.SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=self.start)  # type: ignore[attr-defined]
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **other: Any) -> Any:
-        """Have it be what this command starts, unless it is one already, or comes too late for the environment."""
+        """Run the command in the fork; start a new process if the fork is in use, or doesn't fit the environment."""
         with self._asks as sock:
             if (
                 sock.fileno() < 0
@@ -233,7 +233,7 @@ def _be_template(asked: socket.socket) -> NoReturn:
     asked.close()
     command, env = json.loads(data)
     command[command.index(MODE) + 2] = str(descriptors[0])
-    with open("/proc/self/stat", "rb") as file:  # where the kernel finds its command line
+    with open("/proc/self/stat", "rb") as file:  # the addresses of the process's command line
         start, end = map(int, file.read().rpartition(b")")[2].split()[45:47])
     line = b"".join(os.fsencode(word) + b"\0" for word in command)
     ctypes.memmove(start, line.ljust(end - start, b" ")[: end - start - 1] + b"\0", end - start)
@@ -246,7 +246,7 @@ def _be_template(asked: socket.socket) -> NoReturn:
     sys.argv = ["", *command[command.index(MODE) :]]
     sys.path[:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     _warn_only()
-    del sys.modules["colocate.worker.birth.main"]  # the template imports it, and looks what is imported by then
+    del sys.modules["colocate.worker.birth.main"]  # the template imports this module, and looks at the imports so far
     runpy.run_module("colocate.worker", run_name="__main__", alter_sys=True)
     raise AssertionError("a worker has ended without its end")
 
@@ -258,7 +258,7 @@ def _warn_only() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """As an interpreter ends, but that it doesn't take half a second to let go of all modules."""
+    """Exit as an interpreter does, without the half second in which all modules are freed."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

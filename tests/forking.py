@@ -1,4 +1,4 @@
-"""Forked children: made without a warning, and waited for, but never for ever."""
+"""Fork children without a warning, and wait for their exit within a time limit."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 def fork() -> int:
-    """Fork, and say nothing of the threads that there are: that is the point of who tries it."""
+    """Fork without Python's warning about other threads: tests fork beside threads on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 and later
         return os.fork()
 
 
 def exit_code(child: int, within_s: float = PATIENCE_S) -> int:
-    """Wait for a forked child; what it ended with, as `os.waitstatus_to_exitcode` says it.
+    """Wait for a forked child; return its exit code as `os.waitstatus_to_exitcode` does.
 
-    One that hangs is ended by SIGABRT: faulthandler, which pytest enables, shows where it was.
+    A child that hangs is ended by SIGABRT: faulthandler, which pytest enables, prints its stack.
 
     Args:
-        child: Its process id.
-        within_s: Seconds that it has.
+        child: The child's process id.
+        within_s: Seconds until the child counts as hanging.
     """
     descriptor = os.pidfd_open(child)
     try:

@@ -1,13 +1,12 @@
 """The layers of core, and the imports between them: `python -m tests.layers` prints the tables of
 docs/internals/architecture.md.
 
-A package imports only from those above it. Imports inside functions count, relative ones and those by `import_module`
-too. Inside of the kernel (all but features) an import for type checkers may go down, so that no interface has to stand
-between two classes that know each other. What the package itself offers is imported from its home. `testing` is below
-all.
+A package imports only from packages above it. Imports in functions, relative imports and `import_module` count, too.
+Inside the kernel (all but features) an import for type checkers may point down, so that two classes that refer to each
+other need no interface. An import from the package itself counts as one from the name's home. `testing` is below all.
 
-The packages around core have layers of modules: one imports only from the layers before its own, and of colocate's
-packages no other but core.
+The packages around core have layers of modules: a module imports only from earlier layers of its package, and of
+colocate's other packages only core.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import colocate
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "colocate"
 
-# From the top of the house to its ground: each package or module of core, and what it is.
+# Each package or module of core with its description, from top to bottom.
 LAYERS = {
     "_version": "the version",
     "errors": "every error",
@@ -63,10 +62,10 @@ LAYERS = {
     "__main__": "`python -m colocate`",
 }
 
-# Core imports these for whoever uses one of its names that they have, and else never.
+# Core imports these packages only when a user takes a name of core that lives in one of these.
 BESIDE = {"colocate_report": "what is known of a run; its page, its trace", "colocate_run": "configs, jobs, commands"}
 
-# Public signatures of the kernel name these classes of features, for type checkers.
+# Imports for type checkers: public signatures of the kernel name classes of these features.
 DOORS = {
     ("_api.group", "features.memory.tables"),
     ("_calls.sending", "features.pipelines.driver"),
@@ -78,10 +77,10 @@ DOORS = {
     ("_role.method", "features.rows.row_stream"),
 }
 
-# A feature imports another one by a row here, and no other: (who, whom).
+# The only allowed imports between features: (importer, imported).
 FEATURES_ON = {("profiling", "looking"), ("profiling", "process_groups"), ("rows", "standalone")}
 
-# Around core: the modules of each package, from its ground up.
+# The modules of each package around core, from bottom to top.
 AROUND = {
     "executors/colocate_local": ["machine", "threads processes", "local", "plugin"],
     "executors/colocate_ray": [
@@ -136,19 +135,19 @@ AROUND = {
 }
 
 
-# All of ours that is installed.
+# All installed packages of this project.
 PACKAGES = ("core/colocate", *(f"core/{name}" for name in BESIDE), *AROUND)
 
 
 class Arrow(NamedTuple):
-    """One module imports another one."""
+    """An import of one module by another."""
 
     importer: str
     imported: str
 
 
 def modules(core: Path = CORE) -> dict[str, Path]:
-    """The modules of core by name, but for the suites in `testing` and the names that the package itself offers."""
+    """Return the modules of core by name, without the suites in `testing` and the package itself."""
     found = {}
     for path in core.rglob("*.py"):
         parts = path.relative_to(core).with_suffix("").parts
@@ -158,14 +157,14 @@ def modules(core: Path = CORE) -> dict[str, Path]:
 
 
 def layer_of(module: str) -> str:
-    """The layer that a module is in."""
+    """Return the layer of a module."""
     top, _, rest = module.partition(".")
     return f"{top}.*" if top == "features" and rest else top
 
 
 @functools.cache
 def arrows(core: Path = CORE) -> list[Arrow]:
-    """Every import of one module of core in another one."""
+    """Return the imports between modules of core, without `DOORS`."""
     known = modules(core)
     return [
         Arrow(name, imported)
@@ -176,7 +175,7 @@ def arrows(core: Path = CORE) -> list[Arrow]:
 
 
 def _package(name: str, path: Path) -> str:
-    """What a module's relative imports begin at."""
+    """Return the package that a module's relative imports start from."""
     full = f"colocate.{name}"
     return full if path.name == "__init__.py" else full.rpartition(".")[0]
 
@@ -196,13 +195,13 @@ def _is_feature(name: str) -> bool:
 
 
 def _for_checkers(tree: ast.AST) -> set[ast.AST]:
-    """Return what stands below `if TYPE_CHECKING`."""
+    """Return the syntax nodes below `if TYPE_CHECKING`."""
     blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     return {node for block in blocks for line in block.body for node in ast.walk(line)}
 
 
 def _full_names(node: ast.AST, package: str) -> Iterator[str]:
-    """The names that an import stands for, or `colocate.connect` where it is used."""
+    """Yield the full names that an import names, or that an attribute as in `colocate.connect` uses."""
     if isinstance(node, ast.ImportFrom):
         base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
         yield from (f"{base}.{alias.name}" for alias in node.names)
@@ -229,7 +228,7 @@ def _last_name(node: ast.expr) -> str | None:
 
 
 def _module_of(name: str, known: dict[str, Path]) -> str | None:
-    """The module that has what a name of ours stands for; None for other names, and what the package itself has."""
+    """Return the module that defines one of our names; None for other names, and for names of the package itself."""
     top, *parts = name.split(".")
     if top != "colocate" or not parts:
         return None
@@ -242,7 +241,7 @@ def _module_of(name: str, known: dict[str, Path]) -> str | None:
 
 
 def private(folder: Path) -> list[Arrow]:
-    """The imports of core's private names in what is built on core."""
+    """Return the imports of core's private names in a folder of modules that are built on core."""
     return [
         Arrow(str(path.relative_to(folder)), name)
         for path in sorted(folder.rglob("*.py"))
@@ -259,7 +258,7 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def beside() -> list[Arrow]:
-    """The imports of packages beside core in core."""
+    """Return core's imports of the packages beside core."""
     return [
         Arrow(name, imported)
         for name, path in modules().items()
@@ -270,7 +269,7 @@ def beside() -> list[Arrow]:
 
 
 def against(core: Path = CORE) -> list[Arrow]:
-    """The arrows from a layer to one below it."""
+    """Return the arrows from a layer to a lower one."""
     order = [*LAYERS, "testing"]
     return [
         arrow for arrow in arrows(core) if order.index(layer_of(arrow.imported)) > order.index(layer_of(arrow.importer))
@@ -278,14 +277,14 @@ def against(core: Path = CORE) -> list[Arrow]:
 
 
 def modules_around(folder: Path) -> dict[str, Path]:
-    """The modules of a package around core by name, but for the package itself."""
+    """Return the modules of a package around core by name, without the package itself."""
     paths = (path for path in folder.rglob("*.py") if path.name != "__init__.py")
     return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in paths}
 
 
 @functools.cache
 def arrows_around(folder: Path) -> list[Arrow]:
-    """Every import of one module of a package around core in another one; of another such package by its whole name."""
+    """Return the imports between modules of a package around core; another such package keeps its full name."""
     packages = {Path(each).name for each in AROUND} | {folder.name}
     known = modules_around(folder)
     found = []
@@ -301,15 +300,15 @@ def arrows_around(folder: Path) -> list[Arrow]:
 
 
 def against_around(folder: Path, layers: list[str]) -> list[Arrow]:
-    """The arrows of a package around core that lead to no layer before the importer's own."""
+    """Return the arrows of a package around core that don't lead to an earlier layer than the importer's."""
     at = {name: number for number, layer in enumerate(layers) for name in layer.split()}
     return [arrow for arrow in arrows_around(folder) if at.get(arrow.imported, len(layers)) >= at[arrow.importer]]
 
 
 def drawing(folders: Iterable[str] = PACKAGES, root: Path = ROOT) -> dict[str, list[str]]:
-    """Return what each module of our packages imports, by whole names, as whoever draws the imports sees them.
+    """Return the imports of each module of our packages, by full names, as a drawing of the imports shows these.
 
-    The packages themselves are in it, with all that they offer: what is imported on first use, too.
+    The packages themselves are included, with all names that each offers, also names that are imported on first use.
     """
     known = {}
     for folder in folders:
@@ -333,7 +332,7 @@ def drawing(folders: Iterable[str] = PACKAGES, root: Path = ROOT) -> dict[str, l
 
 
 def circles(around: Path | None = None) -> list[set[str]]:
-    """Return the modules of core, or of a package around it, that import each other, directly or not."""
+    """Return the import circles of core, or of a package around core."""
     ways: dict[str, list[str]] = {name: [] for name in (modules_around(around) if around else modules())}
     for arrow in arrows_around(around) if around else arrows(CORE):
         assert arrow.imported in ways, arrow
@@ -342,7 +341,7 @@ def circles(around: Path | None = None) -> list[set[str]]:
 
 
 def circles_of(ways: Mapping[str, Iterable[str]]) -> list[set[str]]:
-    """Return what lies in a circle, by Tarjan's way."""
+    """Return the strongly connected components with more than one module, by Tarjan's algorithm."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     path: list[str] = []
@@ -371,7 +370,7 @@ def circles_of(ways: Mapping[str, Iterable[str]]) -> list[set[str]]:
 
 
 def between_features() -> set[tuple[str, str]]:
-    """Which feature imports which other one."""
+    """Return the imports between features: (importer, imported)."""
     found = set()
     for arrow in arrows(CORE):
         ends = [end.split(".") for end in arrow]
@@ -381,7 +380,7 @@ def between_features() -> set[tuple[str, str]]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     places = {name: layer_of(name) for name in modules()}
     count = Counter(places.values())
     upwards = Counter(

@@ -1,6 +1,6 @@
-"""Leave on a machine all that another user's colocate, Ray, Dask and torch leave there; `fresh.sh others` runs this.
+"""Leave files and processes as another user's colocate, Ray, Dask and torch do; `fresh.sh others` runs this.
 
-Some processes and ports are held until this one is killed.
+Some processes and ports remain until this process is killed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FILES = (
     "/dev/shm/sem.mp-0a1b2c3d",
     "/dev/shm/torch_5_6_7",
 )
-# Of Ray's head and dashboard, Dask's scheduler and dashboard, and of torchrun.
+# The ports of Ray's head and dashboard, Dask's scheduler and dashboard, and torchrun.
 PORTS = (6379, 8265, 8786, 8787, 29500)
 GONE = "4000000"
 OLD = 1_700_000_000
-# Command lines as those of colocate's processes whose driver is gone.
+# Command lines like those of colocate's processes after their driver's exit.
 LEFT = (
     ["-m", "colocate.worker", "3", GONE, "waits", f"elsewhere-{GONE}-1/pool#0"],
     ["-m", "colocate_ray.service", "3", GONE],
@@ -71,7 +71,7 @@ def main() -> None:
     Path("/tmp/ray/ray_current_cluster").write_text("127.0.0.1:6379")
     listeners = [socket.socket() for _ in PORTS]
     for listener, port in zip(listeners, PORTS, strict=True):
-        with contextlib.suppress(OSError):  # somebody holds the port already
+        with contextlib.suppress(OSError):  # another process has the port already
             listener.bind(("127.0.0.1", port))
             listener.listen()
     print("left", flush=True)

@@ -1,4 +1,4 @@
-"""What listens while two slots work: for docs/reference/trust.md and the test that compares them.
+"""List the listening sockets while two slots work, for docs/reference/trust.md and the test of that page.
 
 `python -m tests.trust` prints the table.
 """
@@ -47,7 +47,7 @@ _COMMANDS = (
 
 @attrs.frozen(order=True)
 class Listening:
-    """A kind of socket that somebody listens on."""
+    """A kind of listening socket: the process, the protocol, and the addresses."""
 
     who: str
     what: str
@@ -55,11 +55,11 @@ class Listening:
 
 
 Found = set[tuple[int, Listening]]
-"""By process: others of the same kind may be there already, which are another test's."""
+"""Listening sockets by process id, since another test may have sockets of the same kind."""
 
 
 def listening(root: psutil.Process) -> Found:
-    """All sockets that a process and those below it listen on."""
+    """Return all sockets that a process and its descendants listen on."""
     found: Found = set()
     names = _unix_names()
     for process in [root, *root.children(recursive=True)]:
@@ -84,7 +84,7 @@ def _where(address: str) -> str:
 
 
 def _unix_names() -> dict[str, str]:
-    """Names of the Unix sockets that are listened on, by inode."""
+    """Return the names of listening Unix sockets by inode."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {row[6]: row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
 
@@ -99,7 +99,7 @@ def _unix(process: psutil.Process, names: dict[str, str]) -> Iterator[str]:
 
 
 def work(runtime: colocate.Runtime) -> None:
-    """Have two slots exchange a value and meet in a process group."""
+    """Pass a value from one slot to another, and call a collective on both."""
     pool = runtime.reserve(2)
     group = pool.spawn({"echo": colocate.role(Echo), "all": colocate.role(Collective)})
     left = pool.owner.groups[group.name].role("echo", Echo)
@@ -109,7 +109,7 @@ def work(runtime: colocate.Runtime) -> None:
 
 
 def measure(executor: str, before: Found, **options: Any) -> set[Listening]:
-    """What is listened on while an executor's slots work, and wasn't before."""
+    """Return the sockets that listen while an executor's slots work, and not before."""
     with colocate.connect(executor, **options) as runtime:
         if executor == "local" and not options:
             runtime.reserve(2).spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop()
@@ -137,7 +137,7 @@ def _joined_dask(encrypted: bool) -> set[Listening]:
         mock.patch.dict(
             os.environ, DASK_TEMPORARY_DIRECTORY=folder, DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD="spawn"
         ),
-    ):  # as Dask does by itself: a fork server listens, too
+    ):  # Dask's default is spawn: a fork server would listen, too
         if encrypted:
             make_certificates(Path(folder))
         with running(workers, *([folder] if encrypted else [])) as address:

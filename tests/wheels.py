@@ -1,4 +1,4 @@
-"""`python -m tests.wheels VERSION`: which pins of constraints.txt pip finds no wheel of for a version of Python."""
+"""List the pins of constraints.txt without a wheel for a version of Python: `python -m tests.wheels VERSION`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NONE = re.compile(r"No matching distribution found for (\S+)")
 
 
 def main() -> None:
-    """Say so."""
+    """Print the pins without a wheel for the version on the command line."""
     version = sys.argv[1]
     pins = PINS.read_text().split()
     sources = (*PURE_SOURCES, *SOURCES)
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def without_wheel(pins: list[str], version: str) -> list[str]:
-    """Return those of some pins that have no wheel: pip names the first, and so is asked until it finds all others."""
+    """Return the pins without a wheel: pip names only the first one, and runs again until no more are missing."""
     options = ["--quiet", "--dry-run", "--no-deps", "--only-binary=:all:", "--python-version", version, "--target", "."]
     found: list[str] = []
     while left := [pin for pin in pins if pin not in found]:

@@ -1,7 +1,7 @@
-"""Take a feature out, and run what is left: `python -m tests.without [FEATURE...]`.
+"""Remove a feature, and test the rest: `python -m tests.without [FEATURE...]`.
 
-In a copy of the tree the feature's folder and its row are deleted; the suite on threads is to pass. What needs the
-feature and isn't its own is skipped with its name, and told at the end.
+A copy of the tree lacks the feature's folder and its row; the suite on threads has to pass. Another feature's test that
+needs the feature is skipped with the feature's name, and listed at the end.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ def _without_row(text: str, feature: str) -> str:
 
 
 def run(feature: str, *options: str) -> tuple[int, str]:
-    """Return how the tests end without a feature, and what they print."""
+    """Run the tests without a feature; return pytest's exit code and output."""
     with tempfile.TemporaryDirectory(prefix="colocate-without-") as name:
         folder = Path(name)
         copy_without(feature, folder)
         paths = ":".join(str(folder / each) for each in PACKAGES)
         python = ["env", "-u", "TMPDIR", f"PYTHONPATH={paths}", sys.executable]
         lacks = f"from colocate.features import FEATURES; assert {feature!r} not in FEATURES"
-        subprocess.run([*python, "-c", lacks], cwd=folder, check=True)  # the copy is what the tests will import
+        subprocess.run([*python, "-c", lacks], cwd=folder, check=True)  # the tests will import the copy
         command = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", *options, *TESTS]
         found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         return found.returncode, found.stdout + found.stderr
 
 
 def skipped_for(feature: str, printed: str) -> list[str]:
-    """Return what was skipped for the lack of a feature."""
+    """Return the places of tests that were skipped for the lack of a feature."""
     return re.findall(rf"^SKIPPED \[\d+\] (\S+): feature '{feature}' isn't here", printed, re.MULTILINE)
 
 
 def main() -> int:
-    """Take features out, one at a time."""
+    """Remove features, one at a time; return the worst exit code of the tests."""
     from colocate.features import FEATURES
 
     worst = 0

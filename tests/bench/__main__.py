@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with console.status("measuring") as status:
         for name in options.parts or PARTS:
             status.update(f"measuring: {name}")
-            # Not before: what a part imports (torch, say) would be there while the earlier ones are measured.
+            # Imported only here: the imports of a part (torch, say) would disturb the measurements of earlier parts.
             rows += importlib.import_module(f"tests.bench.{name}").rows()
     show(rows, console)
     if options.json is not None:

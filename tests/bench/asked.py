@@ -1,4 +1,4 @@
-"""A driver that says how long things take in it: `python asked.py threads|processes`, with names on its input.
+"""A driver that times its own calls: `python asked.py threads|processes`, with the calls' names on its input.
 
 It imports nothing of the tests: colocate may be that of another commit.
 """
@@ -29,11 +29,11 @@ class Plain(Role):
 
     @method
     def take(self, value: Any) -> None:
-        """Do nothing with something."""
+        """Take a value, and do nothing."""
 
 
 def _serve(kind: str) -> None:
-    """Answer on the main thread, until there is nothing more to be read."""
+    """Answer requests on the main thread until the end of the input."""
     print(Path(colocate.__file__).parents[1])
     roles: Any = {"plain": colocate.role(Plain)}
     with colocate.connect("local", processes=kind == "processes") as runtime:
@@ -49,7 +49,7 @@ def _serve(kind: str) -> None:
                 call.result()
 
         def waits() -> float:
-            """The longest no-op of another group while a large argument is on its way."""
+            """Return the longest no-op of another group while a large argument is sent."""
             sending = threading.Thread(target=take, args=(large,))
             sending.start()
             longest = 0.0
@@ -69,7 +69,7 @@ def _serve(kind: str) -> None:
                 print(statistics.median(waits() for _ in range(5)))
                 continue
             print(_times(timed[name], _CALLS if "pipeline" not in name else _CALLS // 5))
-            noop()  # what was kept is there
+            noop()  # by its end the kept results have arrived
 
 
 def _times(call: Callable[[], object], count: int) -> float:

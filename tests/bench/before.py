@@ -1,7 +1,7 @@
-"""What calls cost beside the commit from before they were sent by the caller's own thread.
+"""The cost of calls, beside an earlier commit that didn't send them on the caller's own thread.
 
-Two drivers are asked in turns (`asked.py`), and what is asked for runs on their main threads. The commit before is
-taken out of this repository's history.
+Two drivers (`asked.py`) are asked in turns, and time the calls on their main threads. The earlier commit comes from
+this repository's history.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.bench.rows import Row
 _BEFORE = "34e180a"
 _PART = f"calls beside {_BEFORE}"
 _ROUNDS = 15
-# What is asked for, on each kind of slots; the most that it may be of what it was.
+# The calls, and for each kind of slots the largest allowed ratio to the earlier commit.
 _BARS = {
     "no-op, 1 slot": {"threads": 0.35, "processes": 0.45},
     "each further slot": {"threads": 0.35, "processes": 0.35},
@@ -32,7 +32,6 @@ _BARS = {
 
 
 def rows() -> Iterator[Row]:
-    """The ratios; and what another group's no-op waits for while 256 MB are sent."""
     with tempfile.TemporaryDirectory(prefix="colocate-") as folder:
         if not (there := _taken_out(_BEFORE, Path(folder))):
             return
@@ -57,17 +56,17 @@ def rows() -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _driver(kind: str, path: Sequence[str]) -> Iterator[Callable[[str], float]]:
-    """What asks a driver how long something takes, in seconds."""
+    """Start a driver; yield a function that asks it for the seconds of a call."""
     command = [sys.executable, "-P", "-u", str(Path(__file__).with_name("asked.py")), kind]
     with asking(command, PYTHONPATH=os.pathsep.join(path)) as ask:
         core = ask()
-        if path and core != path[0]:  # a ratio of a commit to itself would look like a number
+        if path and core != path[0]:  # a commit compared with itself would give a plausible ratio
             raise RuntimeError(f"colocate of {path[0]} was to be measured, but it was that of {core}")
         yield lambda name: float(ask(name))
 
 
 def _taken_out(commit: str, folder: Path) -> list[str]:
-    """The import path of an earlier commit, put into a folder; empty where its history isn't here."""
+    """Extract an earlier commit into a folder; return its import path, empty if the commit isn't in this history."""
     command = ["git", "-C", str(Path(__file__).parents[2]), "archive", commit, "core", "executors"]
     packed = subprocess.run(command, capture_output=True, check=False)
     if packed.returncode:

@@ -1,4 +1,4 @@
-"""The demo within a budget of sixty percent of what its roles hold, beside the demo without, on each executor."""
+"""The demo within a budget of sixty percent of its roles' memory, beside the demo without one, on each executor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROUNDS, _FIRST = 2, 3
 
 
 def rows() -> Iterator[Row]:
-    """Whole jobs in turns; the median of their steps, from the fourth one on."""
+    """Run whole jobs in turns; yield the median of their steps, from the fourth one on."""
     for name, (executor, changes) in _EXECUTORS.items():
         free: list[float] = []
         within: list[float] = []

@@ -1,4 +1,4 @@
-"""What a call costs when the method does nothing, with threads and with processes."""
+"""The cost of a call that does nothing, with threads and with processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _BARS = {"threads": (60.0, 20.0), "processes": (150.0, 60.0)}
 
 
 def rows() -> Iterator[Row]:
-    """One slot, and what each of the further ones adds."""
     for kind, (first, further) in _BARS.items():
         with ExitStack() as stack:
             runtime = stack.enter_context(colocate.connect("local", processes=kind == "processes"))

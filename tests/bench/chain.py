@@ -60,7 +60,7 @@ def rows() -> Iterator[Row]:
 
 
 def _bytes_through(chain: object) -> int:
-    """All that the driver puts into messages, and all that it takes out of them, during one chain."""
+    """Return the bytes that the driver packs into messages and unpacks from messages during one chain."""
     moved = 0
     encode, split = wire.framing.encode, wire.framing._split_body
 

@@ -1,4 +1,4 @@
-"""Ray and Dask: calls, tensors and starts, beside what the bare engine does in the same run."""
+"""Ray and Dask: calls, tensors and starts, beside the bare engine in the same run."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _WARM_AFTER_S = 0.5
 
 
 class Bare:
-    """What an engine's own actors run."""
+    """The class of an engine's own actors."""
 
     def noop(self, _: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def echo(self, x: Any) -> Any:
         return x
 
 
 class Probe(Role):
-    """The same as a role."""
+    """The same methods as a role."""
 
     @method(collect=First())
     def noop(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @method(collect=First())
     def echo(self, x: Any) -> Any:
@@ -161,7 +161,7 @@ def _tensors(title: str, bare: Actors, alone: Probe) -> Iterator[Row]:
 
 
 def _starts(title: str, bare: Actors, runtime: colocate.Runtime) -> Iterator[Row]:
-    """Spawning in a pool whose keepers have had time to start their first workers."""
+    """Time spawns in a pool whose keepers had time to start their first workers."""
     part = f"{title}: spawn of 2 slots with 4 roles, {_WARM_AFTER_S:g} s after reserve"
     roles = {name: colocate.role(Probe) for name in ("a", "b", "c", "d")}
     ours, ratios = [], []

@@ -1,4 +1,4 @@
-"""Ray's own fast paths, beside the same here: compiled graphs for calls, direct transport over gloo for tensors."""
+"""Ray's own fast paths, beside colocate's: compiled graphs for calls, direct transport over gloo for tensors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Maker(Probe):
 
 @contextmanager
 def _ray() -> Iterator[tuple[Callable[[], object], Callable[[], object], Callable[[], object]]]:
-    """A call of a pair of actors that is compiled to a graph, and its end; a tensor between two with a group of gloo's.
+    """Yield a call of two actors by a compiled graph, the graph's teardown, and a tensor's transfer over gloo.
 
-    Actors of a graph look for its next call without a pause, and take the time of all others.
+    Actors of a compiled graph poll without a pause, and take CPU time from all others.
     """
     with own_ray() as ray:
         from ray.dag import InputNode, MultiOutputNode
@@ -57,7 +57,6 @@ def _ray() -> Iterator[tuple[Callable[[], object], Callable[[], object], Callabl
 
 
 def rows() -> Iterator[Row]:
-    """Calls, then a tensor from one process to another."""
     with ExitStack() as stack:
         theirs, end, their_hand_over = stack.enter_context(_ray())
         runtime = stack.enter_context(colocate.connect("ray", cpus=8))

@@ -1,4 +1,4 @@
-"""Faults: how long closing takes, until a death is told, and until nothing is left of a driver."""
+"""Faults: the time to close, to report a death, and to end all processes below a killed driver."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ cluster.shutdown()
 
 
 def rows() -> Iterator[Row]:
-    """All of it, for each executor whose workers are processes; and a Ray node that is lost."""
     for name, options in EXECUTORS.items():
         title = name.capitalize()
         with colocate.connect(name, **options) as runtime:
@@ -105,7 +104,7 @@ def _closed(runtime: Runtime, cause: Callable[[ColocatedGroup, Gate], None]) -> 
         began = time.perf_counter()
         try:
             pool.close(grace=_GRACE_S)
-        except ExceptionGroup:  # what hung
+        except ExceptionGroup:  # the hanging call's error
             pass
         return time.perf_counter() - began - _GRACE_S
 
@@ -116,10 +115,10 @@ def _child_killed(runtime: Runtime, waits: str) -> Iterator[float]:
         for _ in range(_KILLS):
             with Gate() as gate:
                 pid = starter.serve()
-                assert starter.ask(1) == ("", 1)  # it has begun
+                assert starter.ask(1) == ("", 1)  # the child serves by now
                 if waits == "the child's answer":
                     call = starter.ask.submit("hang")
-                    time.sleep(0.05)  # it waits then
+                    time.sleep(0.05)  # by then the call waits
                 else:
                     call = (starter.wait if waits == "a queue" else starter.wait_async).submit(gate.address)
                     gate.wait_for()

@@ -1,4 +1,4 @@
-"""Timing on a machine that does other things too."""
+"""Timing on a machine with other load."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Rounds:
 
     @property
     def least(self) -> float:
-        """The median of the least disturbed round: what else runs on the machine can only add to it."""
+        """The median of the least disturbed round: other load can only add time."""
         return min(self.medians)
 
     def over(self, other: Rounds) -> float:
-        """How many times as long as the other it takes: the median of the rounds' own ratios."""
+        """Return the ratio of these times to the other's: the median of the rounds' own ratios."""
         return statistics.median(mine / its for mine, its in zip(self.medians, other.medians, strict=True))
 
 
 def side_by_side(functions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, Rounds]:
-    """Time functions in turns, so that what disturbs one round disturbs all of them in it; after one to warm up."""
+    """Time functions in turns, after a warm-up round: a disturbance of one round then affects all functions."""
     medians: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
@@ -50,9 +50,9 @@ def median_s(function: Callable[[], object], calls: int) -> float:
 
 @contextlib.contextmanager
 def asking(command: Sequence[str], **env: str) -> Iterator[Callable[..., str]]:
-    """What gives a process a line, where there is one, and returns the next line that it says; it ends with the block.
+    """Start a process; yield a function that sends it a line, if given, and returns the next line of its output.
 
-    `env` is what of its environment isn't this process's.
+    `env` is added to this process's environment. The process ends with the block.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env={**os.environ, **env}, text=True, **pipes) as process:  # type: ignore[call-overload]

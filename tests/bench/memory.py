@@ -1,4 +1,4 @@
-"""What fusing roles costs in memory: a worker with several of them against what they hold."""
+"""The memory cost of fused roles: one worker with several roles, against the memory of the roles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class Weights(Role):
 
 
 def rows() -> Iterator[Row]:
-    """The memory of a worker whose only role holds nothing, and of one with roles that hold something."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
         empty = pool[0].spawn({"empty": colocate.role(Weights, 0)})
         names = [f"role{number}" for number in range(_ROLES)]
@@ -49,7 +48,7 @@ def rows() -> Iterator[Row]:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """The memory of a process, shared pages counted by their share."""
+    """Return the memory of a process, with shared pages counted by their share."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     (kibibytes,) = (line.split()[1] for line in lines if line.startswith("Pss:"))
     return int(kibibytes) << 10

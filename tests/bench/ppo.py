@@ -1,4 +1,4 @@
-"""What the framework adds to a step of PPO and of GRPO: the demos' own jobs and groups, whose roles do nothing.
+"""The framework's time in a step of PPO and of GRPO: the demos' own jobs and groups, whose roles do nothing.
 
 A first run of a few steps is recorded, role by role and method by method. Then the same job runs on roles of the same
 methods, which only return the recorded values: same calls, same residents, no work.
@@ -44,7 +44,7 @@ _JOB = {"warm_up_steps": 0, "eval_problems": 256, "eval_every": 10**6, "checkpoi
 
 @attrs.frozen
 class _Demo:
-    """An example, its roles by the classes that they have here, and what else is told to its job."""
+    """An example, the names of its roles' classes, and options of its job."""
 
     example: str
     roles: dict[str, str]
@@ -115,7 +115,7 @@ def _replay_yielded(cls: type, spec: MethodSpec) -> Callable[..., Any]:
 
 
 def _with_bodies(cls: type, make: Callable[[type, MethodSpec], Callable[..., Any]], **more: Any) -> type:
-    """The same role with other method bodies."""
+    """Return the same role class with other method bodies."""
     methods = {
         name: colocate.method(dispatch=spec.dispatch, collect=None if spec.yields else spec.collect)(make(cls, spec))
         for name, spec in methods_of(cls).items()
@@ -128,7 +128,7 @@ def _replaying(cls: type) -> type:
         cls.__init__(self, **options)  # type: ignore[misc]
         self.recorded = pickle.loads(Path(recorded).read_bytes())
 
-    # Its checkpoint at the end has nothing in it, as the roles have no models, and weights have nowhere to stay.
+    # These roles have no models: their checkpoints are empty, and synced weights are dropped.
     hooks = {"save": _nothing, "restore": _nothing, "load_weights": _no_weights}
     return _with_bodies(cls, _replay, __init__=__init__, **{name: hooks[name] for name in hooks if hasattr(cls, name)})
 
@@ -138,7 +138,7 @@ def _nothing(self: Any, directory: str) -> None:
 
 
 def _no_weights(self: Any, weights: Any, version: int) -> None:
-    for _ in weights:  # a sync has to be taken whole
+    for _ in weights:  # a sync must be read to its end
         pass
 
 
@@ -161,7 +161,7 @@ class ReplayPlayer:
 
 
 def rows() -> Iterator[Row]:
-    """The time from step to step: each draws its problems on the driver, once."""
+    """Yield the time from step to step, taken where a step draws its problems on the driver."""
     for name, demo in _DEMOS.items():
         yield from _rows(f"framework time per {name} step", demo)
 
@@ -196,7 +196,7 @@ def _least_median_s(begun: list[float]) -> float:
 
 
 def _train(demo: _Demo, executor: str, kind: str, steps: int, **options: str) -> None:
-    """Run the demo's job on other roles, in a folder that goes away, without a screen."""
+    """Run the demo's job with other roles, in a temporary folder, without a screen."""
     roles = [(f"groups.policy.roles.{role}", cls) for role, cls in demo.roles.items()]
     changes = [f"{path}.use={__name__}:{kind}.{cls}" for path, cls in roles]
     changes += [f"+{path}.with.{key}={value}" for path, _ in roles for key, value in options.items()]

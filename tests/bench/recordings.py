@@ -1,6 +1,6 @@
-"""What recording and profiling cost a step of the demos, what is written, and how soon a replayed role answers.
+"""The cost of recording and profiling a step of the demos, the bytes written, and the first answer of a replayed role.
 
-Every other step of a job, or few of them, are recorded, or profiled, and stand beside both of their neighbours.
+Every other step of a job, or every other few steps, is recorded or profiled, and compared with both neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from colocate_run.run import Run
 
 _EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 _COST, _PROFILE, _REPLAY = "recording rollouts and rewards", "profiling a PPO step", "replaying a role of 1 GB"
-# The roles, and after how many steps recording begins or ends: what that takes is of a run, and not of a step.
+# The recorded roles, and the steps per recording: its start and end count for a run, not for a step.
 _RECORDED = {"ppo": (("actor", "reward"), 1), "grpo": (("rollout", "reward"), 5)}
 _JOB = {"warm_up_steps": 5, "eval_every": 10**6, "checkpoint_every": 10**6}
 _PPO = ["job.with.critic_only_steps=0"]
@@ -35,7 +35,7 @@ _SIZE = 2**28  # numbers of four bytes
 
 
 class Big(Role):
-    """Has a gigabyte, and leaves a mark when it is constructed."""
+    """A role with a gigabyte of weights, which leaves a mark when it is constructed."""
 
     def __init__(self, marks: str) -> None:
         (Path(marks) / str(time.time_ns())).touch()
@@ -53,7 +53,6 @@ class Empty(Role):
 
 
 def rows() -> Iterator[Row]:
-    """Each in a folder that goes away."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name in _RECORDED:
             yield from _recording(name, Path(folder))
@@ -62,7 +61,7 @@ def rows() -> Iterator[Row]:
 
 
 def _train(name: str, steps: int, changes: Sequence[str], between: Callable[[Run, int], object]) -> list[Any]:
-    """Run a demo's job, with something to be done after each step, and return what it has logged of its steps."""
+    """Run a demo's job, call `between` after each step, and return the logged steps."""
     log = Run.log
 
     def logged(run: Run, step: int, **scalars: float) -> None:
@@ -76,12 +75,12 @@ def _train(name: str, steps: int, changes: Sequence[str], between: Callable[[Run
 
 
 def _beside_neighbours(found: Sequence[float]) -> float:
-    """Return how many times as much every other one is as the mean of both its neighbours: the median."""
+    """Return the median ratio of every other value to the mean of its two neighbours."""
     return statistics.median(2 * found[at] / (found[at - 1] + found[at + 1]) for at in range(1, len(found) - 1, 2))
 
 
 def _recording(name: str, folder: Path) -> Iterator[Row]:
-    """The processor's time of the one process that all is in: what is written is so before the step counts as over."""
+    """Measure CPU time in one process: a step's recording is written before the step counts as over."""
     roles, each = _RECORDED[name]
     spent: list[float] = []
     began, recorders = 0.0, list[colocate.Recorder]()
@@ -139,7 +138,7 @@ def _profile() -> Iterator[Row]:
 
 
 def _worker_s(run: Run) -> float:
-    """Return the processor's time of the one worker so far."""
+    """Return the CPU time of the one worker so far."""
     (worker,) = (node for node in _nodes(run.runtime.graph.data()) if node["kind"] == "worker")
     fields = Path(f"/proc/{worker['pid']}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -152,7 +151,7 @@ def _nodes(node: Any) -> Iterator[Any]:
 
 
 def _replay(folder: Path) -> Iterator[Row]:
-    """Until the first answer, from the group's spawn on; and what of that an empty role takes, too."""
+    """Time a spawn until the first answer, of an empty, a constructed and a replayed role."""
     marks, recorded = folder / "marks", folder / "recorded"
     marks.mkdir()
     big = colocate.role(Big, str(marks))

@@ -1,4 +1,4 @@
-"""Values on the way: from role to role in one worker, and to a worker process and back."""
+"""Transfers of values: between roles of one worker, and to a worker process and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BYTES = 64 << 20
 
 
 class Holder(Role):
-    """Makes tensors, and says where those that it is given lie."""
+    """A role that makes tensors, and returns the addresses of given ones."""
 
     @method(collect=First())
     def make(self, count: int) -> Tensor:
@@ -34,7 +34,6 @@ class Holder(Role):
 
 
 def rows() -> Iterator[Row]:
-    """Bytes moved within a slot, and the time for there and back against copies of the same tensor."""
     for kind in ("threads", "processes"):
         yield Row(_HERE, f"bytes moved, {kind}", _moved(kind == "processes"), "B", 0)
     threads = torch.get_num_threads()

@@ -14,15 +14,15 @@ Verdict = Literal["PASS", "over", ""]
 
 @frozen
 class Row:
-    part: str  # what it belongs to
-    name: str  # what was measured
-    value: float  # the number
+    part: str  # the table's section
+    name: str  # the measured quantity
+    value: float
     unit: str  # its unit; "x" for a ratio
-    bar: float | None = None  # the most it may be; None where it is there for comparison only
+    bar: float | None = None  # the largest allowed value; None for a comparison
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it stays within the bar; nothing without one."""
+        """Return "PASS" within the bar, "over" beyond it, or an empty text without a bar."""
         if self.bar is None:
             return ""
         return "PASS" if self.value <= self.bar else "over"

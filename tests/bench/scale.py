@@ -1,4 +1,4 @@
-"""What the driver does for each slot when there are many: it may not grow with their number."""
+"""The driver's work per slot with many slots: it may not grow with their number."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PART = "driver CPU per slot, stub executor"
 _SLOTS = (100, 1_000, 10_000)
 _FLAT = 1.5
 _ROUNDS = 8
-_PER_ROUND = 10_000  # slots times repetitions: each size works as long
+_PER_ROUND = 10_000  # slots times repetitions: the same work at each size
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def rows() -> Iterator[Row]:
-    """Spawn, calls and close at each size, and by how much the dearest of the larger sizes exceeds the smallest."""
+    """Yield spawn, calls and close at each size, and the ratio of the costliest larger size to the smallest."""
     cheapest: dict[str, dict[int, float]] = defaultdict(dict)
     with Runtime._wrap(Connection("stub", StubExecutor(), 0, False, None, 60.0, None, None, None)) as runtime:
         pools = [runtime.reserve(slots=slots) for slots in _SLOTS]
@@ -45,7 +45,7 @@ def rows() -> Iterator[Row]:
 
 
 def _round(pool: Pool, slots: int) -> dict[str, float]:
-    """CPU seconds per slot of each operation."""
+    """Return the CPU seconds per slot of each operation."""
     times = _PER_ROUND // slots
     clock = Clock()
     backwards = range(slots - 1, -1, -1)
@@ -72,7 +72,7 @@ class Clock:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def time(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        # Collecting garbage costs by what else is in memory, at moments of its own choosing.
+        # Garbage collection depends on all that is in memory, and runs at arbitrary moments.
         gc.disable()
         try:
             start = time.process_time()

@@ -1,4 +1,4 @@
-"""Memory of a role that sleeps and wakes, beside a copy of the same size to a file that is mapped and in memory."""
+"""Sleep and wake of a role's memory, beside a copy of the same size into a mapped file that is in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate import First, Role, method
 
 _PART = "sleep and wake of 1 GB of parameters and Adam's state"
 _ROUNDS = 9
-_SIDE = 9216  # of the one matrix: a third of a gigabyte
+_SIDE = 9216  # the one matrix has a third of a gigabyte
 _FOLDER = "/var/tmp"
 
 
@@ -31,21 +31,21 @@ class Trained(Role):
         self.nbytes = 3 * self.net.weight.nbytes
         file = tempfile.TemporaryFile(dir=_FOLDER)  # noqa: SIM115 - it is there as long as the role
         file.truncate(self.nbytes)
-        # Its own has another layout once it has slept, from which a copy is faster. No attribute leads to this one.
+        # The role's own memory has another layout after a sleep, which copies faster. No attribute refers to this one.
         plain = torch.ones(self.nbytes // 4)
         self.plain = lambda: plain
         self.mapped = torch.frombuffer(mmap.mmap(file.fileno(), self.nbytes), dtype=torch.float32)
 
     @method(collect=First())
     def write(self) -> None:
-        """Write into all of it, as a step does."""
+        """Write into all memory, as a step does."""
         (state,) = self.optimizer.state.values()
         for tensor in (self.net.weight.detach(), state["exp_avg"], state["exp_avg_sq"]):
             tensor.mul_(1.0)
 
     @method(collect=First())
     def copy(self) -> float:
-        """How long a copy into the file takes."""
+        """Return the seconds of a copy into the file."""
         began = time.perf_counter()
         self.mapped.copy_(self.plain())
         return time.perf_counter() - began
@@ -60,7 +60,7 @@ class Trained(Role):
 
 
 def rows() -> Iterator[Row]:
-    """In turns: a copy, a sleep and a wake of what was written before."""
+    """Yield the times of a copy, a sleep and a wake, in turns, of memory that was just written."""
     copies, sleeps, wakes = [], [], []
     with (
         colocate.connect(processes=True, spill_dir=_FOLDER) as runtime,
@@ -70,7 +70,7 @@ def rows() -> Iterator[Row]:
         trained = group.role("trained", Trained)
         size = trained.size()
         trained.copy()
-        group.sleep("trained")  # the file has its place on the disk, and in memory
+        group.sleep("trained")  # from now on the file is allocated on disk and in memory
         for _ in range(_ROUNDS):
             trained.write()
             copies.append(trained.copy())

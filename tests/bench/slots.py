@@ -1,4 +1,4 @@
-"""What many slots of one machine cost with workers behind them: reserve, spawn, call and close, at some sizes each.
+"""The cost of many slots of one machine, with workers: reserve, spawn, call and close, at several sizes.
 
 The part `scale` counts the driver's work without workers, for more slots than a machine has room for. Each size has a
 driver of its own: `python -m tests.bench.slots EXECUTOR SLOTS`.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def rows() -> Iterator[Row]:
-    """What each step takes at each size; what a slot adds, from the smallest size to the largest."""
+    """Yield the time of each step at each size, and the time per further slot from the smallest size to the largest."""
     for name, sizes in _SIZES.items():
         found = {slots: _run(name, slots) for slots in sizes}
         fewest, *_, most = sizes
@@ -48,7 +48,6 @@ def _run(name: str, slots: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Be a driver, and print seconds."""
     name, slots = sys.argv[1], int(sys.argv[2])
     took: dict[str, float] = {}
 
@@ -60,7 +59,7 @@ def main() -> None:
 
     executor = "local" if name in ("threads", "processes") else name
     with colocate.connect(executor, **_OPTIONS[name]) as runtime:
-        runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)}).close()  # what is imported once
+        runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)}).close()  # all imports happen here
         pool = timed("reserve", lambda: runtime.reserve(slots, cpus=0, timeout=300))
         group = timed("spawn", lambda: pool.spawn({"echo": colocate.role(Echo)}, timeout=300))
         echo = group.role("echo", Echo)

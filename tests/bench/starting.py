@@ -1,4 +1,4 @@
-"""A driver that starts workers and says how long that took: `python starting.py EXECUTOR light|memory`."""
+"""A driver that times the start of its workers: `python starting.py EXECUTOR light|memory`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def main() -> None:
     if what == "light":
 
         class Probe(Role):
-            """Nothing."""
+            """A role without state."""
 
             @method
             def noop(self) -> None:
-                """Nothing."""
+                """Do nothing."""
 
     else:
         import torch
 
         class Probe(Role):  # type: ignore[no-redef]
-            """A layer."""
+            """A role with one layer."""
 
             def __init__(self) -> None:
                 self.layer = torch.nn.Linear(8, 8)
 
             @method
             def noop(self) -> None:
-                """Nothing."""
+                """Do nothing."""
 
     roles = {"probe": colocate.role(Probe)}
     steps: dict[str, float] = {}
@@ -62,15 +62,15 @@ def main() -> None:
 
 
 def _summed() -> float:
-    """The memory of this process and all below it in MiB, shared pages counted by their share."""
+    """Return the memory of this process and all below it in MiB, with shared pages counted by their share."""
     below: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             below.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-        except OSError:  # it is gone
+        except OSError:  # the process has ended
             continue
     found = [os.getpid()]
-    for pid in found:  # which grows
+    for pid in found:  # the list grows meanwhile
         found += below.get(pid, [])
     lines = [line for pid in found for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024

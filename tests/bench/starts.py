@@ -1,4 +1,4 @@
-"""How long workers take to start: light roles on all executors, then roles that need torch.
+"""The time to start workers: light roles on all executors, then roles that need torch.
 
 Each measurement has a driver of its own.
 """

@@ -1,4 +1,4 @@
-"""An executor without workers: its hosts answer at once, in the thread that asks. What is left is the driver's work."""
+"""An executor without workers: its hosts answer at once, on the caller's thread, so that only the driver works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StubExecutor(Executor):
         return head, super().frame(head, body)
 
     def numbered(self, message: Any, body: Any) -> Any:
-        """As `frame`; the stub is told the number, too."""
+        """Frame a numbered message; the stub gets the number, too."""
         found, puts = super().numbered(message, body)
         return (message, found), [partial(_both, *each) for each in zip(message.numbered, puts, strict=True)]
 
@@ -60,7 +60,7 @@ def _both(call: Any, put: Callable[[int], object], number: int) -> None:
 
 
 class StubHost(Host):
-    """A worker that has done what it is told when `send` returns."""
+    """A worker that has handled a message when `send` returns."""
 
     def __init__(self, executor: StubExecutor, boot: Boot, events: HostEvents) -> None:
         self._executor = executor
@@ -73,7 +73,7 @@ class StubHost(Host):
         if isinstance(message, to_worker.Build):
             self._say(from_worker.CallEnded(0, None, now, now, None))
         elif isinstance(message, to_worker.Call):
-            # Of a kept call, the bytes and rows of this rank's part.
+            # The bytes and rows of this rank's part of a kept call.
             size = (0, 1) if message.keep is not None else None
             self._say(from_worker.CallEnded(message.seq, None, now, now, size))
         elif isinstance(message, to_worker.Close):

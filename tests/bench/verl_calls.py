@@ -40,12 +40,11 @@ def rows() -> Iterator[Row]:
         what = "SIGKILL of a worker to the error in a waiting call"
         yield Row(_PART, f"{what}, verl's", float(its("death")) * 1e3, "ms")
         yield Row(_PART, f"{what}, colocate's", float(ours("death")) * 1e3, "ms", 100.0)
-    # Not verl's: of all that its driver has started, Ray included, something was there after a minute.
+    # verl's isn't measured: some of its driver's processes, Ray included, still ran after a minute.
     yield Row(_PART, "SIGKILL of the driver to no worker left, colocate's", _driver_killed(command) * 1e3, "ms", 2000.0)
 
 
 def _driver_killed(command: Sequence[str]) -> float:
-    """Time the end of a driver's workers."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     env = {**os.environ, "COLOCATE_VERL": "ray"}
     with subprocess.Popen(command, env=env, text=True, **pipes) as driver:  # type: ignore[call-overload]

@@ -1,8 +1,8 @@
-"""Calls of worker groups as verl's trainers make them, in its environment: a line names a call, its seconds come back.
+"""Calls of worker groups as verl's trainers make them, in verl's environment: it reads names and prints seconds.
 
 python verl_groups.py ROWS COLUMNS
 
-By verl's own `RayWorkerGroup`, or with COLOCATE_VERL=ray by colocate's. The names are those of `CALLS`.
+The groups are verl's own `RayWorkerGroup`s, or colocate's with COLOCATE_VERL=ray. The names are those of `CALLS`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Adder(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def total(self, data: DataProto) -> DataProto:
-        """A number per rank, which the driver adds up."""
+        """Return a number per rank, which the driver adds up."""
         return DataProto.from_dict({"total": data.batch["x"].sum().reshape(1)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -55,14 +55,14 @@ class Adder(Worker):
 
 
 CALLS = {"nothing": 200, "call": 3, "chain": 1, "death": 1}
-"""How often each is timed at a time; the median counts. Nothing can be called after "death"."""
+"""The repetitions of each call; the median counts. No call is possible after "death"."""
 
 
 def main() -> None:
     rows, columns = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        answers, sys.stdout = sys.stdout, sys.stderr  # to which verl prints, and Ray when a worker dies
+        answers, sys.stdout = sys.stdout, sys.stderr  # verl prints to stdout, and Ray at a worker's death
         roles: dict[str, Any] = {name: RayClassWithInitArgs(ray.remote(Adder)) for name in ("a", "b", "c", "d")}
         pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
         group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
@@ -79,7 +79,7 @@ def main() -> None:
             assert total(value) == 6.0 * rows * columns
 
         def death() -> None:
-            """From the SIGKILL of a worker to the error of a call that waits: what is timed begins there."""
+            """Kill a worker, and wait for the error of a waiting call; the time counts from the SIGKILL."""
             pid, begun = views["a"].pid()[1], Path(folder, "begun")
             begun.mkdir()
             results = views["a"].hang(str(begun))
@@ -87,7 +87,7 @@ def main() -> None:
                 time.sleep(0.01)
             os.kill(pid, signal.SIGKILL)
             began[0] = time.perf_counter()
-            with contextlib.suppress(Exception):  # each library's own
+            with contextlib.suppress(Exception):  # each library raises its own
                 ray.get(results)
                 raise SystemExit("a call of a dead worker has ended well")
 

@@ -1,6 +1,6 @@
-"""`python -m colocate_verl.demo`, whose metrics have the CPU seconds of each step, of all processes: `cpu_s`.
+"""`python -m colocate_verl.demo`, with the CPU seconds of all processes in the metrics of each step: `cpu_s`.
 
-What a step takes by the clock is mostly what others do on the machine; what it computes isn't.
+The wall time of a step depends mostly on other load on the machine; its CPU time doesn't.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = verl.utils.tracking.Tracking.log
 
 
 def _spent() -> float:
-    """Return the CPU seconds of this process and all below, since this was last asked."""
+    """Return the CPU seconds of this process and all below since the last call."""
     this = psutil.Process()
     spent = 0.0
     for process in (this, *this.children(recursive=True)):

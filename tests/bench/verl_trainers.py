@@ -1,7 +1,7 @@
 """verl's own trainers on colocate's worker groups, beside its own `RayWorkerGroup`, in the demo.
 
 verl lives in an environment of its own (`make bench` makes it; VERL_PYTHON names its interpreter): without it there is
-nothing to measure. A quarter of an hour.
+nothing to measure. The part takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rows() -> Iterator[Row]:
 
 
 def _median(run: dict[str, Any], name: str) -> float:
-    """The median of the steps but the first, which warms up."""
+    """Return the median of the steps without the first, which warms up."""
     return statistics.median(step[name] for step in run["steps"][1:])
 
 

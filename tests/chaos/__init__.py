@@ -1,1 +1,1 @@
-"""The chaos suite: random programs, random faults, and a model of the laws that judges what came of it."""
+"""The chaos suite: random programs, random faults, and a model of the laws that judges the results."""

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: play until there is enough of each kind of fault, and print what came of it."""
+"""`python -m tests.chaos`: play until each kind has enough faults, and print the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chaos.ledger import ROOT, Ledger, Tally
 from tests.chaos.programs import KINDS, SLOTS, kind_of, program
 
 EXECUTORS = ("local", "ray", "dask")
-WIDTH = 160  # of the table where nobody says how wide it may be
+WIDTH = 160  # of the table outside of a terminal
 NAMES = {
     "kill": "SIGKILL of a worker",
     "stop": "SIGSTOP of a worker",
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def main() -> int:
-    """Play, and print; 1 when something went wrong."""
+    """Play programs, and print the results; return 1 after any problem."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Random programs, random faults.")
     parser.add_argument("--executor", choices=EXECUTORS, help="only this one")
     parser.add_argument("--kind", choices=KINDS, help="only this kind of fault")
@@ -87,7 +87,7 @@ def _play(
     try:
         for thread in threads:
             thread.join()
-    except KeyboardInterrupt:  # the programs that are played are played to their ends, and no others
+    except KeyboardInterrupt:  # running programs end, and no others begin
         for plan in plans:
             plan.deadline = 0.0
         raise

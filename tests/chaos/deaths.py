@@ -1,4 +1,4 @@
-"""SIGKILL of drivers: each somewhere in its program, several at once; and what is left of them then."""
+"""Kill several drivers, each somewhere in its program, and check for leftovers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.recorded import KEPT
 from tests.chaos.watch import Ended, Hung, Watched
 
-FREE_S = 2.0  # all that a driver had is to be free so soon after its end
-FREE_AT_LAST_S = 20.0  # what is still there then is left behind for ever
-BURST = 3  # so many drivers at once: starting one takes seconds, most of which it waits
+FREE_S = 2.0  # the bound until everything of a killed driver is free
+FREE_AT_LAST_S = 20.0  # later leftovers count as permanent
+BURST = 3  # drivers at once: a start takes seconds, most of these spent waiting
 MOMENTS = ("start", "reserve", "reserve", "spawn", "spawn", "call", "call", "close", "close", "anything")
-MOVES = "sleep", "wake"  # calls that are moments of their own: a role's memory is on its way
-_COMES_WITHIN_S = 15.0  # the moment at which a driver is to be killed; otherwise any will do
+MOVES = "sleep", "wake"  # calls that are moments of their own, while a role's memory moves
+_COMES_WITHIN_S = 15.0  # the wait for a driver's moment; after that any moment will do
 _ASK_AGAIN_S = 0.02
 
 
@@ -27,18 +27,18 @@ _ASK_AGAIN_S = 0.02
 class Doomed:
     """A driver that is going to be killed."""
 
-    seed: int  # of the program that it plays, again and again
-    moment: str  # when it is to be killed
-    delay_s: float  # how long after that has begun
+    seed: int  # of the program that the driver repeats
+    moment: str  # the moment of the kill
+    delay_s: float  # after the moment's begin
     watched: Watched
-    killed: float = 0.0  # when it was
-    doing: str = ""  # what it was doing then
-    gone_s: float = 0.0  # after how long none of its processes was left, and nothing that the engine had for it
-    left: dict[int, str] = attrs.field(factory=dict)  # the processes that were left at last
-    held: list[str] = attrs.field(factory=list)  # what the engine had for it at last
+    killed: float = 0.0  # the time of the kill
+    doing: str = ""  # the operation under way then
+    gone_s: float = 0.0  # until no process and no reservation was left
+    left: dict[int, str] = attrs.field(factory=dict)  # the processes left at last
+    held: list[str] = attrs.field(factory=list)  # the reservations and actors left at last
 
     def meet(self, engine: Engine) -> None:
-        """Kill it when its moment has come, and wait until nothing of it is left."""
+        """Kill the driver at the chosen moment, and wait until nothing is left."""
         watched = self.watched
         if self.moment == "start":
             time.sleep(self.delay_s * 20)
@@ -63,7 +63,7 @@ def _phase(doing: str) -> str:
 
 
 def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int]) -> None:
-    """Start drivers, kill each at its moment, and look at what is left of them on this machine and in the engine."""
+    """Start drivers, kill each at its moment, and check for leftovers on this machine and in the engine."""
     doomed: list[Doomed] = []
     wrong: list[str] = []
     for seed in seeds:

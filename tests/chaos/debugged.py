@@ -1,4 +1,4 @@
-"""Somebody who debugs what is stopped: attaches, types a few lines, goes away in one way or another."""
+"""A user who debugs stopped ranks: attaches, types a few lines, and leaves in one way or another."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from colocate.features.debugging.terminal import send_message
 LOOKS_EVERY_S = 0.02
 NOBODY = "no/such/rank"
 WAYS = (("continue",), ("next", "continue"), ("p self.notes", "next", "next"), (None,), ())
-"""What is typed before the terminal is gone; None for its end of file. With the last, it is killed at once."""
+"""The lines before the terminal closes; None is an end of file. The last way closes the terminal at once."""
 
 
 @attrs.define(eq=False)
 class Debugger:
-    """A thread that does so, while it is entered."""
+    """A thread that debugs stopped ranks during the block."""
 
     seed: str
     _over: threading.Event = attrs.field(factory=threading.Event, init=False)
@@ -43,7 +43,7 @@ class Debugger:
     def _debug(self) -> None:
         draw, left = random.Random(f"debugger {self.seed}"), set[float]()
         while not self._over.wait(LOOKS_EVERY_S):
-            with contextlib.suppress(ConfigError):  # nothing is stopped, or no longer
+            with contextlib.suppress(ConfigError):  # no rank is stopped, or no longer
                 listed = attach(os.getpid(), NOBODY)
                 listed.close()
                 waiting = [
@@ -54,7 +54,7 @@ class Debugger:
                 chosen = draw.choice(waiting)
                 found = attach(os.getpid(), f"{chosen['group']}/{chosen['role']}/{chosen['rank']}")
                 if found.stopped_ranks is None:
-                    left.add(chosen["since"])  # whom somebody has left isn't stopped any more
+                    left.add(chosen["since"])  # a rank that a user has left isn't stopped any more
                     with contextlib.suppress(OSError):
                         _type(found, draw.choice(WAYS))
                 found.close()

@@ -1,7 +1,6 @@
-"""A driver: `python -m tests.chaos.driver EXECUTOR OPTIONS MARK [endless]`. It plays the seeds that it reads.
+"""A driver that plays seeds from stdin: `python -m tests.chaos.driver EXECUTOR OPTIONS MARK [endless]`.
 
-It says each thing that it begins with its bound, so that who watches knows when it hangs, and what came of each
-episode.
+The driver reports each operation's begin with its bound, so that the watcher notices a hang, and each episode's result.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from colocate import Pool, Runtime
 from colocate.keeper import forks
 
 RESERVE_S = 5.0
-STARTS_S = 60.0  # how long an engine may take to start what holds the slots, beside waiting for them
+STARTS_S = 60.0  # the time for an engine to start the slots' holders, beside the wait for the slots
 CONNECT_S = 60.0
 GONE_S = 2.0
 GONE_AT_LAST_S = 20.0
@@ -47,7 +46,7 @@ def say(**what: Any) -> None:
 
 
 def say_bound(what: str, seconds: float) -> None:
-    """Something begins that must end within a time; "": it has ended."""
+    """Report an operation's begin and bound, or with an empty name the operation's end."""
     say(begin=what, bound_s=seconds)
 
 
@@ -71,7 +70,7 @@ class Stage:
     held: Pool | None = None
 
     def open(self) -> Runtime:
-        """The runtime; connected now if there is none."""
+        """Return the runtime; connect if there is none."""
         if self.runtime is None:
             with bound("connect", CONNECT_S):
                 self.runtime = colocate.connect(self.executor, **self.options)
@@ -83,7 +82,7 @@ class Stage:
             return runtime.reserve(slots, cpus=1, timeout=RESERVE_S, env={marks.MARK: self.mark})
 
     def pool(self) -> Pool:
-        """All that this driver may have; it is kept from program to program, until one closes it."""
+        """Return the pool of all slots for this driver, which is reused until a program closes the pool."""
         if self.held is None:
             self.held = self.reserve(SLOTS)
         return self.held
@@ -93,7 +92,7 @@ class Stage:
         return [] if held is None else self.close(held, grace)
 
     def close(self, pool: Pool, grace: float) -> list[str]:
-        """Close a pool whose groups are closed: nothing can have gone wrong."""
+        """Close a pool without groups; return complaints, as neither an error nor a delay is allowed."""
         began = time.monotonic()
         try:
             with bound("close of an empty pool", grace + CLOSE_S):
@@ -115,7 +114,7 @@ class Stage:
         return []
 
     def own(self) -> set[int]:
-        """The processes that this one and its runtime consist of."""
+        """Return the pids of this process and its runtime's helpers."""
         executor: Any = None if self.runtime is None else self.runtime._node.services.executor
         envoy = getattr(executor, "_envoy", None)
         found = {os.getpid(), *(() if envoy is None else (envoy._process.pid, envoy._janitor.pid))}
@@ -133,7 +132,7 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
 def perform(
     stage: Stage, pool: Callable[[], Pool], episode: Episode, idents: Iterator[int]
 ) -> Iterator[tuple[Player, Outcome]]:
-    """Play an episode, and replay what was recorded in it, if it is to be."""
+    """Play an episode, and the replay of the recording, if the episode has one."""
     player = Player(stage.open(), pool(), episode, idents, say_bound)
     yield player, player.play()
     if episode.replay is not None and player.recorded:
@@ -144,7 +143,7 @@ def perform(
 
 
 def tell(stage: Stage, player: Player, outcome: Outcome) -> None:
-    """Say what came of an episode; whether all that it had is free again is a part of that."""
+    """Report an episode's result, and any slots and processes that aren't free again."""
     pool, episode = player.pool, player.episode
     wrong = model.complaints(outcome.played, outcome.applied)
     lost = outcome.applied is not None and outcome.applied.kind in ("keeper", "envoy")
@@ -172,14 +171,14 @@ def tell(stage: Stage, player: Player, outcome: Outcome) -> None:
 
 
 def rest(stage: Stage) -> None:
-    """Give everything back: others can have all of it, and nothing is left."""
+    """Release everything; report slots that can't be reserved again, and processes that are left."""
     wrong = stage.let_go(1.0)
     wrong += _all_free(stage)
     say(program=None, wrong=wrong, left=_left(stage), hangs=[])
 
 
 def play_endlessly(stage: Stage, played: Program) -> None:
-    """Play a program again and again, until somebody kills this process; sometimes a forked child lives on."""
+    """Play a program again and again until this process is killed; for some seeds fork a child that lives on."""
     if played.seed % 4 == 0:
         child = os.fork()
         if child == 0:
@@ -198,7 +197,7 @@ def play_endlessly(stage: Stage, played: Program) -> None:
 
 
 def _lost(pool: Pool, episode: Episode, applied: Applied | None) -> Collection[int]:
-    """The slots that have lost their keeper, with which none goes on there until others are reserved."""
+    """Return the slots that have lost their keeper by the fault, and stay lost."""
     if applied is None or applied.kind not in ("keeper", "envoy"):
         return ()
     if applied.kind == "envoy":
@@ -207,7 +206,7 @@ def _lost(pool: Pool, episode: Episode, applied: Applied | None) -> Collection[i
 
 
 def _free(pool: Pool, lost: Collection[int]) -> list[str]:
-    """What is wrong with the slots when their groups are closed."""
+    """Return complaints about slots that aren't free after the close of their groups."""
     return [
         f"slot {slot.index} is still {slot.state} after the close"
         for slot in pool.slots
@@ -216,7 +215,7 @@ def _free(pool: Pool, lost: Collection[int]) -> list[str]:
 
 
 def _all_free(stage: Stage) -> list[str]:
-    """All that this driver may have can be reserved at once."""
+    """Return a complaint unless all of this driver's slots can be reserved."""
     began = time.monotonic()
     try:
         stage.pool()
@@ -226,7 +225,7 @@ def _all_free(stage: Stage) -> list[str]:
 
 
 def _left(stage: Stage) -> list[str]:
-    """Processes of a pool that has been closed."""
+    """Return complaints about leftover processes of a closed pool."""
     took, left = marks.gone_within(stage.mark, stage.own(), GONE_AT_LAST_S)
     if left:
         return [f"process {pid} is left: {line}" for pid, line in left.items()]
@@ -234,7 +233,7 @@ def _left(stage: Stage) -> list[str]:
 
 
 def _children(stage: Stage) -> list[str]:
-    """Processes that roles had started, of groups that have been closed."""
+    """Return complaints about leftover children of roles in closed groups."""
     deadline = time.monotonic() + GONE_S
     while left := [pid for pid, line in marks.marked(stage.mark).items() if line == " ".join(CHILD)]:
         if time.monotonic() > deadline:
@@ -244,13 +243,13 @@ def _children(stage: Stage) -> list[str]:
 
 
 def asked() -> Iterator[dict[str, Any]]:
-    """What to play: a seed, whether with process groups, how many episodes; or to rest."""
+    """Yield requests: a seed, whether to use process groups, and the number of episodes; or a rest."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)  # and end
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)  # the process prints all stacks, and ends
     executor, options, mark, *endless = sys.argv[1:]
     os.environ[marks.MARK] = mark
     mutants.apply_from_environment()

@@ -1,8 +1,8 @@
 """An engine that all drivers of a run share, in a process of its own: `python -m tests.chaos.engine ray|dask SLOTS`.
 
-It says where it is. A line "free?" asks it whether another tenant could have all of it: it tries, gives it back, and
-says how long that took. Any other line is the beginning of drivers' ids: it says what it has for those. It ends with
-its input.
+The process prints the engine's address. At a line "free?" it reserves and releases all slots, and prints how long that
+took. Any other line is a prefix of drivers' ids: the process prints what the engine holds for these drivers. The
+process exits at the end of its stdin.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ FREE_WITHIN_S = 20.0
 
 @attrs.define(eq=False)
 class Engine:
-    executor: str  # its name
-    options: dict[str, Any]  # what to connect with
-    slots: int | None = None  # how many slots there are; None where each driver has its own
+    executor: str  # the executor's name
+    options: dict[str, Any]  # the options for `connect`
+    slots: int | None = None  # the number of shared slots; None if each driver has own slots
     _process: subprocess.Popen[str] | None = None
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def all_free(self) -> tuple[float | None, str]:
-        """Reserve all of it at once: after how many seconds that was possible, or who has it."""
+        """Reserve all slots at once; return the seconds until that succeeded, or None and the holders."""
         if self._process is None:
             return 0.0, ""
         took, holders = self._ask(FREE)
         return took, holders
 
     def held_by(self, pid: int) -> list[str]:
-        """What it has for a driver: reservations, actors."""
+        """Return the names of a driver's reservations and actors in the engine."""
         if self._process is None:
             return []
         held: list[str] = self._ask(f"{platform.node()}-{pid}-")
@@ -60,7 +60,7 @@ class Engine:
 
 @contextmanager
 def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
-    """Start the engine of an executor: drivers share so many slots, or have so many of their own each."""
+    """Start the engine of an executor: drivers share `slots`, or each driver has `own` slots (on `local`)."""
     if executor == "local":
         yield Engine(executor, {"processes": True, "cpus": own})
         return
@@ -75,7 +75,7 @@ def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
 
 
 def ray(slots: int) -> None:
-    """One node. Reserving all of it is a placement group, as a driver makes it."""
+    """Run Ray with one node, and reserve all of it by a placement group, as a driver does."""
     import ray
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
@@ -105,7 +105,7 @@ def ray(slots: int) -> None:
 
 
 def dask(slots: int) -> None:
-    """A scheduler, and a Dask worker per slot with a nanny. Reserving all of it goes as for a driver."""
+    """Run a scheduler, and a Dask worker with a nanny per slot; reserve all of it as a driver does."""
     from distributed import LocalCluster
 
     from colocate_dask import reservations

@@ -1,4 +1,4 @@
-"""Doing a fault at its moment, on a thread of its own, while the program goes on."""
+"""Inject a fault at its moment, on a thread of its own, while the program runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LOOKS_FOR_S = 3.0
 
 
 class Injector:
-    """One fault of an episode."""
+    """Injects the fault of an episode."""
 
     _broken: BaseException | None = None
 
     def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[ReplaySource]) -> None:
         self.fault = fault
-        # what has been done; None when it came too late, or there was nothing to do it to
+        # the injected fault; None without a target, or after the end of the time
         self.applied: Applied | None = None
-        self.over = threading.Event()  # whether it is settled what came of it
+        self.over = threading.Event()  # set when the injection is over
         self._runtime = runtime
         self._pool = pool
         self._played = played
@@ -42,14 +42,14 @@ class Injector:
         self._thread.start()
 
     def note(self, kind: str, pid: int, began: float) -> None:
-        """It is role code that does it, from now on."""
+        """Record the fault as injected, by role code."""
         now = time.monotonic()
         fault, name = self.fault, self._played[self.fault.group].name
         self.applied = Applied(kind, fault.group, fault.rank, pid, began, now, fault.moment, name=name)
         self.over.set()
 
     def give_up(self) -> None:
-        """Nothing is left that it could be done to; waits until that is decided, and raises a mistake made here."""
+        """End the injection, wait for its thread, and raise an error of the injection itself."""
         self._given_up.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -76,7 +76,7 @@ class Injector:
             self.over.set()
 
     def _done(self) -> bool:
-        """Do it, if there is something to do it to."""
+        """Inject the fault if there is a target; return whether the fault was injected."""
         fault = self.fault
         name = self._played[fault.group].name
         group = self._pool.groups.get(name)
@@ -96,10 +96,10 @@ class Injector:
             act = lambda: _signal(pid, _SIGNALS[fault.kind])  # noqa: E731
         try:
             act()
-            if fault.kind == "stop" and _worker(pid) != pid:  # it has just become a supervisor, which holds up nobody
+            if fault.kind == "stop" and _worker(pid) != pid:  # a supervisor by now, whose stop delays no call
                 os.kill(pid, signal.SIGCONT)
                 return False
-        except (sockets.NoSuchSocket, ProcessLookupError, FileNotFoundError):  # it has ended by itself
+        except (sockets.NoSuchSocket, ProcessLookupError, FileNotFoundError):  # the target has ended by itself
             return False
         kind = fault.target or fault.kind
         now = time.monotonic()
@@ -108,12 +108,12 @@ class Injector:
 
 
 def _worker(pid: int) -> int:
-    """A worker itself: before it has said hello, the driver may know the pid of its upper supervisor only."""
+    """Return a worker's own pid: before the hello, the driver may only know the upper supervisor's pid."""
     try:
         below = psutil.Process(pid).children() if pid else []
         while len(below) == 1 and "colocate.worker" in below[0].cmdline():
             pid, below = below[0].pid, below[0].children()
-    except psutil.Error:  # it has ended by itself
+    except psutil.Error:  # the process has ended by itself
         pass
     return pid
 
@@ -121,13 +121,13 @@ def _worker(pid: int) -> int:
 def _signal(pid: int, number: signal.Signals) -> None:
     os.kill(pid, number)
     if number == signal.SIGSTOP:
-        # One thread begins the stop, when it gets to run: until then the others may still answer a call.
-        while not all(state in "TZX" for state in _states(pid)):  # or it has ended
+        # One thread begins the stop when it is scheduled: until then other threads may still answer a call.
+        while not all(state in "TZX" for state in _states(pid)):  # or the process has ended
             time.sleep(_STEP_S)
 
 
 def _states(pid: int) -> list[str]:
-    """Of a process's threads, by the kernel's letters."""
+    """Return the states of a process's threads, as the kernel's letters."""
     found = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         try:

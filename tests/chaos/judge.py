@@ -1,4 +1,4 @@
-"""The judge: has programs played by drivers of its own, watches them from outside, and counts what came of it."""
+"""The judge: starts drivers that play programs, watches the drivers from outside, and counts the results."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tests.chaos.programs import KINDS, SLOTS, kind_of
 from tests.chaos.watch import Ended, Hung, Watched
 
 SHARED_SLOTS = BURST * SLOTS
-ROUND = 12  # so many programs of faults that a driver survives go before the next drivers are killed
+ROUND = 12  # the programs with survivable faults between two rounds of killed drivers
 
 
 @attrs.define(eq=False)
 class Plan:
-    """What is still to be played on one executor."""
+    """The programs that remain to be played on one executor."""
 
     executor: str
     ledger: Ledger
     wanted: int  # faults of each kind
-    kinds: Sequence[str] = KINDS  # those to play
+    kinds: Sequence[str] = KINDS  # the kinds to play
     deadline: float = float("inf")  # when to stop, in monotonic time
     _taken: dict[str, int] = attrs.field(factory=dict)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def over(self, kinds: Sequence[str]) -> bool:
-        """Whether nothing of these kinds is to be played any more."""
+        """Return whether no program of these kinds remains."""
         return time.monotonic() > self.deadline or not self._open(kinds)
 
     def _open(self, kinds: Sequence[str]) -> list[str]:
@@ -41,12 +41,12 @@ class Plan:
         return sorted(found, key=lambda kind: -missing[kind])
 
     def behind(self, kind: str, others: Sequence[str]) -> bool:
-        """Whether less of one kind has been done than of each other one that is played."""
+        """Return whether one kind has fewer faults than each other kind that is played."""
         tried = [self.ledger.tally(self.executor, other).tried for other in others if other in self.kinds]
         return not self.over((kind,)) and self.ledger.tally(self.executor, kind).tried < min([self.wanted, *tried])
 
     def next_seed(self, kinds: Sequence[str]) -> int | None:
-        """A seed of the kind that lacks most, that hasn't been played on this executor."""
+        """Return an unplayed seed of the kind that lacks most; None if nothing remains."""
         with self._lock:
             if self.over(kinds):
                 return None
@@ -59,19 +59,19 @@ class Plan:
 
 
 class Enough(Exception):
-    """Something is wrong, and that was the question."""
+    """A problem was found, and one is enough."""
 
 
 @attrs.define(eq=False)
 class Lane:
-    """One driver that plays program after program, as long as it lasts."""
+    """A driver that plays program after program; a new one replaces a lost one."""
 
-    engine: Engine  # where
-    ledger: Ledger  # what counts
+    engine: Engine
+    ledger: Ledger
     env: dict[str, str] = attrs.field(factory=dict)  # more environment of the driver
-    first_only: bool = False  # whether to raise `Enough` at the first thing that is wrong
+    first_only: bool = False  # whether to raise `Enough` at the first problem
     _watched: Watched | None = None
-    _last: int = 0  # what it has played last
+    _last: int = 0  # the last played seed
 
     def play(self, seed: int, torch: bool | None = None, episodes: int | None = None) -> None:
         kind = kind_of(seed)
@@ -138,7 +138,7 @@ class Lane:
             self.drop()
 
     def drop(self) -> None:
-        """End the driver by force, and whatever it has left, so that the next one finds room."""
+        """Kill the driver and its leftover processes, so that the next driver finds room."""
         watched, self._watched = self._watched, None
         if watched is None:
             return
@@ -157,7 +157,7 @@ class Lane:
 
 
 def campaign(engine: Engine, plan: Plan, lanes: int) -> None:
-    """Play on one executor until there is enough of each kind, or no time."""
+    """Play on one executor until each kind has enough faults, or the time is up."""
     drivers = [Lane(engine, plan.ledger) for _ in range(lanes)]
     survivable = tuple(kind for kind in KINDS if kind != "driver")
     try:

@@ -1,4 +1,4 @@
-"""What all runs of the same code have come to, in a file that each run continues."""
+"""The results of all runs of the same code, in a file that each run continues."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 import attrs
 
 ROOT = Path(__file__).parents[2]
-# What makes a difference to the numbers: with another text in there they begin anew. What tests colocate in other ways
-# doesn't.
+# Folders that the numbers depend on: a change there restarts the counts. Other tests of colocate don't matter.
 FOLDERS = ("core", "executors", "tests/chaos")
 BUT_FOR = ("core/colocate/testing/", "tests/chaos/test_")
 
@@ -39,19 +38,19 @@ def commit() -> str:
 
 @attrs.define(eq=False)
 class Tally:
-    """What one kind of fault has come to on one executor."""
+    """The counts of one kind of fault on one executor."""
 
-    last: int | None = None  # the last seed that was played: the kind's others before it were, too
-    tried: int = 0  # faults that were done
-    survived: int = 0  # those after which all was as the laws want it
-    hangs: int = 0  # what outlived its bound by more than it may
-    left: int = 0  # what was left behind
+    last: int | None = None  # the last played seed, after all earlier seeds of the kind
+    tried: int = 0  # injected faults
+    survived: int = 0  # faults after which no law was broken
+    hangs: int = 0  # operations that exceeded their bounds
+    left: int = 0  # leftovers
     wrong: int = 0  # results, errors and orders that the laws don't allow
-    late: int = 0  # ends after more than the seconds that there are for it
-    error_ms: list[float] = attrs.field(factory=list)  # from the fault to the first error that told it
-    over_ms: list[float] = attrs.field(factory=list)  # what closes took beside their grace
-    free_ms: list[float] = attrs.field(factory=list)  # from the end of a driver until nothing of it was left
-    targets: dict[str, int] = attrs.field(factory=dict)  # faults by what they hit: moments, sockets
+    late: int = 0  # drivers whose leftovers were freed too late
+    error_ms: list[float] = attrs.field(factory=list)  # from the fault to the first error that reports it
+    over_ms: list[float] = attrs.field(factory=list)  # the time of closes beyond their grace
+    free_ms: list[float] = attrs.field(factory=list)  # from the end of a driver until nothing was left of it
+    targets: dict[str, int] = attrs.field(factory=dict)  # faults by target: a moment or a socket
 
     def played(self, seed: int) -> None:
         self.last = seed if self.last is None else max(self.last, seed)
@@ -62,7 +61,7 @@ class Tally:
 
 @attrs.define(eq=False)
 class Ledger:
-    """The file, or a part of it, which begins anew by itself. All methods may be called from any thread."""
+    """The file, or a part with counts of its own. All methods may be called from any thread."""
 
     path: Path | None = None
     part: str = ""
@@ -74,14 +73,14 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, of_any_code: bool = False, part: str = "") -> Ledger:
-        """Continue a file, if it is of this very code; or look at one."""
+        """Continue a file if it is of the same code; read any file with `of_any_code`."""
         ledger = cls(path, part)
         data = json.loads(path.read_text()) if path.exists() else {}
         data = data.get(part, {}) if part else data
         if data and (of_any_code or data["code"] == ledger.code):
             ledger.code, ledger.commit, ledger.problems = data["code"], data["commit"], data["problems"]
             for executor, kinds in data["executors"].items():
-                for kind, fields in kinds.items():  # an older file may have more of them
+                for kind, fields in kinds.items():  # an older file may have more fields
                     known = {name: fields[name] for name in attrs.fields_dict(Tally) if name in fields}
                     ledger.tallies.setdefault(executor, {})[kind] = Tally(**known)
         return ledger
@@ -91,7 +90,7 @@ class Ledger:
             return self.tallies.setdefault(executor, {}).setdefault(kind, Tally())
 
     def problem(self, executor: str, kind: str, seed: int, what: str, words: str) -> None:
-        """Note, and say, what went wrong: `what` is hangs, left or wrong. Where the code lies here isn't kept."""
+        """Record and print a problem: `what` is hangs, left or wrong. Paths are stored below the root."""
         print(f"{executor} seed {seed} ({kind}): {what}: {words}")
         words = words.replace(f"{ROOT}/", "")[:4000]
         with self.lock:
@@ -101,7 +100,7 @@ class Ledger:
             self.problems.append(entry)
 
     def save(self) -> None:
-        """Write the file; whole, or not at all."""
+        """Write the file atomically."""
         if self.path is None:
             return
         with self.lock:
@@ -111,7 +110,7 @@ class Ledger:
             new.replace(self.path)
 
     def _text(self, data: dict[str, Any]) -> str:
-        """What the file has, with this in its place."""
+        """Return the text of the file with this ledger's data."""
         tallies = {
             name: {kind: attrs.asdict(each) for kind, each in kinds.items()} for name, kinds in self.tallies.items()
         }
@@ -120,7 +119,7 @@ class Ledger:
 
 
 def _shown(data: dict[str, Any]) -> str:
-    """JSON with a line for each kind of fault on each executor, so that a change can be read."""
+    """Return JSON with a line for each kind of fault on each executor, for readable diffs."""
     executors = ",\n".join(
         f"  {json.dumps(name)}: {{\n"
         + ",\n".join(f"   {json.dumps(kind)}: {json.dumps(kinds[kind])}" for kind in sorted(kinds))

@@ -1,4 +1,4 @@
-"""The role of all programs: a deterministic state machine that notes every call it runs, in order."""
+"""The role of all programs: a deterministic state machine that notes every call in order."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
-"""What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
+"""A rank's answer: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
 
 Row: TypeAlias = tuple[int, int, int]
-"""What comes of a row, the last call that its worker had begun then, and its rank."""
+"""A row's value, the last call that its worker had begun then, and its rank."""
 
 FOR_EVER_S = 3600
 _HOLDS = "holds the gil"
@@ -38,9 +38,9 @@ SIZES = {"c": 1 << 20, "d": 1 << 19}
 _SIZE = 1 << 18
 _APART = (1 << 16) + 1
 CHANGED = "memory that isn't what it was"
-_PARTS = 4  # in so many weights a role's memory is yielded
+_PARTS = 4  # the number of weights that a role's memory is yielded in
 _NOTED = 512  # calls that a role notes, at most
-STOPS = 0.5  # the share of calls in which a rank stops that does
+STOPS = 0.5  # the share of calls in which a stopping rank stops
 PLACES = 2  # rows that run at once on a rank
 CHILD = ("sleep", "86399")
 
@@ -50,9 +50,9 @@ def size_of(role: str) -> int:
 
 
 class Ballast:
-    """Memory that sleeps and wakes, with something that wants it to be what it was.
+    """Memory that sleeps and wakes, with a check of its contents.
 
-    It is an array, which stays awake, or a module's tensor, which doesn't: one of its weights.
+    The memory is an array, which stays awake, or a module's tensor, one of the role's weights, which sleeps.
     """
 
     def __init__(self, role: str, rank: int, tensor: bool = False) -> None:
@@ -73,7 +73,7 @@ class Ballast:
 
     @property
     def array(self) -> np.ndarray:
-        """The memory where it is now: a tensor of which there was an array would never sleep."""
+        """The memory at its current address, by a new array: a stored array would keep the tensor awake."""
         if hasattr(self, "_array"):
             return self._array
         place = (ctypes.c_ubyte * self.memory.nbytes).from_address(self.memory.data_ptr())
@@ -107,7 +107,7 @@ class Ballast:
 
 
 def digest_after(role: str, rank: int, idents: Iterable[int]) -> int:
-    """What it is to be after such calls, in this order."""
+    """Return the expected digest after these calls, in order."""
     ballast = Ballast(role, rank)
     for ident in idents:
         ballast.write(ident)
@@ -116,7 +116,7 @@ def digest_after(role: str, rank: int, idents: Iterable[int]) -> int:
 
 @functools.lru_cache
 def _first(role: str, rank: int) -> bytes:
-    """What it is before them: no two pages are alike, or those of two ranks."""
+    """Return the initial memory, in which all pages of all ranks differ."""
     return random.Random(f"{role} {rank}").randbytes(size_of(role))
 
 
@@ -128,7 +128,7 @@ class Deliberate(Exception):
 
 
 class Machine(Role):
-    """Its whole state is the list of the calls that it has begun, and what these have written into its memory."""
+    """A role whose whole state is the list of its calls, and the memory that these calls have written."""
 
     stops = False
 
@@ -140,11 +140,11 @@ class Machine(Role):
         child: bool = False,
         stops: bool = False,
     ) -> None:
-        """In so many seconds; the rank that `hangs` keeps the GIL here; `main` is whose notes it adds to.
+        """Take `takes_s` seconds; keep the GIL on the rank `hangs`; add to the notes of the role `main`.
 
-        With a `child` another process does a part of what it does; who `stops` does so in some calls.
+        With a `child` another process does a part of the work; if `stops`, ranks stop in some calls.
         """
-        from tests.chaos import mutants  # here: by its name it would be pickled along
+        from tests.chaos import mutants  # a global import would be pickled with the class
 
         mutants.apply_from_environment()
         if self.ctx.rank == hangs:
@@ -157,7 +157,7 @@ class Machine(Role):
         assert self.ctx.role is not None
         self.ballast = Ballast(self.ctx.role, self.ctx.rank, tensor=True)
         self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
-        self.rows = 0  # that run
+        self.rows = 0  # running rows
 
     def save(self, directory: str) -> None:
         self.ballast.save(Path(directory, f"{self.ctx.rank}.memory"))
@@ -165,13 +165,13 @@ class Machine(Role):
             Path(directory, str(self.ctx.rank)).write_text(json.dumps(self.notes))
 
     def restore(self, directory: str) -> None:
-        """Go on with what was written down; who adds to another role's notes has the very list."""
+        """Restore the memory and the notes; roles that add to another role's notes share the list."""
         self.ballast.restore(Path(directory, f"{self.ctx.rank}.memory"))
         if self.main:
             self.notes[:] = json.loads(Path(directory, str(self.ctx.rank)).read_text())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Its whole state: its memory in parts, and then the calls that it is of."""
+        """Yield the whole state: the memory in parts, and then the calls that have written it."""
         import torch
 
         for number, part in enumerate(self.ballast.memory.chunk(_PARTS)):
@@ -203,7 +203,7 @@ class Machine(Role):
 
     @method(collect=Gather())
     def look(self, ident: int) -> Seen:
-        """What the memory is, which this call leaves as it is."""
+        """Return the digest of the memory, without a write."""
         found = self.ballast.look(ident)
         self.notes.append(ident)
         return self._seen(found)
@@ -215,7 +215,7 @@ class Machine(Role):
 
     @method(collect=Gather())
     def take(self, ident: int, rows: Sequence[bytes]) -> Seen:
-        """The checksums of all rows, wherever they come from."""
+        """Return the checksums of all rows."""
         self._note(ident)
         return self._seen([zlib.crc32(each) for each in rows])
 
@@ -228,7 +228,7 @@ class Machine(Role):
 
     @method(rows="index", concurrency=PLACES)
     async def play(self, index: int, ident: int, work_s: float, failing: Sequence[int]) -> Row:
-        """One row; the first one of a call on a rank notes that."""
+        """Run one row; a call's first row on a rank notes the call."""
         if self.notes[-1:] != [ident]:
             self._note(ident)
         self.rows += 1
@@ -242,7 +242,7 @@ class Machine(Role):
 
     @method(dispatch=Scatter("indices"))
     def each(self, indices: Sequence[int], ident: int, work_s: float) -> Iterator[tuple[int, Row]]:
-        """Rows, the last one first."""
+        """Yield rows, the last one first."""
         self._note(ident)
         for place, index in reversed([*enumerate(indices)]):
             time.sleep(work_s)
@@ -253,7 +253,7 @@ class Machine(Role):
 
     @method(collect=Gather())
     def add(self, ident: int, failing: Sequence[int]) -> Seen:
-        """The sum of what all ranks put in, unless this one is to raise before."""
+        """Return the sum of all ranks' inputs, unless this rank has to raise before."""
         import torch
         import torch.distributed as dist
 
@@ -267,7 +267,7 @@ class Machine(Role):
 
     @method
     def hold(self, ident: int) -> None:
-        """Keep the interpreter's lock, in C, for ever; the name of the process says that it is so."""
+        """Keep the GIL for ever, in C, and tell so by the process's name."""
         self._note(ident)
         with open("/proc/self/comm", "w") as file:
             file.write(_HOLDS)
@@ -275,14 +275,14 @@ class Machine(Role):
 
 
 class Target(Machine):
-    """Its memory is what it has got of another role's by syncs of weights, all of which are of the same calls."""
+    """A role whose memory comes from another role by syncs of weights, all of the same calls."""
 
     def __init__(self, main: str) -> None:
         super().__init__(main=main)
-        self.source, self.log = -1, tuple[int, ...]()  # of which rank, and the calls that this one had begun
+        self.source, self.log = -1, tuple[int, ...]()  # the source's rank and calls
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """A weight's name says where a rank is to raise."""
+        """Load the weights; a weight's name may tell a rank to raise."""
         parts = iter(self.ballast.memory.chunk(_PARTS))
         for name, tensor in weights:
             if name == "notes":
@@ -296,14 +296,14 @@ class Target(Machine):
 
     @method(collect=Gather())
     def peek(self, ident: int) -> Seen:
-        """The version of what it has, the rank that this is of, that one's calls, and the digest of the memory."""
+        """Return the version of the weights, the source's rank and calls, and the digest of the memory."""
         found = self.ballast.digest()
         self.notes.append(ident)
         return self._seen((self.ctx.weights_version, self.source, self.log, found))
 
 
 class Generator(Target):
-    """A role in the background: it has notes of its own, and its memory is what it has got by syncs."""
+    """A background role with notes of its own, whose memory comes from syncs."""
 
     def __init__(self) -> None:
         super().__init__(main="")
@@ -316,7 +316,7 @@ class Generator(Target):
 
     @method(collect=Gather())
     def talk(self, ident: int, steps: int, work_s: float) -> Seen:
-        """The versions of the weights in so many steps; it stops between two of them."""
+        """Return the versions of the weights in each step, with a pause point between steps."""
         self._note(ident)
         versions: list[int] = []
         while len(versions) < steps and not self.ctx.cancelled:
@@ -327,7 +327,7 @@ class Generator(Target):
 
     @method(collect=Gather(), concurrency=PLACES)
     async def talk_async(self, ident: int, steps: int, work_s: float) -> Seen:
-        """As `talk`; it rests in each step."""
+        """Do as `talk`, but rest in each step."""
         self._note(ident)
         _, _, begun, _ = self._seen(None)
         versions: list[int] = []
@@ -340,9 +340,9 @@ class Generator(Target):
 
 @attrs.frozen
 class Failing:
-    """On which ranks of a target a sync is to fail: the name that the target is given for a weight."""
+    """The ranks of a target on which a sync has to fail, encoded in the name of a weight."""
 
-    ident: int  # that of the sync
+    ident: int  # of the sync
     ranks: tuple[int, ...]
 
     def names(self) -> dict[str, str]:
@@ -355,7 +355,7 @@ class Failing:
 
 
 class Parent(Machine):
-    """It has a child on each rank."""
+    """A role with a child on each rank."""
 
     def __init__(self, main: str) -> None:
         super().__init__(main=main)
@@ -366,7 +366,7 @@ class Parent(Machine):
 
     @method(collect=Gather())
     def orphan(self, ident: int, ranks: Sequence[int]) -> Seen:
-        """Kill the child of some ranks, and do nothing more there."""
+        """Kill the child on some ranks, and sleep for ever there."""
         self._note(ident)
         if self.ctx.rank in ranks:
             assert self.own.pid is not None
@@ -376,7 +376,7 @@ class Parent(Machine):
 
     @method(collect=Gather(), revives=True)
     def revive(self, ident: int) -> Seen:
-        """Have one that runs."""
+        """Start another child if the child has died."""
         self._note(ident)
         if not self.own.alive:
             self._begin()
@@ -384,7 +384,7 @@ class Parent(Machine):
 
 
 def holds_the_gil(pid: int) -> bool:
-    """Whether a worker has begun to hold it; the sign goes with the process, whatever becomes of its driver."""
+    """Return whether a worker holds the GIL, by the process's name, which needs no driver."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().rstrip("\n") == _HOLDS
@@ -393,7 +393,7 @@ def holds_the_gil(pid: int) -> bool:
 
 
 def keep_the_gil() -> None:
-    """Sleep in C without giving the lock away: no thread of this process runs any more."""
+    """Sleep in C without releasing the GIL: no thread of this process runs any more."""
     ctypes.PyDLL(None).sleep(FOR_EVER_S)
 
 
@@ -402,7 +402,7 @@ def mixed(ident: int, rank: int, payload: bytes) -> int:
 
 
 def mixes(connection: Any) -> None:
-    """What a role's child does."""
+    """Answer requests in a role's child."""
     while True:
         connection.send(mixed(*connection.recv()))
 

@@ -1,4 +1,4 @@
-"""Which processes belong to a driver: they carry its mark in their environment, on every executor."""
+"""Find a driver's processes, on every executor: their environment has the driver's mark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def end(pid: int) -> None:
 
 
 def marked(mark: str, besides: Collection[int] = ()) -> dict[int, str]:
-    """The processes that carry a mark, with their command lines; zombies aren't processes any more."""
+    """Return the command lines of the processes with a mark, by pid, without zombies."""
     wanted = f"{MARK}={mark}".encode()
     found = {}
     for entry in os.listdir("/proc"):
@@ -36,7 +36,7 @@ def marked(mark: str, besides: Collection[int] = ()) -> dict[int, str]:
                     continue
             with open(f"/proc/{entry}/cmdline", "rb") as file:
                 line = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # it has just gone
+        except OSError:  # the process has just exited
             continue
         if line:
             found[int(entry)] = line[:200]
@@ -44,7 +44,7 @@ def marked(mark: str, besides: Collection[int] = ()) -> dict[int, str]:
 
 
 def gone_within(mark: str, besides: Collection[int], seconds: float) -> tuple[float, dict[int, str]]:
-    """Wait until no process carries the mark any more: how long that took, and what is left."""
+    """Wait until no process has the mark; return the seconds, and the processes that are left."""
     began = time.monotonic()
     while True:
         left = marked(mark, besides)

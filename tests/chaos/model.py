@@ -1,4 +1,4 @@
-"""The model of the laws: which results are right, which errors may come of which fault, and in what order calls ran."""
+"""The model of the laws: the right results, the errors that a fault may cause, and the order of calls."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from colocate.errors import (
 DEADLY = ("kill", "lane", "keeper", "envoy")  # faults that end a worker
 HANGING = ("stop", "gil")  # faults after which a worker doesn't answer, and lives
 
-# In the stack of a rank that asks another one for a part of a value, or waits until another one has taken weights
+# Files in the stack of a rank that requests a part of a value from a peer, or waits until a peer has taken weights.
 AT_A_PEER = ("colocate/worker/residents/peers.py", "colocate/features/weights/worker.py")
 _ABORTED = "was aborted: group.pause"
-AMPLE_S = 1.0  # A grace in which every rank that isn't hit by anything ends
+AMPLE_S = 1.0  # a grace in which every rank without a fault ends
 
 
 def complaints(played: Sequence[ReplaySource], applied: Applied | None) -> list[str]:
-    """All that the laws don't allow in what one episode did."""
+    """Return all violations of the laws in one episode."""
     found: list[str] = []
     for group in played:
         mine = applied if applied is not None and concerns(applied, group) else None
@@ -54,7 +54,7 @@ def complaints(played: Sequence[ReplaySource], applied: Applied | None) -> list[
 
 
 def concerns(applied: Applied, group: ReplaySource) -> bool:
-    """Whether a fault was done to this group. The end of the envoy is that of all there is in Ray."""
+    """Return whether a fault hit this group; the end of the envoy hits all groups."""
     return applied.kind == "envoy" or (applied.group == group.index and applied.name in ("", group.name))
 
 
@@ -84,7 +84,7 @@ def _of_call(sent: Sent, group: ReplaySource, mine: Applied | None) -> Iterator[
 
 
 def allowed(sent: Sent, error: BaseException, group: ReplaySource, mine: Applied | None) -> bool:
-    """Whether a call may end with this error."""
+    """Return whether a call may end with this error."""
     if isinstance(error, GroupRestarted):
         return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine)
     if sent.fails and sent.is_told_by(error):
@@ -113,12 +113,12 @@ def allowed(sent: Sent, error: BaseException, group: ReplaySource, mine: Applied
 
 
 def _all_have_left(error: BaseException) -> bool:
-    """Whether it was too late when the ranks that it waited for had left with their group."""
+    """Return whether a call timed out because all late ranks had left with their group."""
     return isinstance(error, CallTimeout) and set(error.stacks.values()) == {HAS_LEFT}
 
 
 def _is_behind_a_sync(sent: Sent, group: ReplaySource) -> bool:
-    """Whether it came after one that has waited for another group's weights in vain."""
+    """Return whether an earlier sync timed out on another group's weights."""
     return any(
         each.giver not in (None, group) and each.ident < sent.ident and isinstance(each.error, CallTimeout)
         for each in group.sent
@@ -126,17 +126,17 @@ def _is_behind_a_sync(sent: Sent, group: ReplaySource) -> bool:
 
 
 def _follows(sent: Sent, error: BaseException, group: ReplaySource) -> bool:
-    """Whether it waited on one rank for others when an earlier call failed there: it is withdrawn, and says why."""
+    """Return whether a call that waits for other ranks was withdrawn with the error of an earlier call."""
     waits = ("take", "add", "train", "sleep", "wake", "weights", "play", "each", "talk", "talk_async")
     if sent.what not in waits or not isinstance(error, RoleError):
         return False
     calls = [*group.sent, *(sent.giver.sent if sent.giver is not None else ())]
     earlier = [each.error for each in calls if each.ident < sent.ident and each.error is not None]
-    return any(cause == each for cause in chain(error)[1:] for each in earlier)  # each who waits has a copy
+    return any(cause == each for cause in chain(error)[1:] for each in earlier)  # each waiting call has a copy
 
 
 def _is_held(sent: Sent, error: BaseException, group: ReplaySource, fault: Applied) -> bool:
-    """Whether its ranks were kept from it: an earlier call has failed, and the one that hangs can't come back."""
+    """Return whether a call's ranks were held: an earlier call has failed, and the hanging rank can't return."""
     return (
         fault.kind in HANGING
         and isinstance(error, CallTimeout)
@@ -150,14 +150,14 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
     if fault.kind in DEADLY:
         return is_death(error, fault)
     if fault.kind in PEERS:
-        # A connection that is dropped while it is being made was never one of peers, nor is one that is refused.
+        # A connection that is dropped during its setup, or refused, isn't reported as a peer's.
         words = ("peer", "before it was authenticated", "nobody listens at")
         return isinstance(error, RoleError) and any(each in str(error) for each in words)
     if isinstance(error, CallTimeout):
-        # It may have ended its own share before, and others wait for a part of a value that lies with it.
+        # The hit rank may have ended its own share, while other ranks wait for its part of a value.
         waits = [any(file in stack for file in AT_A_PEER) for stack in error.stacks.values()]
         return fault.rank in error.stacks or (bool(waits) and all(waits))
-    # The group has failed, for a rank that isn't back from a call that was given up; it is named, and so is the cause.
+    # The group has failed because a rank didn't return from an abandoned call: the error names the rank and the cause.
     return (
         isinstance(error, RoleError)
         and error.rank == fault.rank
@@ -171,7 +171,7 @@ def is_death(error: BaseException, fault: Applied) -> bool:
         return isinstance(error, WorkerDied | ClusterError)
     if not isinstance(error, WorkerDied) or error.rank != fault.rank:
         return False
-    # As it starts, the worker may have become one process more, below its supervisor, after that was looked at.
+    # A starting worker may have forked another process, below its supervisor, after the fault looked at the pid.
     if fault.pid and fault.moment != "spawn" and error.pid not in (None, fault.pid, fault.below):
         return False
     return fault.kind != "kill" or error.signal == "SIGKILL"
@@ -181,9 +181,9 @@ def is_death(error: BaseException, fault: Applied) -> bool:
 
 
 def order(group: ReplaySource) -> Iterator[str]:
-    """Each rank has begun the calls in the order of their submission, each once, and lost none that succeeded.
+    """Yield each rank that didn't begin its calls once and in order of submission, or that lost a successful call.
 
-    After a restart these are the calls of the new generation, and those before the checkpoint.
+    After a restart the calls are those of the new generation, and the calls before the checkpoint.
     """
     last: dict[str, tuple[int, ...]] = {}
     for sent in group.sent:
@@ -226,7 +226,7 @@ def _of_spawn(group: ReplaySource, mine: Applied | None) -> Iterator[str]:
     if error is None:
         return
     if mine is None:
-        # A short time to start in is given where one is to hang; on a busy machine it is too short for all.
+        # A start with a hanging rank has a short timeout, which on a busy machine is too short for all ranks.
         late = error.errors.values() if group.hurried and isinstance(error, RoleStartError) else ()
         if late and all("in time" in str(each) for each in late):
             return
@@ -254,7 +254,7 @@ def _of_close(group: ReplaySource, mine: Applied | None) -> Iterator[str]:
 
 
 def must_complain(group: ReplaySource, mine: Applied | None) -> bool:
-    """Whether closing must say that a rank did not end: it hung, and nobody had been told that the group had failed."""
+    """Return whether the close must report a rank that hung, because no call has reported the group's failure."""
     return (
         mine is not None
         and mine.kind in HANGING
@@ -269,15 +269,15 @@ def must_complain(group: ReplaySource, mine: Applied | None) -> bool:
 
 def _told_by_close(leaf: BaseException, group: ReplaySource, mine: Applied | None) -> bool:
     if any(isinstance(sent.error, BaseException) and leaf == sent.error for sent in group.sent):
-        return True  # of a kept call that nobody has used: judged as that call's
+        return True  # of an unused kept call: judged with that call
     if isinstance(leaf, RoleError) and "did not end within" in str(leaf):
-        # Any rank may need a moment: to come out of a wait for the one that hangs, or because the machine is busy.
+        # Any rank may need a moment, to leave a wait for the hanging rank, or because the machine is busy.
         return group.grace < AMPLE_S or (mine is not None and mine.kind in HANGING and leaf.rank == mine.rank)
     return mine is not None and may_follow(leaf, mine)
 
 
 def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:
-    """Compares what each rank has seen: (rank, value) in order of ranks."""
+    """Return a check of each rank's value: (rank, value) in order of ranks."""
 
     def look(value: Any) -> str | None:
         try:
@@ -290,7 +290,7 @@ def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:
 
 
 def as_written(group: ReplaySource, role: str, ranks: int) -> Callable[[Any], str | None]:
-    """Compares a role's memory, on so many ranks, with what the calls that each has begun have written into it."""
+    """Return a check that a role's memory on each rank is the work of the calls that the rank has begun."""
 
     def look(value: Any) -> str | None:
         writers = {sent.ident for sent in group.sent if sent.role == role and sent.writes}
@@ -304,14 +304,14 @@ def as_written(group: ReplaySource, role: str, ranks: int) -> Callable[[Any], st
 
 
 def within(budget: int) -> Callable[[Any], str | None]:
-    """Compares what is awake on each slot with what may be, and all there is with what there must be."""
+    """Return a check that each slot's awake memory fits the budget, and that no role lacks memory."""
 
     def look(memory: Any) -> str | None:
         for slot in memory.slots:
             awake = {role.role: role.total for role in slot.roles}
             if sum(awake.values()) > budget:
                 return f"on slot {slot.slot} {awake} are awake, and {budget} bytes may be"
-            roles = [role for role in slot.roles if role.role]  # what functions have kept is of none
+            roles = [role for role in slot.roles if role.role]  # residents of functions have no role
             missing = [role.role for role in roles if role.total + role.asleep < size_of(role.role)]
             if missing:
                 return f"on slot {slot.slot} {', '.join(missing)} have less than they have: {memory}"

@@ -1,6 +1,6 @@
-"""Deliberately broken builds, which the suite must catch: patches that an environment variable has applied.
+"""Deliberately broken builds, which the suite must catch: patches that an environment variable selects.
 
-They are applied in drivers when they start, and in workers before the first role is constructed.
+A driver applies its patch at the start, a worker before the first role is constructed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _applied: set[str] = set()
 
 
 def apply_from_environment() -> None:
-    """Break this process as it was told to be broken; once."""
+    """Apply the patch that the environment names to this process, once."""
     name = os.environ.get(VARIABLE)
     if name and name not in _applied:
         _applied.add(name)
@@ -23,21 +23,21 @@ def apply_from_environment() -> None:
 
 
 def skipped_kill() -> None:
-    """Nobody kills a worker that doesn't end."""
+    """A worker that doesn't exit isn't killed."""
     from colocate.keeper.process import WorkerProcess
 
     _replace(WorkerProcess, "kill", lambda self: None)
 
 
 def unfreed_reservation() -> None:
-    """Slots that are given back stay taken."""
+    """Released slots stay reserved."""
     from colocate_local.machine import Machine
 
     _replace(Machine, "release", lambda self, reservation: None)
 
 
 def swallowed_error() -> None:
-    """What a role raises is told as a result: None."""
+    """A role's exception is reported as the result None."""
     from colocate._protocol.from_worker import CallEnded
     from colocate.worker.runner import Runner
 
@@ -48,7 +48,7 @@ def swallowed_error() -> None:
 
 
 def unresolved_future() -> None:
-    """The calls of a group that fails, or is closed, are forgotten instead of being told."""
+    """The pending calls of a group that fails, or is closed, never get an error."""
     from colocate._calls.order import CallOrder
 
     def fail_all(self: Any, error: BaseException) -> bool:
@@ -61,14 +61,14 @@ def unresolved_future() -> None:
 
 
 def stale_pairing() -> None:
-    """Process groups outlive a failed call, in which a rank may still wait: it would pair with the next one's."""
+    """Process groups outlive a failed call, in which a waiting rank may pair with the next call's ranks."""
     from colocate.features.process_groups.driver import HoldState
 
     _replace(HoldState, "broken_groups", lambda self: [])
 
 
 def unrenewed_model() -> None:
-    """A model whose process groups were cut is neither renewed nor missed."""
+    """A model whose process groups were cut is neither renewed nor reported."""
     from colocate.features.process_groups.groups import ProcessGroups
     from colocate.worker.serving.role_instance import RoleInstance
 
@@ -78,14 +78,14 @@ def unrenewed_model() -> None:
 
 
 def uncounted_updates() -> None:
-    """A group goes on whose ranks have made different numbers of updates."""
+    """A group whose ranks have made different numbers of updates continues."""
     from colocate.features.process_groups import driver
 
     _replace(driver, "find_diverged", lambda hold: None)
 
 
 def lost_byte() -> None:
-    """What goes lacks its last byte when it comes back."""
+    """Memory that comes back from a file has another last byte."""
     from colocate._system.room import SpillFile
 
     read = SpillFile.read_into
@@ -98,7 +98,7 @@ def lost_byte() -> None:
 
 
 def unkept_budget() -> None:
-    """Roles that take turns are woken, and none makes room."""
+    """A role that wakes evicts no other role."""
     from colocate.features.memory.turns import TurnScheduler
 
     _replace(TurnScheduler, "_make_room", lambda self, name, coming: None)
@@ -107,14 +107,14 @@ def unkept_budget() -> None:
 
 
 def half_synced() -> None:
-    """A target that has got a part of its weights isn't stale."""
+    """A target with a part of its weights isn't stale."""
     from colocate.features.weights.weights import ReceivedWeights
 
     _replace(ReceivedWeights, "mark_unusable", lambda self, why: None)
 
 
 def doubled_rows() -> None:
-    """A stream gives each row twice."""
+    """A stream yields each row twice."""
     from colocate.features.rows.stream import Stream
 
     step = Stream.__next__
@@ -128,28 +128,28 @@ def doubled_rows() -> None:
 
 
 def unmissed_child() -> None:
-    """A role goes on without a child that has died."""
+    """A role's calls don't fail after the death of its child."""
     from colocate.features.children.worker import ChildrenOfWorker
 
     _replace(ChildrenOfWorker, "_check_children", lambda self, role, since=0.0, row=None: None)
 
 
 def unpaused_role() -> None:
-    """A role that is paused goes on."""
+    """A paused role continues to run."""
     from colocate.features.pausing.pauses import Pauses
 
     _replace(Pauses, "pause_role", lambda self, role, how, timeout: None)
 
 
 def lost_rows() -> None:
-    """Rows that a restart has ended don't begin anew, and nobody misses them."""
+    """Rows that a restart has interrupted don't begin again, and their stream ends without an error."""
     from colocate.features.rows.stream import Stream
 
     _replace(Stream, "_resolve_rows", lambda self, call: self._arrivals.end_queue())
 
 
 def unrecorded_calls() -> None:
-    """Of what is recorded every other call is missing."""
+    """A recording lacks every other call."""
     from colocate.features.recordings.files import Writer
 
     add, turns = Writer.add_document, itertools.count()
@@ -159,21 +159,21 @@ def unrecorded_calls() -> None:
 
 
 def unanswered_calls() -> None:
-    """A recording's answer to a call is nothing."""
+    """A replayed call returns None."""
     from colocate.features.recordings.playing import ReplayPlayer
 
     _replace(ReplayPlayer, "play_value", lambda self, seen: None)
 
 
 def kept_profiles() -> None:
-    """A profile whose block has failed leaves what it has."""
+    """A profile whose block has failed leaves its files."""
     from colocate.features.profiling.driver import _Session
 
     _replace(_Session, "discard_profile", lambda self: None)
 
 
 def kept_stops() -> None:
-    """A rank whose terminal is gone stays where it is."""
+    """A stopped rank whose terminal has closed stays stopped."""
     from colocate.features.debugging.driver import DebuggingOfGroup
     from colocate.features.debugging.messages import DetachTerminal
 

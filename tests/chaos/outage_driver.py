@@ -1,7 +1,7 @@
 """The driver of a lane of `outages`, on a machine: `python -m tests.chaos.outage_driver ENGINE ADDRESS WHAT TOLD`.
 
-It writes a line for each program that it has played. It prints the stacks of all threads, and ends, where one takes too
-long.
+The driver writes a line for each program that it has played. If a program takes too long, the driver prints the stacks
+of all threads, and exits.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import colocate
 from colocate import Call, ColocatedGroup, Concat, Gather, Role, Run, Runtime, method
 from colocate.errors import ColocateError, GroupRestarted, RoleError, WorkerDied
 
-PROGRAM_S = 240.0  # in which a program is over, or hangs
-SOON_S = 30.0  # for what takes a moment, on a machine with much to do
+PROGRAM_S = 240.0  # the bound for a program
+SOON_S = 30.0  # the bound for a short operation on a busy machine
 ROWS = 6
 
 
 class ResidentRecord(Role):
-    """Its state is the list of the calls that it has begun, and what these have written into its memory.
+    """A role whose state is the list of its calls, and the memory that these calls have written.
 
     Args:
-        writes_s: How long it writes a checkpoint.
+        writes_s: The duration of a checkpoint's write.
     """
 
     def __init__(self, writes_s: float) -> None:
         self.writes_s = writes_s
         self.notes: list[int] = []
-        self.origin = self.ctx.rank  # whose memory it has, of those who began
+        self.origin = self.ctx.rank  # the first rank that had this memory
         self.ballast = Ballast("a", self.ctx.rank)
 
     def _note(self, ident: int, work_s: float = 0.0) -> None:
@@ -54,7 +54,7 @@ class ResidentRecord(Role):
 
     @method(collect=Gather())
     def step(self, ident: int, work_s: float) -> tuple[int, list[int], int, str, int]:
-        """Its origin, its calls, the digest of its memory, its machine, and how often its group was restarted."""
+        """Return the origin, the calls, the digest of the memory, the machine, and the group's generation."""
         self._note(ident, work_s)
         return self.origin, list(self.notes), self.ballast.digest(), os.uname().nodename, self.ctx.generation
 
@@ -69,7 +69,7 @@ class ResidentRecord(Role):
         return [zlib.crc32(each) for each in rows]
 
     def save(self, directory: str) -> Iterator[None]:
-        """Take a copy between calls, and write it beside them."""
+        """Copy the state between calls, and write the copy beside later calls."""
         taken = json.dumps([self.origin, self.notes]), self.ballast.array.tobytes()
         writes_s = self.writes_s
         yield
@@ -78,7 +78,7 @@ class ResidentRecord(Role):
         Path(directory, f"{self.ctx.rank}.memory").write_bytes(taken[1])
 
     def restore(self, directory: str, ranks: int) -> None:
-        """Go on from a rank's; one that nobody has saved, from the first one's."""
+        """Restore this rank's state; a new rank restores the state of rank 0."""
         rank = self.ctx.rank if self.ctx.rank < ranks else 0
         self.origin, self.notes = json.loads(Path(directory, f"{rank}.json").read_text())
         self.ballast.restore(Path(directory, f"{rank}.memory"))
@@ -86,7 +86,7 @@ class ResidentRecord(Role):
 
 @attrs.define(eq=False)
 class Playing:
-    """One program as it is played: what has been begun, what came of it, and what was wrong."""
+    """A program under way: its calls, its measurements, and the complaints."""
 
     plan: Outage
     runtime: Runtime
@@ -94,14 +94,14 @@ class Playing:
     folder: Path
     wrong: list[str] = attrs.field(factory=list)
     left: list[str] = attrs.field(factory=list)
-    error_ms: float | None = None  # from the outage to the first error that tells of it
-    free_ms: float | None = None  # from the end of the program until all machines can be had
+    error_ms: float | None = None  # from the outage to the first error that reports it
+    free_ms: float | None = None  # from the end of the program until all machines can be reserved
     struck: float = 0.0  # in seconds of time.time()
     _healed: float = 0.0
     _idents: int = 0
     _since: list[int] = attrs.field(factory=list)  # calls since the group began, or was restored
-    _saved: dict[int, list[int]] = attrs.field(factory=dict)  # the calls that a checkpoint has, by tag
-    _complete: int | None = None  # the last tag that is known to count
+    _saved: dict[int, list[int]] = attrs.field(factory=dict)  # the calls in a checkpoint, by tag
+    _complete: int | None = None  # the tag of the last complete checkpoint
     _generation: int = 0
     _timers: list[threading.Thread] = attrs.field(factory=list)
 
@@ -109,7 +109,7 @@ class Playing:
         plan = self.plan
         slots: int | tuple[int, int] = (2, 3) if plan.kind == "regrow" else 2
         more: dict[str, Any] = {"regrow_timeout": 1.0} if plan.kind == "regrow" else {}
-        if plan.kind == "drain":  # a third machine takes its place
+        if plan.kind == "drain":  # a third machine replaces the drained one
             more = {"regrow_timeout": PROGRAM_S}
         pool = self.runtime.reserve(slots, cpus=1, resources={self.lane: 1}, timeout=SOON_S, **more)
         on_failure = "restart" if plan.restart else "fail"
@@ -147,7 +147,7 @@ class Playing:
         return self.kept.step.submit(self._next(), work_s)
 
     def step(self) -> list[str]:
-        """Make a call, look at its value, and return the machines."""
+        """Make a call, check the value, and return the machines."""
         return self.look(self.begin().result(SOON_S + 2 * CUT_S))
 
     def look(self, value: Any, idents: Sequence[int] | None = None) -> list[str]:
@@ -162,7 +162,7 @@ class Playing:
         return [node for _, _, _, node, _ in value]
 
     def checkpoint(self, folder: Path | None = None) -> Any:
-        """Begin one, as the program makes them; its tag is the last call."""
+        """Begin a checkpoint in the program's way, with the last call as tag."""
         tag = self._idents
         self._saved[tag] = list(self._since)
         where = self.folder / f"{tag}" if folder is None else folder
@@ -173,13 +173,13 @@ class Playing:
         return self.group.checkpoint(where, tag=tag, wait=False)
 
     def counts(self, saving: Any) -> None:
-        """Wait for one that is written beside calls."""
+        """Wait for a checkpoint that is written beside calls."""
         if saving is not None:
             saving.result(SOON_S)
             self._complete = max(self._saved)
 
     def moment(self) -> list[tuple[Callable[..., Any], list[int]]]:
-        """Begin what is under way when it is struck: how each thing ends, and the calls that it is to see."""
+        """Begin the activity for the outage; return functions for the results, each with the expected calls."""
         begun: list[tuple[Callable[..., Any], list[int]]] = []
         match self.plan.moment:
             case "call":
@@ -216,7 +216,7 @@ class Playing:
         lost = bool(errors)
         for each in self._timers:
             each.join()
-        lasted = self._healed - self.struck  # on a machine with much to do, longer than was meant
+        lasted = self._healed - self.struck  # longer than planned, on a busy machine
         if lasted <= CUT_S - 1.5 and lost:
             self.wrong.append(f"a cut of {lasted:.2f} s, of {CUT_S} s that are borne: {errors[0]!r}")
         if lasted >= CUT_S + 1.5 and not lost:
@@ -264,7 +264,7 @@ class Playing:
         self.another(nodes[plan.rank])
 
     def _save(self, run: Run) -> None:
-        """A checkpoint of the run, of the group and what it has called."""
+        """Write a checkpoint of the run, with the group's."""
         if not self._idents:
             self.step()
         step = self._idents
@@ -303,7 +303,7 @@ class Playing:
             self.wrong.append(f"in the end it is on {nodes}")
 
     def _whole(self) -> list[str]:
-        """Have all slots again, and return the machines."""
+        """Get all slots back in the plan's way, and return the machines."""
         deadline = time.monotonic() + 2 * SOON_S
         if self.plan.by == "resize":
             self.counts(self.checkpoint(self.folder / "grown"))
@@ -353,7 +353,7 @@ class Playing:
         try:
             call = self.begin()
         except ColocateError as error:
-            told = error  # it knows already
+            told = error  # the group's failure is known already
 
             def fail(timeout: float) -> Any:
                 raise told
@@ -362,7 +362,7 @@ class Playing:
         return call.result, list(self._since)
 
     def settle(self, begun: Sequence[tuple[Callable[..., Any], list[int]]]) -> list[ColocateError]:
-        """Wait for what was begun; the errors."""
+        """Wait for the results; return the errors."""
         errors: list[ColocateError] = []
         for result, idents in begun:
             try:
@@ -377,13 +377,13 @@ class Playing:
         return errors
 
     def explained(self, errors: Sequence[ColocateError], rank: int) -> None:
-        """See that each error is that of the rank whose machine is lost."""
+        """Check that each error names the rank whose machine is lost."""
         for error in errors:
             if isinstance(error, WorkerDied) and error.rank == rank:
                 continue
             if isinstance(error, RoleError) and f"can't be had from worker {rank} " in str(
                 error
-            ):  # it has asked for rows
+            ):  # by a request for the lost rank's rows
                 continue
             self.wrong.append(f"rank {rank} is lost, and the error is {type(error).__name__}: {error}"[:1000])
 
@@ -391,7 +391,7 @@ class Playing:
         self._renewed(self.group.wait_ready(PROGRAM_S / 2))
 
     def _renewed(self, tag: Any) -> None:
-        """See from which checkpoint it goes on: the last that counts, or one that was under way then."""
+        """Check that the group restarts from the last complete checkpoint, or from a later one."""
         self._generation = self.group.generation
         allowed = {each for each in self._saved if self._complete is None or each >= self._complete}
         if tag not in allowed:
@@ -400,7 +400,7 @@ class Playing:
         self._complete = tag
 
     def _is_free(self) -> None:
-        """See that nothing is left, and that all machines of the lane can be had."""
+        """Check that nothing is left, and that all machines of the lane can be reserved."""
         began = time.monotonic()
         trouble = ""
         while time.monotonic() - began < 2 * SOON_S:
@@ -418,7 +418,7 @@ class Playing:
 
 
 def drain(runtime: Runtime, machine: str) -> None:
-    """Have an engine tell that a machine is to go."""
+    """Announce to the engine that a machine will be removed."""
     address = Path("/etc/hosts").read_text()
     (ip,) = (line.split()[0] for line in address.splitlines() if line.split()[1:] == [machine])
     if sys.argv[1] == "dask":
@@ -444,7 +444,7 @@ def drain(runtime: Runtime, machine: str) -> None:
 
 
 def main() -> None:
-    """Play the seeds that are asked for, until the time is up."""
+    """Play the requested seeds, until the time is up."""
     engine, address, what, told = sys.argv[1:]
     asked = json.loads(what)
     until = time.monotonic() + asked["seconds"]

@@ -1,8 +1,8 @@
 """`python -m tests.chaos.outages`: programs on machines that are cut off, drained, or lost and replaced.
 
-Each seed is a program: a group of some slots, each on a machine of its own, is struck amid something, and judged. A
-lane has three machines out of namespaces, and one driver that plays program after program (`outage_driver`). It needs
-what `tests.clusters` does; without that nothing is played.
+Each seed is a program: an outage hits a group whose slots are on machines of their own, and the result is judged. A
+lane has three machines out of namespaces, and one driver that plays program after program (`outage_driver`). The
+requirements are those of `tests.clusters`; without these nothing is played.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from tests.clusters.engines import OnMachines, dask_on, ray_on
 from tests.clusters.machines import Machine, Machines, lacks
 
 KINDS = ("cut", "drain", "regrow")
-"""A machine's link is cut for a while; one is drained, and then gone; one is lost, and another comes later."""
+"""A machine's link is cut for a while; a machine is drained, and then killed; a machine is killed, and replaced."""
 ENGINES = ("ray", "dask")
-OF_LANE = 3  # machines
-CUT_S = 3.0  # after which silence is the end
+OF_LANE = 3  # machines of a lane
+CUT_S = 3.0  # the `cut_s` of drivers
 BELOW = (0.2, 0.5, 1.0, 1.5)
-"""Cuts that are to be waited out: whoever is probed each second knows a second less."""
+"""Cuts that a group survives, well below `CUT_S`: by probes each second, the silence may seem a second longer."""
 ABOVE = (CUT_S + 1.5, CUT_S + 3.0, CUT_S + 6.0)
 NEITHER = (CUT_S - 1.0, CUT_S - 0.5, CUT_S, CUT_S + 0.5)
 MOMENTS = ("idle", "call", "queue", "transfer", "checkpoint")
 _LOOKS_S = 1.0
-_SAID = 3000  # of a driver's last words
+_SAID = 3000  # characters of a driver's log, at most
 
 
 @attrs.frozen
 class Outage:
-    """What is played with one seed."""
+    """The program of one seed."""
 
     seed: int
     kind: str
-    moment: str  # what is under way when it comes
-    rank: int  # whose machine is hit
-    delay_s: float  # how long after the moment has begun
-    lasts_s: float  # a cut: until it heals; a lost machine: until there is another; a drained one: until it is gone
-    restart: bool  # whether the group is restarted; else it fails
+    moment: str  # the activity under way at the outage
+    rank: int  # the rank whose machine is hit
+    delay_s: float  # after the moment's begin
+    lasts_s: float  # until a cut heals, a lost machine is replaced, or a drained one is killed
+    restart: bool  # whether the group is restarted, or fails
     beside: bool  # whether checkpoints are written beside calls
-    writes_s: float  # how long a rank writes
-    steps: int  # calls before
-    by: str  # how a group has all its slots again: "resize", or "run" after a checkpoint of one
+    writes_s: float  # the duration of a rank's checkpoint
+    steps: int  # calls before the outage
+    by: str  # the way to get all slots back: "resize", or "run" (after a run's checkpoint)
 
 
 def outage(seed: int) -> Outage:
@@ -78,7 +78,7 @@ def outage(seed: int) -> Outage:
 
 
 def main() -> int:
-    """Play, and print; 1 when something went wrong."""
+    """Play outages, and print the counts; return 1 after any problem."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.outages", description="Random programs, lost machines."
     )
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def _seeds(engine: str, ledger: Ledger, kinds: Sequence[str], count: int) -> list[int]:
-    """The next ones of each kind, until there are so many."""
+    """Return the next seeds of each kind, until `count` outages of each kind are played."""
     found: list[int] = []
     for kind in kinds:
         tally, first = ledger.tally(engine, kind), KINDS.index(kind)
@@ -118,7 +118,7 @@ def _seeds(engine: str, ledger: Ledger, kinds: Sequence[str], count: int) -> lis
 
 
 def play(engine: str, ledger: Ledger, seeds: Sequence[int], options: Any) -> None:
-    """Play some programs on an engine, in lanes, as long as there is time."""
+    """Play programs on an engine, in parallel lanes, until the time is up."""
     if not seeds:
         return
     lanes = max(1, min(options.lanes, len(seeds)))
@@ -142,14 +142,14 @@ def lane_of(machine: Machine) -> int:
 
 
 def _own(engine: str, machine: Machine) -> list[str]:
-    """Each machine has one of what its lane's slots want."""
+    """Return the options that give a machine one unit of its lane's resource."""
     name = f"lane{lane_of(machine)}"
     return [f"--resources={json.dumps({name: 1})}"] if engine == "ray" else ["--resources", f"{name}=1"]
 
 
 @attrs.define(eq=False)
 class _Lane:
-    """Three machines, and one driver after the other: another one where one has hung or ended."""
+    """Three machines, and a driver that is replaced after a hang or an exit."""
 
     cluster: OnMachines
     ledger: Ledger
@@ -188,7 +188,7 @@ class _Lane:
             self._mend()
 
     def _mend(self) -> None:
-        """Have all machines of the lane as they were."""
+        """Reboot all machines of the lane, and join each to the cluster."""
         for machine in self.cluster.machines:
             if machine is not self.cluster.machines[0] and lane_of(machine) == self.number:
                 machine.boot_again()

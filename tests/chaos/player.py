@@ -1,4 +1,4 @@
-"""Plays one episode of a program: spawns its groups, makes its calls, has the fault done, and closes."""
+"""Play one episode of a program: spawn its groups, make its calls, inject the fault, and close."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from colocate import Pool, Runtime
 from colocate.testing.waiting import becomes_true
 
 SPAWN_HUNG_S = 2.0
-CLOSE_S = 1.0  # what a close may take beside its grace
-ENVOY_S = 10.0  # how long an envoy that is told to leave may take to: Ray is asked kindly first
-RESTARTS = 9  # more than there are steps that can make a group restart
-KEEPER_S = 3.0  # how long a keeper may take to end its worker
+CLOSE_S = 1.0  # the bound for a close beyond its grace
+ENVOY_S = 10.0  # the time for an envoy to exit on request, as Ray shuts down first
+RESTARTS = 9  # more than the steps that can make a group restart
+KEEPER_S = 3.0  # the time for a keeper to end its worker
 
 
 class Player:
@@ -51,7 +51,7 @@ class Player:
 
     @property
     def _faulty(self) -> ReplaySource:
-        """The group that the fault is for, or that has it done to it."""
+        """The group that the fault is for."""
         return self._played[self._fault.group]
 
     def play(self) -> Outcome:
@@ -68,7 +68,7 @@ class Player:
                 self._profile(late=True)
                 if self.episode.settled:
                     self._settle_all()
-                    if self._fault.moment != "spawn":  # of which a worker may still die, or hang
+                    if self._fault.moment != "spawn":  # else a worker may still die, or hang
                         self._weigh_all()
                     if self.episode.restart:
                         self._steps.do(Step("checkpoint", group=self._fault.group))
@@ -97,7 +97,7 @@ class Player:
             self._steps.settle(played.sent)
 
     def _weigh_all(self) -> None:
-        """Where roles take turns, no more is awake than may be."""
+        """Check the memory of groups whose roles take turns."""
         for played in self._played:
             if played.budget:
                 self._steps.do(Step("memory", group=played.index))
@@ -152,13 +152,13 @@ class Player:
     # -- profiles
 
     def _profile(self, late: bool) -> None:
-        """Begin to profile a group, if it is to be now, and not amid the fault."""
+        """Begin the episode's profile if a profile is due now, and not amid the fault."""
         how = self.episode.profile
         if how is not None and how.late == late and self._fault.moment != "profile":
             self._profiled = RankProfile.begin(self._played[how.group], how, self._steps)
 
     def _end_profile(self) -> None:
-        """Leave the block of one that goes on. Where a rank hangs, that takes until its group is closed."""
+        """End a running profile. With a hanging rank, a thread waits for the end until the group is closed."""
         profiled = self._profiled
         if profiled is None or profiled.over:
             return
@@ -172,7 +172,7 @@ class Player:
             self._ends_profile.start()
 
     def _another_profile(self, played: ReplaySource) -> None:
-        """Once one is over, another one may begin."""
+        """Take another profile after the end of the first one."""
         how = self.episode.profile
         if how is None or played.group is None or (self._profiled is not None and not self._profiled.over):
             return
@@ -191,12 +191,12 @@ class Player:
             self._steps.do(step)
 
     def _tear(self, step: Step) -> None:
-        """Ranks make different numbers of updates: the group is restarted, or another one takes its place."""
+        """Tear the weights of a group, which restarts then, or is replaced by another group."""
         if self._fault.moment == "spawn":
-            self._injector.over.wait(LONG_S)  # a fault that comes late comes to this group, and not to the next one
+            self._injector.over.wait(LONG_S)  # a late fault must hit this group, and not the next one
         played = self._played[step.group]
         sent = self._steps.do(step)
-        if sent is None or not sent.raised:  # the fault has ended it before
+        if sent is None or not sent.raised:  # the fault has ended the call before
             return
         assert played.group is not None
         if played.restarts:
@@ -211,7 +211,7 @@ class Player:
     # -- the fault
 
     def _strike(self) -> None:
-        """Have the fault done while its moment lasts."""
+        """Inject the fault during its moment."""
         fault, injector = self._fault, self._injector
         self._faulty.struck = self._faulty.generation
         if fault.kind == "none":
@@ -223,7 +223,7 @@ class Player:
         if fault.ending == "grace" and fault.kind in model.HANGING:
             assert self._faulty.group is not None
             self._settle_all()  # with the group's usual grace
-            self._steps.do(Step("step", group=fault.group))  # so that no hold is left of a call that failed
+            self._steps.do(Step("step", group=fault.group))  # so that a failed call leaves no hold
             self._faulty.group._node.grace = SHORT_S
         if fault.kind == "gil":
             self._hold_the_gil()
@@ -237,13 +237,13 @@ class Player:
             injector.start()
         if fault.moment != "close":
             self._moment()
-            injector.over.wait(LONG_S)  # so that what comes next comes after the fault
+            injector.over.wait(LONG_S)  # so that later steps come after the fault
 
     def _hold_the_gil(self) -> None:
         rank, played = self._fault.rank, self._faulty
         began = time.monotonic()
         timeout = None if self._fault.moment == "close" else SHORT_S
-        self._settle_all()  # so that the lane takes it up at once
+        self._settle_all()  # so that the lane starts the call at once
         sent = self._steps.call(played, "hold", (rank,), timeout, chosen=True, times_out=timeout is not None)
         if sent.call is None:  # the group has failed before
             return
@@ -255,7 +255,7 @@ class Player:
             self._steps.hangs.append(f"{sent} has not begun to hold the GIL of process {pid}")
 
     def _moment(self) -> None:
-        """What is under way when the fault is done."""
+        """Start the activity during which the fault is injected."""
         group, moment = self._fault.group, self._fault.moment
         timeout = SHORT_S if self._fault.kind in model.HANGING else LONG_S
         if moment == "transfer":
@@ -288,8 +288,8 @@ class Player:
             self._steps.do(Step(what, group=group, work_s=0.12), timeout)
 
     def _aftermath(self) -> None:
-        """A group that the fault has hit says so; every other one goes on."""
-        # Who was hit comes first: an error is timed when somebody looks.
+        """Check that a hit group reports the fault, and that every other group works."""
+        # The hit group comes first: an error's time is measured when the player looks.
         for played in sorted(self._played, key=lambda each: self._hits(each) is None):
             applied = self._hits(played)
             if applied is not None and applied.kind in model.DEADLY:
@@ -324,8 +324,8 @@ class Player:
             self._steps.do(Step("memory", group=played.index))
 
     def _probe_dead(self, played: ReplaySource, applied: Applied) -> None:
-        """A call to a group one of whose workers has been ended fails, and says of what."""
-        # Who has lost an envoy or a keeper hears of it while its workers still answer: these are ended by others.
+        """Check that a call fails after the death of a worker, and measure the time of the first error."""
+        # After the end of an envoy or keeper the workers answer for a while, until other processes end the workers.
         deadline = time.monotonic() + {"envoy": ENVOY_S, "keeper": KEEPER_S}.get(applied.kind, 0.0)
         while True:
             sent = self._steps.do(Step("submit", group=played.index))
@@ -338,12 +338,12 @@ class Player:
                 break
         told = [each.settled for each in played.sent if each.error is not None and each.settled is not None]
         after = [at - applied.began for at in told if at >= applied.began]
-        # Rows that begin anew are waited for, and that is no error.
+        # A wait for rows that begin again isn't an error.
         if after and applied.moment != "spawn" and not (played.restarts and applied.moment == "rows"):
             self._outcome.error_s = min([self._outcome.error_s or after[0], *after])
 
     def _restarted(self, played: ReplaySource) -> None:
-        """A group that is restarted works again, from its checkpoint, once somebody has noted it."""
+        """Wait for the restart of a group, and check its checkpoint and generation."""
         assert played.group is not None
         self._steps.settle(played.sent)
         with self._steps.bound("restart", SPAWN_S):
@@ -357,7 +357,7 @@ class Player:
         played.restored[played.generation] = played.checkpoint
 
     def _probe_hung(self, played: ReplaySource) -> bool:
-        """A call to a group one of whose workers doesn't answer ends by its timeout; or with the group: whether so."""
+        """Make calls to a group with a hanging worker; return whether the group fails by its own grace."""
         if self._fault.moment == "close":
             return False
         assert played.group is not None
@@ -366,12 +366,12 @@ class Player:
         if fails and any(
             sent.timeout is None and sent.call is not None and not sent.call.done() for sent in played.sent
         ):
-            fails = False  # its worker was stopped in a call that may take for ever: nothing later makes it late
+            fails = False  # the worker was stopped in a call without a timeout: no later call makes that one late
         if fails:
             self._steps.do(Step("submit", group=played.index), SHORT_S)
             bound = 2 * SHORT_S + 2 * STACKS_S + CLOSE_S
             if any(sent.settled is None for sent in _patient(played)):
-                bound += LONG_S  # the grace of a hold is for the failed call and later ones: an earlier one has its own
+                bound += LONG_S  # the grace of a hold is for the failed call and later ones, not for an earlier one
             with self._steps.bound("the group's failure by its own grace", bound):
                 before = played.generation
                 becomes_true(lambda: group._node.failure is not None or group.generation > before, bound + HANG_S)
@@ -386,7 +386,7 @@ class Player:
         if self._fault.moment == "close" and self._fault.kind not in ("gil", "none") and self._faulty.group is not None:
             self._injector.start()
             if self._fault.kind == "stop":
-                self._injector.over.wait(LONG_S)  # a stop that comes too late is none
+                self._injector.over.wait(LONG_S)  # a late stop would have no effect
         if self._fault.ending == "pool":
             self._close_pool()
             return

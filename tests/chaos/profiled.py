@@ -1,4 +1,4 @@
-"""A profile of a group, as it is judged: a whole file or none, and an error that the fault explains."""
+"""A profile of a group and its judge: the file is whole or missing, and the fault explains an error."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import colocate
 from colocate.errors import ColocateError
 
 BEGIN_S = LONG_S  # py-spy takes a while to begin on a busy machine
-AT_ONCE_S = 1.0  # what a block takes to end that an error leaves
+AT_ONCE_S = 1.0  # the time for the block's end after an error
 LOST = "are others than when its profile began"
 BUSY = "the machine is too busy"
-"""What py-spy's samples lack then, by the error's words."""
+"""The words of the error when py-spy lacks samples."""
 
 
 @attrs.define(eq=False)
 class RankProfile:
-    """A profile that goes on; its group, where its file is to be, and what came of it."""
+    """A running profile, with the group, the folder for the file, and the result."""
 
     played: ReplaySource
     how: Profiling
@@ -52,7 +52,7 @@ class RankProfile:
         self._context = context
 
     def end(self) -> None:
-        """Leave the block."""
+        """Leave the profile's block."""
         self.over = True
         self.steps.now(self.played, "the end of a profile", BEGIN_S, lambda group: self._end())
 
@@ -66,13 +66,13 @@ class RankProfile:
                 raise
 
     def fail(self) -> None:
-        """Leave the block by an error: nobody waits for a rank, whatever it does."""
+        """Leave the block with an error: the exit waits for no rank."""
         self.over, self._profile = True, None
         with self.steps.bound("the end of a profile by an error", AT_ONCE_S):
             self._context.__exit__(Deliberate, Deliberate(0, 0), None)
 
     def judge(self) -> None:
-        """Note what isn't as it should be. The group is closed, or goes on."""
+        """Add complaints about the profile to the group, which may be closed or running."""
         self.played.wrong += [f"profile: {words}" for words in self._complaints()]
         shutil.rmtree(self.folder)
 

@@ -21,80 +21,80 @@ MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "sleep", "wa
 TORCH = {"local": 0.45, "ray": 0.05, "dask": 0.05}
 """The share of programs that use process groups and train: importing torch takes longer than all the rest."""
 TEARS = 0.7
-"""The share of these in which a group's ranks make different numbers of updates before the fault; also after it."""
-TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal")  # moments of these
+"""The share of these in which ranks make different numbers of updates before the fault; the same share after it."""
+TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal")  # moments of programs with torch
 TURNERS = ("c", "d")
-"""The roles that are there beside the others where roles take turns. They ask for no sibling, and have most."""
-TURNS = 0.3  # the share of episodes in which they do
-CHILDREN = 0.2  # the share of the others in which role "a" has a child
+"""The additional roles of episodes in which roles take turns. They use no sibling, and have the most memory."""
+TURNS = 0.3  # the share of episodes in which roles take turns
+CHILDREN = 0.2  # the share of the other episodes in which role "a" has a child
 BUDGETS = (1088 << 10, 1664 << 10)
-"""With the one, role "c" has room for nobody, with the other for one more; all have 1.75 MiB at least."""
-ROLLOUTS = 0.5  # the share of episodes that have some of these
+"""The first has room for role "c" alone, the second for one role more; all roles need 1.75 MiB at least."""
+ROLLOUTS = 0.5  # the share of episodes with some of `ROLLOUT`
 ROLLOUT = ("weights", "rows", "child")
 """Syncs of weights to a role "s", calls whose rows end one by one, and a role "k" with a child on each rank."""
-CHILD_BYTES = 128 << 10  # what a child has for itself, at most
+CHILD_BYTES = 128 << 10  # the memory of a child, at most
 WAYS = ("stream", "stream", "return", "early", "all", "batch")
-"""In which rows are read: as they end, with errors raised or returned, until the stream is closed, all at once, as a
-batched method yields them."""
-STOPS = 0.25  # the share of episodes in which ranks stop in calls of role "a", and somebody debugs them
-RECORDS = 0.25  # the share of episodes in which what role "a" gives is recorded
-REPLAYS = 0.7  # the share of these after which that is replayed, amid another fault
+"""Ways to read rows: as rows end, with errors raised or returned, until the stream is closed, all at once, as a batched
+method yields rows."""
+STOPS = 0.25  # the share of episodes in which ranks stop in calls of role "a", with a debugger
+RECORDS = 0.25  # the share of episodes in which role "a" is recorded
+REPLAYS = 0.7  # the share of recordings that are replayed, amid another fault
 PROFILES = 0.2  # the share of episodes in which a group is profiled
 SAMPLERS = ("torch", "torch", "torch", "py-spy")
 LANES = 0.3  # the share of episodes without turns that have a role in the background
 BACKGROUND = "g"
-"""The name of that role."""
+"""The name of the background role."""
 HOWS = ("wait", "keep", "abort")
 AMID = ("talk", "talk_async", "submit", "stream", "batch")
-"""What a background role does when it is paused."""
+"""The activities of a background role at a pause."""
 SLOTS = 3
-FREED = ("before", "backward")  # where a step of training raises when the other ranks are to wait for it
+FREED = ("before", "backward")  # where a step of training raises while the other ranks wait
 
 
 @attrs.frozen
 class Step:
-    what: str  # its kind: a method of the player
+    what: str  # the kind: a method of `Steps`
     role: str = "a"  # "a" or "b"
     group: int = 0  # which of the episode's groups
-    work_s: float = 0.0  # how long role code takes
-    ranks: tuple[int, ...] = ()  # ranks that it concerns: those called, or those that raise
-    size: int = 0  # bytes of what is passed on; of a sync, those of its bucket
-    count: int = 1  # how many calls
-    where: str = ""  # in a step of training, where the ranks raise; of rows, how they are read
+    work_s: float = 0.0  # the duration of role code
+    ranks: tuple[int, ...] = ()  # the ranks that are called, or that raise
+    size: int = 0  # bytes of the payload; of a sync, bytes of its bucket
+    count: int = 1  # the number of calls
+    where: str = ""  # in a step of training, where ranks raise; of rows, one of `WAYS`
     how: str = ""  # of a pause: one of `HOWS`
-    retry: int = 0  # of rows, and `sticky`: as in options
+    retry: int = 0  # of rows, like `sticky`: an option of the call
     sticky: bool = False
-    giver: int | None = None  # of a sync, the group whose weights it brings, if that is another one
+    giver: int | None = None  # of a sync, the source's group, if another one
     roles: tuple[str, ...] = ()  # the order in which roles are called, again and again
 
 
 @attrs.frozen
 class Fault:
-    kind: str  # what is done
-    moment: str  # what is under way then
-    group: int  # to which of the groups
-    rank: int  # to which of its slots
-    delay_s: float  # how long after the moment has begun
-    target: str = ""  # what is dropped
-    # how what hangs is ended: by the group's close, the pool's, the group's own grace, or (of a stop) by going on
+    kind: str  # one of `KINDS`, or "none"
+    moment: str  # the activity under way
+    group: int  # the index of the group
+    rank: int  # the slot of the group
+    delay_s: float  # after the moment's begin
+    target: str = ""  # the dropped connection
+    # the end of a hang: the group's close, the pool's, the group's own grace, or (of a stop) SIGCONT
     ending: str = "close"
-    grace: float = 0.2  # that of the close
-    where: str = ""  # amid rows, how they are read; amid a pause, what is paused
+    grace: float = 0.2  # of the close
+    where: str = ""  # amid rows, one of `WAYS`; amid a pause, one of `AMID`
     how: str = ""  # amid a pause, one of `HOWS`
     retry: int = 0  # amid rows
-    others: tuple[int, int] = (0, 0)  # amid a sync, the group that gets weights, and the one that gives them
+    others: tuple[int, int] = (0, 0)  # amid a sync, the target's group and the source's
 
 
 @attrs.frozen
 class Profiling:
     """A profile of a group."""
 
-    group: int  # which
-    role: str | None  # of whose ranks: None for all
+    group: int  # the index of the group
+    role: str | None  # the profiled role; None for all
     sampler: str  # one of `SAMPLERS`
-    late: bool  # whether it begins after what is done first
+    late: bool  # whether the profile begins after the first steps
     fails: bool  # whether an error leaves its block
-    again: bool  # whether it ends before what is done after the fault, of which there is another one then
+    again: bool  # whether the profile ends before `after`, where another one is taken
 
 
 @attrs.frozen
@@ -102,27 +102,27 @@ class Episode:
     """Groups are spawned on the pool, do something, suffer one fault, and are closed."""
 
     groups: tuple[int, ...]  # the number of slots of each
-    second: str  # whether there is a role "b", and on which slots it is: "all", "first" or ""
+    second: str  # the slots of a role "b": "all", "first", or "" for none
     trains: bool  # whether there is a role "t", which trains a model on all slots
-    before: tuple[Step, ...]  # what is done first
-    settled: bool  # whether that is awaited before the fault, or still under way
-    restart: bool  # whether the group that is hit is restarted; if `settled`, from a checkpoint made before the fault
-    fault: Fault  # what happens then
-    after: tuple[Step, ...]  # what is done once it has; with a group that has not failed it must work
-    budget: int = 0  # the bytes that roles may have on each slot, so that they take turns; 0 where they don't
-    declared: tuple[str, ...] = ()  # the order of calls of which the groups are told
-    child: bool = False  # whether role "a" has a process of its own, which does a part of its steps
-    rollout: tuple[str, ...] = ()  # which of `ROLLOUT` there are
-    background: bool = False  # whether there is a role in the background
-    records: bool = False  # whether what role "a" gives is recorded
+    before: tuple[Step, ...]  # the steps before the fault
+    settled: bool  # whether `before` is awaited before the fault, or still under way
+    restart: bool  # whether the hit group restarts; if `settled`, from a checkpoint made before the fault
+    fault: Fault
+    after: tuple[Step, ...]  # the steps after the fault, which must work with a group that hasn't failed
+    budget: int = 0  # the roles' bytes on each slot, if roles take turns; else 0
+    declared: tuple[str, ...] = ()  # the order of calls that the groups declare
+    child: bool = False  # whether role "a" has a child, which does a part of its steps
+    rollout: tuple[str, ...] = ()  # some of `ROLLOUT`
+    background: bool = False  # whether there is a background role
+    records: bool = False  # whether role "a" is recorded
     stops: bool = False  # whether ranks stop in calls of role "a"
     profile: Profiling | None = None
-    replay: Fault | None = None  # what happens while what was recorded is replayed; None where it isn't
+    replay: Fault | None = None  # the fault during a replay of the recording; None without a replay
 
 
 @attrs.frozen
 class Program:
-    """What is played with one seed."""
+    """The program of one seed."""
 
     seed: int
     kind: str
@@ -132,7 +132,7 @@ class Program:
 
 
 def kind_of(seed: int) -> str:
-    """Each seed has its kind, so that a count of each can be had."""
+    """Return a seed's kind: each kind has seeds of its own, so that each can be counted."""
     return KINDS[seed % len(KINDS)]
 
 
@@ -142,30 +142,30 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     kind = kind_of(seed)
     slots = draw.choice((2, 2, 3)) if with_torch else draw.choice((1, 2, 2, 3))
     episodes = tuple(_episode(draw, executor, kind, slots, with_torch) for _ in range(draw.randint(2, 4)))
-    turns = random.Random(f"turns {seed}")  # its own: whatever else a seed has doesn't depend on it
+    turns = random.Random(f"turns {seed}")  # a generator per addition keeps the rest of a seed's program
     episodes = tuple(_taking_turns(turns, each) if turns.random() < TURNS else each for each in episodes)
-    children = random.Random(f"children {seed}")  # likewise
+    children = random.Random(f"children {seed}")
     episodes = tuple(attrs.evolve(each, child=children.random() < CHILDREN and not each.budget) for each in episodes)
-    rolls = random.Random(f"rollouts {seed}")  # as well
+    rolls = random.Random(f"rollouts {seed}")
     episodes = tuple(_rolling_out(rolls, each) if rolls.random() < ROLLOUTS else each for each in episodes)
-    lanes = random.Random(f"lanes {seed}")  # also
+    lanes = random.Random(f"lanes {seed}")
     episodes = tuple(
         _in_lanes(lanes, each) if lanes.random() < LANES and not each.budget else each for each in episodes
     )
-    asked = random.Random(f"asked {seed}")  # and here
+    asked = random.Random(f"asked {seed}")
     episodes = tuple(_asking(asked, each) for each in episodes)
-    records = random.Random(f"records {seed}")  # and of this
+    records = random.Random(f"records {seed}")
     episodes = tuple(attrs.evolve(each, records=records.random() < RECORDS) for each in episodes)
-    stops = random.Random(f"stops {seed}")  # and of that
+    stops = random.Random(f"stops {seed}")
     episodes = tuple(attrs.evolve(each, stops=stops.random() < STOPS) for each in episodes)
-    replays = random.Random(f"replays {seed}")  # and of these
+    replays = random.Random(f"replays {seed}")
     episodes = tuple(
         attrs.evolve(each, replay=_replaying(replays, executor, kind, each.groups[0]))
         if each.records and kind != "gil" and replays.random() < REPLAYS
         else each
         for each in episodes
     )
-    profiles = random.Random(f"profiles {seed}")  # and of those
+    profiles = random.Random(f"profiles {seed}")
     episodes = tuple(_profiling(profiles, each) if profiles.random() < PROFILES else each for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
@@ -188,7 +188,7 @@ def _episode(draw: random.Random, executor: str, kind: str, slots: int, torch: b
 
 
 def _taking_turns(draw: random.Random, episode: Episode) -> Episode:
-    """An episode with two more roles, under a budget that has no room for all of them."""
+    """Return the episode with two more roles, under a budget that has no room for all roles."""
     roles = ("a", *TURNERS, *(("b",) if episode.second else ()))
 
     def of_any(step: Step) -> Step:
@@ -215,7 +215,7 @@ def _taking_turns(draw: random.Random, episode: Episode) -> Episode:
 
 
 def _rolling_out(draw: random.Random, episode: Episode) -> Episode:
-    """An episode with steps of some of these, and perhaps a fault amid one of them."""
+    """Return the episode with some steps of `ROLLOUT`, and perhaps the fault amid one of these steps."""
     rollout = tuple(draw.sample(ROLLOUT, draw.randint(1, len(ROLLOUT))))
 
     def more(steps: tuple[Step, ...], share: float) -> tuple[Step, ...]:
@@ -253,7 +253,7 @@ def _rolling_out(draw: random.Random, episode: Episode) -> Episode:
 
 
 def _in_lanes(draw: random.Random, episode: Episode) -> Episode:
-    """An episode with a role in the background, which is paused, and perhaps a fault amid that."""
+    """Return the episode with a background role and pauses, and perhaps the fault amid a pause."""
 
     def more(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         changed = [attrs.evolve(step, role=BACKGROUND) if draw.random() < 0.3 else step for step in steps]
@@ -272,12 +272,12 @@ def _in_lanes(draw: random.Random, episode: Episode) -> Episode:
 
 
 def _how(draw: random.Random, where: str) -> str:
-    """A way to pause: who reads a stream doesn't wait for its end."""
+    """Return a way to pause: a wait for a stream's end would block the stream's reader."""
     return draw.choice(HOWS[1:] if where in ("stream", "batch") else HOWS)
 
 
 def _asking(draw: random.Random, episode: Episode) -> Episode:
-    """An episode whose rows are asked for with options."""
+    """Return the episode with options for its calls with rows."""
 
     def of(step: Step) -> Step:
         retry, sticky = draw.choice((0, 0, 1, 2)), draw.random() < 0.3
@@ -292,7 +292,7 @@ def _asking(draw: random.Random, episode: Episode) -> Episode:
 
 def _replaying(draw: random.Random, executor: str, kind: str, slots: int) -> Fault:
     fault = _fault(draw, executor, kind, (slots,), False)
-    if fault.kind == "gil":  # which a call of the role that is replayed would have to hold
+    if fault.kind == "gil":  # a call of the replayed role would have to hold the GIL
         fault = attrs.evolve(fault, kind="stop")
     return attrs.evolve(fault, moment="replay", ending=draw.choice(("close", "cont")))
 
@@ -310,7 +310,7 @@ def _profiling(draw: random.Random, episode: Episode) -> Episode:
 
 
 def _fails_alone(fault: Fault) -> bool:
-    """Whether the group fails of it by itself, and its slots are still of use."""
+    """Return whether the fault alone makes the group fail, and leaves its slots usable."""
     if fault.moment in ("spawn", "close"):
         return False
     return fault.kind == "kill" or fault.target == "lane" or (fault.kind in ("stop", "gil") and fault.ending == "grace")
@@ -320,7 +320,7 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
     group = draw.randrange(len(groups))
     rank = draw.randrange(groups[group])
     moment = draw.choice((*MOMENTS, *TOGETHER) if torch else MOMENTS)
-    if kind == "driver":  # it is in the middle of anything, also with ranks that can't listen
+    if kind == "driver":  # the driver dies amid anything, also with unresponsive ranks
         kind = draw.choice(("none", "none", "kill", "stop", "gil"))
     target = ""
     endings: tuple[str, ...] = ("close", "close", "pool", "grace")
@@ -330,7 +330,7 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
         moment = "call" if target == "envoy" and moment == "close" else moment
     if kind == "stop":
         endings += ("cont", "cont")
-    if moment == "renewal":  # which has more time than a hold
+    if moment == "renewal":  # a renewal has more time than a hold
         endings = tuple(ending for ending in endings if ending != "grace")
     if moment == "close":
         endings = ("close", "pool")
@@ -345,7 +345,7 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
 def _targets(executor: str, slots: int) -> tuple[str, ...]:
     found = [name for name in DROPS[executor] if name not in PEERS or slots > 1]  # one worker has no peers
     if "envoy" in found:
-        # The end of an envoy is the end of a connection to Ray, and another one takes seconds.
+        # The end of an envoy ends the connection to Ray, and a new connection takes seconds.
         found = [name for name in found for _ in range(1 if name == "envoy" else 3)]
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""What is recorded of a group's role "a", as it is judged: what each rank gave, once, as the driver has got it."""
+"""The recording of a group's role "a", and a judge: each rank's results occur once, as received by the driver."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from colocate.errors import ColocateError
 ROLE = "a"
 FOLDER = "recording"
 KEPT = "kept-"
-"""How folders begin that a driver which is killed leaves, as it should: they have what it has recorded, or profiled."""
-SEEN = ("step", "look", "take", "add")  # methods of which the driver gets what each rank gave, in a list
-KNOWN = (*SEEN, "make", "fail")  # those of which each call has its number as an argument
+"""The prefix of folders with recordings and profiles, which a killed driver may leave."""
+SEEN = ("step", "look", "take", "add")  # methods that return a list of each rank's value
+KNOWN = (*SEEN, "make", "fail")  # methods with the call's number as an argument
 
 
 @attrs.define(eq=False)
 class RecordingOrder:
-    """A group that is recorded, and where."""
+    """A recorded group, and the folder of the recording."""
 
     played: ReplaySource
     recorder: Any
     folder: str
-    # what is there of calls of these methods, by their numbers and ranks; and whether more may be missing
+    # the recorded calls of `KNOWN` methods by number and rank; and whether more calls may be missing
     found: dict[tuple[int, int], Any] = attrs.field(factory=dict)
     hit: bool = False
 
     @classmethod
     def begin(cls, runtime: Runtime, played: ReplaySource) -> RecordingOrder | None:
-        """Record a group that has just been spawned; None where the fault came before."""
+        """Record a group that has just been spawned; return None if the fault came before."""
         assert played.group is not None
         folder = tempfile.mkdtemp(prefix=KEPT)
         try:
@@ -46,14 +46,14 @@ class RecordingOrder:
             return None
 
     def judge(self, applied: Applied | None) -> None:
-        """Note what isn't as the laws want it. The group is closed."""
+        """Add complaints about the recording to the group, which is closed."""
         self.recorder.close()
-        # By a short grace a worker may be killed, on a busy machine, before it has written its last calls.
+        # After a short grace on a busy machine a worker may be killed before the last calls are written.
         self.hit = applied is not None or self.played.generation > 0 or self.played.grace < model.AMPLE_S
         self.played.wrong += (f"recording: {words}" for words in self._complaints())
 
     def forget(self) -> None:
-        """Remove it."""
+        """Delete the recording."""
         shutil.rmtree(self.folder)
 
     def _complaints(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a program did and what came of it, as the model judges it."""
+"""Records of a program's calls, fault and results, for the model to judge."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _LONGEST = 4000
 
 @attrs.define(eq=False)
 class Sent:
-    ident: int  # its number, unique in the program; the order of numbers is the order of submission
+    ident: int  # unique in the program, in order of submission
     what: str  # the method, in words
-    ranks: tuple[int, ...]  # the slots of the group that run it
-    timeout: float | None  # its own
-    expected: Callable[[Any], str | None]  # looks at its value; a complaint, or None
+    ranks: tuple[int, ...]  # the slots of the group that run the call
+    timeout: float | None  # of the call itself
+    expected: Callable[[Any], str | None]  # checks the value; returns a complaint, or None
     fails: tuple[int, ...] = ()  # the slots on which the method is told to raise
-    times_out: bool = False  # whether it has been made to outlive its timeout
-    giver: ReplaySource | None = None  # of a sync, the group whose weights it brings, and the role
+    times_out: bool = False  # whether the call is made to exceed the timeout
+    giver: ReplaySource | None = None  # of a sync, the source's group; `given` is the source role
     given: str = ""
-    giving: int = 0  # that group's generation
-    call: Call[Any] | None = None  # what was submitted; None when that failed
-    value: Any = None  # its value
-    error: BaseException | None = None  # what it ended with
-    generation: int = 0  # the group's, when it was made
+    giving: int = 0  # the generation of the source's group
+    call: Call[Any] | None = None  # the submitted call; None if the submission failed
+    value: Any = None  # the call's value
+    error: BaseException | None = None  # the call's error
+    generation: int = 0  # the group's, at the submission
     submitted: float = 0.0  # when, in monotonic time
-    settled: float | None = None  # when it was known how it ended
-    where: str = ""  # in a step of training, where it is told to raise
-    role: str = "a"  # the role that it was made on
-    count: int | None = None  # how many rows it has, where these end one by one
-    rows: list[tuple[int, Any]] = attrs.field(factory=list)  # those that have come, in the order in which they did
-    closed: bool = False  # whether its stream was closed before its end
-    failing: tuple[int, ...] = ()  # the rows that raise, and whose errors are returned
-    sticky: bool = False  # whether rows with one key are to have one rank
-    aborted: bool = False  # whether a pause of its role gives it up, if it runs
-    beside: bool = False  # whether it may begin only after a pause of its role: syncs made after it come before it
-    bereaved: tuple[int, ...] = ()  # the slots on which a child of the role was killed, by this call or before it
-    begin: Callable[[Any, int], Any] | None = None  # submits it to a view, by its number
-    kept: Any = None  # where what it keeps is noted, for who takes it
+    settled: float | None = None  # when the value or error was known
+    where: str = ""  # in a step of training, where ranks have to raise
+    role: str = "a"  # the called role
+    count: int | None = None  # the number of rows, if these end one by one
+    rows: list[tuple[int, Any]] = attrs.field(factory=list)  # the received rows, in order of arrival
+    closed: bool = False  # whether the stream was closed before its end
+    failing: tuple[int, ...] = ()  # rows that raise, with their errors returned
+    sticky: bool = False  # whether rows with one key must run on one rank
+    aborted: bool = False  # whether a pause of the role aborts the running call
+    beside: bool = False  # whether a pause may delay the call's begin beyond later syncs
+    bereaved: tuple[int, ...] = ()  # the slots on which the role's child was killed, by this call or before
+    begin: Callable[[Any, int], Any] | None = None  # submits the call to a view, with `ident`
+    kept: Any = None  # the record of the kept value, for calls that take the value
 
     @property
     def noted(self) -> str:
@@ -96,23 +96,23 @@ class ReplaySource:
     closing: float | None = None
     grace: float = 0.0
     restarts: bool = False
-    generation: int = 0  # how often it has been restarted
-    struck: int = 0  # which generation the fault comes to
-    checkpoint: int | None = None  # the tag of its last one
-    saved: dict[int, int] = attrs.field(factory=dict)  # the generation of which each checkpoint is, by tag
-    # the tag of the checkpoint that a generation has begun from, if there was one
+    generation: int = 0  # the number of restarts
+    struck: int = 0  # the generation that the fault hits
+    checkpoint: int | None = None  # the tag of the last checkpoint
+    saved: dict[int, int] = attrs.field(factory=dict)  # the generation of each checkpoint, by tag
+    # the tag of the checkpoint that a generation was restored from, if any
     restored: dict[int, int | None] = attrs.field(factory=dict)
     wrong: list[str] = attrs.field(factory=list)
     hurried: bool = False
-    background: bool = False  # whether it has a background role
-    budget: int = 0  # what its roles may have of each slot's memory, where they take turns
+    background: bool = False  # whether there is a background role
+    budget: int = 0  # the roles' budget of each slot's memory, where roles take turns
     spawn_error: BaseException | None = None
 
 
 def history(group: ReplaySource, generation: int) -> list[Sent]:
-    """The calls that a generation may have begun, and those that the checkpoint has which it was restored from.
+    """Return the calls that a generation may have begun, and the calls in the checkpoint behind the generation.
 
-    Rows that hadn't ended in the last generation may have begun anew.
+    Unfinished rows of the previous generation may have begun again.
     """
     tag = group.restored.get(generation)
     before = [] if tag is None else [sent for sent in history(group, group.saved[tag]) if sent.ident < tag]
@@ -123,37 +123,37 @@ def history(group: ReplaySource, generation: int) -> list[Sent]:
 
 @attrs.define(eq=False)
 class Applied:
-    kind: str  # as in the program; of a dropped connection its target
+    kind: str  # as in the program; for a dropped connection the target
     group: int  # index of the group
     rank: int  # the slot
-    pid: int  # of the worker; where that hadn't said hello yet, of its upper supervisor
-    began: float  # when it began to be done, in monotonic time
-    done: float  # when it was done
-    moment: str  # what was under way
-    went_on: float | None = None  # when a stopped worker was made to go on
-    below: int = 0  # the worker's then: its hello may have been on its way
-    name: str = ""  # that of the group: another one may have been spawned in its place before
+    pid: int  # of the worker, or of its upper supervisor before the worker's hello
+    began: float  # the injection's begin, in monotonic time
+    done: float  # the injection's end
+    moment: str  # the activity under way
+    went_on: float | None = None  # when a stopped worker was continued
+    below: int = 0  # the worker's own pid then: the hello may have been under way
+    name: str = ""  # of the group, which may have replaced another one before
 
 
 @attrs.define(eq=False)
 class Outcome:
-    played: list[ReplaySource]  # its groups, those that others have taken the place of among them
-    applied: Applied | None = None  # its fault, if it could be done
-    hangs: list[str] = attrs.field(factory=list)  # what outlived its bound
-    error_s: float | None = None  # from the fault to the first error that tells it
-    close_over_s: float | None = None  # what the close of a group that hung took beside its grace
-    pool_closed: bool = False  # whether the pool was closed with it
+    played: list[ReplaySource]  # the episode's groups, with those that were replaced
+    applied: Applied | None = None  # the injected fault, if any
+    hangs: list[str] = attrs.field(factory=list)  # the operations that outlived their bounds
+    error_s: float | None = None  # from the fault to the first error that reports it
+    close_over_s: float | None = None  # the time of a hanging group's close beyond its grace
+    pool_closed: bool = False  # whether the pool was closed with the groups
 
 
 def leaves(error: BaseException) -> tuple[BaseException, ...]:
-    """What an `ExceptionGroup` holds, or the error itself."""
+    """Return the leaves of an `ExceptionGroup`, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         return tuple(leaf for each in error.exceptions for leaf in leaves(each))
     return (error,)
 
 
 def chain(error: BaseException | None) -> tuple[BaseException, ...]:
-    """An error and its causes, down to the root."""
+    """Return an error and its causes, down to the root."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -162,7 +162,7 @@ def chain(error: BaseException | None) -> tuple[BaseException, ...]:
 
 
 def short(error: BaseException | None) -> str:
-    """An error, with what each failed rank of a start says. Of a rank that hangs all is told: what it did there."""
+    """Return an error in words, with the errors of a start's failed ranks, and with the stack of a hanging rank."""
     if error is None:
         return "no error"
     told = " <- ".join(f"{type(each).__name__}: {_text(each)}" for each in chain(error))

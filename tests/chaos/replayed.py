@@ -1,4 +1,4 @@
-"""A role whose calls a recording answers, beside a role that runs, amid a fault; and whether it is as it was."""
+"""Replay a recorded role beside a role that runs, amid a fault, and compare the results with the recording."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from colocate.errors import ColocateError, ReplayError
 from colocate.features.rows.row_stream import RowStream
 
 BESIDE = "c"  # the role that runs
-OFTEN = 0.5  # the share of calls with one of that role's before it
-NEVER = ("sleep", "wake")  # which hang on the group that was recorded
+OFTEN = 0.5  # the share of calls that follow a call of that role
+NEVER = ("sleep", "wake")  # calls that are bound to the recorded group
 
 
 class Replayer(Player):
-    """Makes the calls that were recorded once more, in a group of its own, as its driver had made and awaited them."""
+    """Repeats the recorded calls in a group of its own, with the order of submissions and waits of the first driver."""
 
     def __init__(
         self, runtime: Runtime, pool: Pool, recorded: RecordingOrder, fault: Fault, idents: Iterator[int], say: Say
@@ -36,7 +36,7 @@ class Replayer(Player):
         super().__init__(runtime, pool, episode, idents, say)
         self._source = recorded
         self._answers = ReplaySource(0, self._faulty.name, recorded.played.slots)
-        self._again: list[tuple[Sent, Sent]] = []  # a call then, and now
+        self._again: list[tuple[Sent, Sent]] = []  # a recorded call, and the repetition
 
     def _declared(self, takes_s: float, hangs: int | None) -> dict[str, colocate.RoleSpec[Any]]:
         return {
@@ -67,14 +67,14 @@ class Replayer(Player):
             self._steps.settle(self._answers.sent)
         self._outcome.applied = self._injector.applied
         self._answers.closing = self._faulty.closing
-        told = [now.error for _, now in self._again]  # that of a kept call which nobody has used is told by the close
+        told = [now.error for _, now in self._again]  # the close reports the error of an unused kept call
         closes = [leaf for error in self._faulty.close_errors for leaf in leaves(error) if leaf not in told]
         self._faulty.close_errors = tuple(closes)
         self._faulty.wrong += (f"replay: {words}" for words in self._complaints())
         return self._outcome
 
     def _end_hang(self) -> None:
-        """A rank that is stopped goes on soon, or its group is closed: nobody waits for it longer than that."""
+        """Continue a stopped rank soon, or close its group, so that no call waits for longer."""
         self._injector.over.wait(LONG_S)
         applied = self._injector.applied
         if applied is not None and applied.kind in model.HANGING:
@@ -88,7 +88,7 @@ class Replayer(Player):
         draw = random.Random(f"{self._fault!r}")
         for sent in self._source.played.sent:
             if sent.timeout is not None and sent.timeout <= SHORT_S:
-                break  # the fault of the recorded group was near, and a call's time may be over any time
+                break  # the recorded group's fault was near, and a call may time out at any moment
             if sent.role != ROLE or sent.generation or sent.begin is None or sent.what in NEVER:
                 continue
             self._steps.settle(now for then, now in self._again if (then.settled or sent.submitted) < sent.submitted)
@@ -106,7 +106,7 @@ class Replayer(Player):
                 rollouts.look_at_errors(now)
 
     def _beside(self) -> None:
-        """A call of the role that runs."""
+        """Call the role that runs."""
         played = self._faulty
         ranks = tuple(range(played.slots))
         sent = self._steps.call(played, "step", ranks, LONG_S, 0.005, b"", role=BESIDE)
@@ -117,7 +117,7 @@ class Replayer(Player):
         for then, now in self._again:
             words = self._of_call(then, now)
             if then.raised and hit is not None and hit.kind in model.HANGING:
-                words = None  # the rank that is to raise may be the one that hangs: what others had met is told then
+                words = None  # the rank that has to raise may hang: the error is another rank's then
             if words and not (now.error is not None and model.allowed(now, now.error, self._answers, hit)):
                 yield f"{now} {words}"
 
@@ -146,10 +146,10 @@ class Replayer(Player):
 
 
 def _rows(sent: Sent) -> list[tuple[int, Any]]:
-    """Those that were read one by one."""
+    """Return the rows that were read one by one."""
     return [(index, _plain(value)) for index, value in sent.rows] if not isinstance(sent.value, list) else []
 
 
 def _plain(value: Any) -> Any:
-    """What can be compared with that of another group."""
+    """Return a value that is comparable with another group's."""
     return (type(value), getattr(value.__cause__, "args", ())) if isinstance(value, Exception) else value

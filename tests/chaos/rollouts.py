@@ -1,4 +1,4 @@
-"""The model of rollouts: what a target of weights has, which rows a call gives, and whose children were killed."""
+"""The model of rollouts: the weights of a target, the rows of a call, and killed children."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def complaints(group: ReplaySource) -> Iterator[str]:
 
 
 def _syncs(sent: Sent, group: ReplaySource) -> tuple[list[Sent], list[Sent]]:
-    """Those before a call, in its generation; and those after it that a pause of its role may have let pass by."""
+    """Return the generation's syncs before a call, and later syncs that a pause may have moved before the call."""
     syncs = [
         each
         for each in group.sent
@@ -35,7 +35,7 @@ def _syncs(sent: Sent, group: ReplaySource) -> tuple[list[Sent], list[Sent]]:
 
 
 def may_be_stale(sent: Sent, group: ReplaySource) -> bool:
-    """Whether the last sync before it has failed, or there was none since a restart."""
+    """Return whether the last sync before a call has failed, or is missing since a restart."""
     before, passing = _syncs(sent, group)
     if any(not sync.fine for sync in passing):
         return True
@@ -43,7 +43,7 @@ def may_be_stale(sent: Sent, group: ReplaySource) -> bool:
 
 
 def synced(sent: Sent, group: ReplaySource) -> Callable[[Any], str | None]:
-    """Compares what a sync has done with the ways that there are for its ranks."""
+    """Return a check that a sync has used the expected ways for its ranks."""
 
     def look(found: Any) -> str | None:
         here = (0,) if sent.given == "b" and sent.giver is not None and len(sent.giver.second) == 1 else range(99)
@@ -55,7 +55,7 @@ def synced(sent: Sent, group: ReplaySource) -> Callable[[Any], str | None]:
 
 
 def _of_weights(sent: Sent, group: ReplaySource) -> Iterator[str]:
-    """What a target has on a rank is a whole state of its source: that of the last sync, or one since."""
+    """Yield each rank whose weights aren't a whole state of the source, at the last sync or later."""
     syncs, passing = _syncs(sent, group)
     last = next((number for number in reversed(range(len(syncs))) if syncs[number].fine), None)
     since = [*(syncs if last is None else syncs[last:]), *passing]
@@ -90,7 +90,7 @@ def _digest(sync: Sent, rank: int, told: tuple[int, ...]) -> int:
 
 
 def _before(sync: Sent, rank: int) -> list[int]:
-    """The calls that a source had ended when its weights were brought."""
+    """Return the calls that a source had ended before its weights were synced."""
     giver = sync.giver
     assert giver is not None
     return [
@@ -104,14 +104,14 @@ def _before(sync: Sent, rank: int) -> list[int]:
 
 
 def look_at_errors(sent: Sent) -> None:
-    """What isn't the error of its row alone is that of the call."""
+    """Set the call's error to the first error that isn't a row's own."""
     errors = [value for _, value in sent.rows if isinstance(value, Exception) and not sent.is_told_by(value)]
     if errors and sent.error is None:
         sent.error = errors[0]
 
 
 def _of_rows(sent: Sent, count: int, group: ReplaySource) -> Iterator[str]:
-    """Each row comes once and is right, those that were told to raise do, and the others have one error."""
+    """Yield each row that is missing, repeated or wrong, or whose error is neither deliberate nor the call's."""
     indices = [index for index, _ in sent.rows]
     if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
         yield f"of {count} rows these have come: {indices}"
@@ -133,7 +133,7 @@ def _of_rows(sent: Sent, count: int, group: ReplaySource) -> Iterator[str]:
 
 
 def key_of(row: int) -> int:
-    """By which rows stick to a rank."""
+    """Return the key by which rows stick to a rank."""
     return row % 3
 
 
@@ -141,7 +141,7 @@ def key_of(row: int) -> int:
 
 
 def versions_of(ranks: Sequence[int]) -> Callable[[Any], str | None]:
-    """Compares the versions of weights that each rank has seen: they never go back."""
+    """Return a check that the versions of weights never decrease on a rank."""
 
     def look(value: Any) -> str | None:
         told = [(rank, versions) for _, rank, _, versions in value]
@@ -155,7 +155,7 @@ def versions_of(ranks: Sequence[int]) -> Callable[[Any], str | None]:
 
 
 def _orphaned(sent: Sent, group: ReplaySource) -> list[Sent]:
-    """The calls up to it that have killed children, since others were begun: the last first."""
+    """Return the calls up to `sent` that have killed children since the last revival, the last one first."""
     found = []
     for each in reversed(group.sent):
         if each.ident <= sent.ident and each.generation == sent.generation and each.role == "k":
@@ -166,12 +166,12 @@ def _orphaned(sent: Sent, group: ReplaySource) -> list[Sent]:
 
 
 def is_bereaved(sent: Sent, rank: int | None, group: ReplaySource) -> bool:
-    """Whether it may fail of the death of a rank's child."""
+    """Return whether a call may fail because of the death of a rank's child."""
     return sent.role == "k" and sent.what != "revive" and any(rank in each.bereaved for each in _orphaned(sent, group))
 
 
 def _must_miss(sent: Sent, group: ReplaySource) -> int | None:
-    """The rank on which it should have failed of the death of a child."""
+    """Return the rank on which the death of a child should have failed the call, if any."""
     orphaned = next(iter(_orphaned(sent, group)), None)
     if orphaned is None or sent.what == "revive":
         return None

@@ -1,4 +1,4 @@
-"""Dropping connections from outside: a socket of any process of ours is duplicated, and shut down."""
+"""Drop connections from outside: duplicate a socket of any process of ours, and shut down the duplicate."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PIDFD_GETFD = 438
 
 
 class NoSuchSocket(Exception):
-    """There is none to drop now."""
+    """There is no socket to drop now."""
 
 
 def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> None:
     """Shut down a connection of a slot, or raise `NoSuchSocket`.
 
-    "lane" is of driver and worker, "keeper" has the commands to it, "envoy" is of driver and envoy, "peer" from worker
-    to worker, "peer listener" where the others reach a worker.
+    "lane" connects driver and worker, "keeper" carries the keeper's commands, "envoy" connects driver and envoy, "peer"
+    connects two workers, and "peer listener" accepts a worker's peers.
     """
     if target in PEERS:
         _drop_peer(group, slot, target == "peer listener")
@@ -45,7 +45,7 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
     try:
         with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
-    except OSError as error:  # it is closed
+    except OSError as error:  # the socket is closed
         raise NoSuchSocket(target) from error
 
 
@@ -73,7 +73,7 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _is_peer(sock: socket.socket, lanes: set[Any]) -> bool:
-    """A connection between two workers has an address on one of its ends; a worker's lane has its keeper's, or none."""
+    """Return whether a socket connects two workers: one end has an address, and no end has the lane's."""
     if _listens(sock):
         return False
     try:
@@ -91,7 +91,7 @@ def _lane_addresses(host: Any) -> set[Any]:
 
 
 def _sockets_of(pid: int) -> Iterator[socket.socket]:
-    """Duplicates of all sockets of a process."""
+    """Yield duplicates of all sockets of a process."""
     try:
         entries = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -108,7 +108,7 @@ def _sockets_of(pid: int) -> Iterator[socket.socket]:
 
 
 def _borrowed(pid: int, fd: int) -> socket.socket | None:
-    """A duplicate of another process's socket (or of our own), as a debugger may have it; None when it is gone."""
+    """Return a duplicate of any process's socket, with a debugger's rights; None if the socket is closed."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
@@ -124,6 +124,6 @@ def _borrowed(pid: int, fd: int) -> socket.socket | None:
         return None
     try:
         return socket.socket(fileno=own)
-    except OSError:  # no socket any more
+    except OSError:  # the descriptor isn't a socket any more
         os.close(own)
         return None

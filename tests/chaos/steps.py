@@ -1,4 +1,4 @@
-"""The steps of a program: each makes calls, and notes what the model must know of them."""
+"""The steps of a program: each step makes calls, and records their data for the model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from colocate.features.memory.calls import start_sleep, start_wake
 from colocate.features.rows.row_stream import RowStream
 
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
-"""The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
+"""The timeout of calls that only the import of torch should delay, on a machine that is busy with faults."""
 SHORT_S = 0.3
-SPAWN_S = 60.0  # each worker that trains imports what torch has for it: seconds, and many on a busy machine
-STACKS_S = 0.5  # how long a timed out call asks its late ranks for their stacks
-HANG_S = 5.0  # what outlives its bound by so much hangs
+SPAWN_S = 60.0  # the imports of a training worker take seconds, and many on a busy machine
+STACKS_S = 0.5  # the wait of a timed out call for the stacks of its late ranks
+HANG_S = 5.0  # an operation that exceeds its bound by this much hangs
 
 Say = Callable[[str, float], None]
 
 
 @attrs.define(eq=False)
 class _Kept:
-    """Rows that lie in workers."""
+    """Rows that are residents in workers."""
 
     owner: ReplaySource
     sent: Sent
@@ -43,7 +43,7 @@ class _Kept:
 
 
 def moved(outcomes: Sequence[Any]) -> str | None:
-    """Compares with memory that has gone, or come back, on all workers."""
+    """Return a complaint if a worker has refused a sleep or wake."""
     refused = [each.refusal for each in outcomes if each.refusal is not None]
     return f"refused: {refused}" if refused else None
 
@@ -53,11 +53,11 @@ def _key(row: int) -> int:
 
 
 class Steps:
-    """Does steps on the groups of one episode."""
+    """Runs steps on the groups of one episode."""
 
     def __init__(self, played: Sequence[ReplaySource], idents: Iterator[int], say: Say) -> None:
-        self.folders: list[str] = []  # where checkpoints are
-        self.hangs: list[str] = []  # what has outlived its bound, in words
+        self.folders: list[str] = []  # the folders of checkpoints
+        self.hangs: list[str] = []  # complaints about operations that have outlived their bounds
         self._idents = idents
         self._say = say
         self._played = played
@@ -65,7 +65,7 @@ class Steps:
 
     @contextmanager
     def bound(self, what: str, seconds: float) -> Iterator[None]:
-        """What must end within a time. Who watches from outside is told."""
+        """Run a block that must end within a time, and report the bound to the watcher."""
         self._say(what, seconds)
         began = time.monotonic()
         try:
@@ -99,7 +99,7 @@ class Steps:
         sent.settled = time.monotonic()
 
     def submit(self, played: ReplaySource, sent: Sent, call: Callable[[Any, int], Any], role: str = "a") -> Any:
-        """What the call gives; None where the group takes none any more."""
+        """Submit a call, and return the handle; None if the group refuses the call."""
         assert played.group is not None
         played.sent.append(sent)
         sent.generation, sent.role, sent.begin = played.generation, role, call
@@ -178,7 +178,7 @@ class Steps:
         return sent
 
     def _turns(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """Roles are called in the same order again and again; some calls write, and some don't."""
+        """Call roles in the same order again and again; some calls write, and some don't."""
         for number in range(step.count):
             for place, role in enumerate(step.roles):
                 one = self._look if (number + place) % 2 else self._plain
@@ -199,7 +199,7 @@ class Steps:
         do: Callable[[colocate.ColocatedGroup], Any],
         role: str = "a",
     ) -> Sent:
-        """Something of the group that no rank notes, and that is over when it returns."""
+        """Run an operation of the group that no rank notes, to its end."""
         sent = self.new(what, (), timeout)
         group = played.group
         assert group is not None
@@ -234,7 +234,7 @@ class Steps:
             lambda view, ident: view.make.options(timeout=timeout).keep(ident, step.work_s, 2, step.size),
         )
         rows = [row(sent.ident, rank, index, step.size) for rank in slots for index in range(2)]
-        # It stays where it is: whoever takes it looks.
+        # The value stays in the workers, and is checked by a call that takes the value.
         if resident is None:
             return None
         sent.kept = _Kept(played, sent, resident, rows)
@@ -242,7 +242,7 @@ class Steps:
         return self._kept[-1]
 
     def _use(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent | None:
-        """Rows from all ranks to all ranks: worker to worker, but for each one's own."""
+        """Pass rows from all ranks to all ranks, from worker to worker except for a rank's own."""
         kept = self._make(step, played, timeout)
         if kept is None:
             return None
@@ -259,7 +259,7 @@ class Steps:
         return sent
 
     def _pipeline(self, step: Step, played: ReplaySource, timeout: float | None) -> None:
-        """Several calls in one message, the later ones with what the earlier ones give."""
+        """Send several calls in one message, the later ones with results of earlier ones."""
         assert played.group is not None
         begun = len(played.sent)
         try:
@@ -267,16 +267,16 @@ class Steps:
                 for _ in range(step.count):
                     self._plain(step, played, timeout)
                 self._use(step, played, timeout)
-        except Exception as error:  # it has failed meanwhile: none of them was sent
+        except Exception as error:  # the group has failed meanwhile: no call was sent
             for sent in played.sent[begun:]:
                 sent.error, sent.settled, sent.call = error, time.monotonic(), None
 
     def _sleep(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """A role's memory goes to sleep; calls of it wake it."""
+        """Put a role's memory to sleep; later calls wake it."""
         return self._moved(step, played, timeout, start_sleep)
 
     def _wake(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """It comes back, ahead of calls; some of these come at once."""
+        """Wake a role that sleeps, first by a call, and then by `wake`."""
         self._moved(step, played, timeout, start_sleep)
         self._plain(step, played, timeout)
         self._moved(step, played, timeout, start_sleep)
@@ -286,7 +286,7 @@ class Steps:
         group = played.group
         assert group is not None
         role, _ = self._role(played, step)
-        sent = self.new(move.__name__.removeprefix("start_"), (), timeout)  # no rank notes it
+        sent = self.new(move.__name__.removeprefix("start_"), (), timeout)  # no rank notes this call
         sent.expected = moved
 
         def later(view: Any, ident: int) -> colocate.Call[Any]:
@@ -301,7 +301,7 @@ class Steps:
         return self.call(played, "fail", slots, timeout, step.work_s, ranks, role=role, fails=ranks)
 
     def _add(self, step: Step, played: ReplaySource, timeout: float | None, fails: tuple[int, ...] = ()) -> Sent:
-        """A collective of all ranks."""
+        """Call a collective on all ranks."""
         slots = range(played.slots)
         sent = self.call(played, "add", slots, timeout, fails, fails=fails)
         total = sum(put_in(sent.ident, rank) for rank in slots)
@@ -309,14 +309,14 @@ class Steps:
         return sent
 
     def _add_failing(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """One in which some ranks raise while the others wait for them."""
+        """Call a collective in which some ranks raise while the others wait."""
         return self._add(step, played, timeout, tuple(rank for rank in step.ranks if rank < played.slots) or (0,))
 
     def _train(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
         return [self._one_train(played, timeout) for _ in range(step.count)][-1]
 
     def _train_failing(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """Some that raise on some ranks, each with the next one behind it, which does it again."""
+        """Make training steps that raise on some ranks, each followed by a step that succeeds."""
         for number in range(step.count):
             where = FREED[(FREED.index(step.where) + number) % len(FREED)]
             self._one_train(played, timeout, where, step.ranks)
@@ -324,7 +324,7 @@ class Steps:
         return last
 
     def _tear(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """One that raises on a rank when all others make their update, and what follows."""
+        """Make a training step that raises on a rank while all others make their update, and two later calls."""
         self.settle(played.sent)
         sent = self._one_train(played, timeout, "after", step.ranks[:1])
         for then in (self._one_train(played, timeout), self._plain(step, played, timeout)):
@@ -337,13 +337,13 @@ class Steps:
     ) -> Sent:
         slots = tuple(range(played.slots))
         fails = tuple(rank for rank in fails if rank in slots)
-        # The model knows what all steps before it have come to.
+        # The model computes the value from all earlier steps.
         return self.call(played, "train", slots, timeout, fails, where, role="t", fails=fails, where=where)
 
     # -- what a rollout does
 
     def _weights(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """Syncs of weights, some of which fail on a rank, each with a call of the target behind it."""
+        """Sync weights, with failures on a rank in some syncs; call the target after each sync."""
         giver = played if step.giver is None else self._played[step.giver]
         for number in range(step.count):
             if giver.group is not None:
@@ -378,7 +378,7 @@ class Steps:
         return sent
 
     def _rows(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """A call whose rows end one by one, some of which raise, with calls behind it."""
+        """Call a method whose rows end one by one, some with an error, and make further calls."""
         sent, stream = self._begin_rows(step, played, timeout)
         for _ in range(step.count):
             self._plain(step, played, timeout)
@@ -405,7 +405,7 @@ class Steps:
         if step.where != "batch":
             sent.sticky = step.sticky
             options |= {"sticky": _key if step.sticky else None, "retry": step.retry}
-            if step.where == "all" and played.restarts:  # no new workers for what isn't read
+            if step.where == "all" and played.restarts:  # rows without a reader get no new workers
                 options["retry"] = 0
 
         def begin(view: Any, ident: int) -> Any:
@@ -416,7 +416,7 @@ class Steps:
         return sent, self.submit(played, sent, begin, role)
 
     def read(self, stream: RowStream[Any], sent: Sent, played: ReplaySource, most: int | None = None) -> None:
-        """Read a stream to its end, or until so many rows have come, and close it."""
+        """Read a stream to its end, or until `most` rows have arrived, and close the stream."""
         patience = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
         with self.bound(str(sent), patience + SPAWN_S if played.restarts else patience), stream:
             try:
@@ -430,7 +430,7 @@ class Steps:
         sent.settled = time.monotonic()
 
     def _child(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """The child of a role is killed on some ranks: its calls fail, and no others, until it has another one."""
+        """Kill a role's child on some ranks: only this role's calls may fail, until another child runs."""
         slots, ranks = tuple(range(played.slots)), tuple(rank for rank in step.ranks if rank < played.slots) or (0,)
         self._plain(attrs.evolve(step, size=0), played, timeout)
         self.call(played, "orphan", slots, timeout, ranks, role="k", bereaved=ranks)
@@ -440,7 +440,7 @@ class Steps:
         return self._own(played, timeout)
 
     def _pause(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
-        """The background role is paused amid something, gets weights meanwhile, and goes on."""
+        """Pause the background role amid an activity, sync weights to the role, and resume the role."""
         slots = tuple(range(played.slots))
         step, beside = attrs.evolve(step, role=BACKGROUND, size=1 << 16), attrs.evolve(step, role="a", size=0)
         stream: RowStream[Any] | None = None
@@ -455,8 +455,8 @@ class Steps:
             running.expected = rollouts.versions_of(slots)
         for each in played.sent:
             if each.role == BACKGROUND and each.settled is None and not (each.call is not None and each.call.done()):
-                each.aborted |= step.how == "abort"  # if it runs
-                each.beside = True  # if it hasn't begun
+                each.aborted |= step.how == "abort"  # if the call runs
+                each.beside = True  # if the call hasn't begun
         limit, how = LONG_S if timeout is None else timeout, cast("Literal['wait', 'keep', 'abort']", step.how)
         paused = self.now(
             played, "pause", limit, lambda group: group.pause(BACKGROUND, how=how, timeout=limit), BACKGROUND
@@ -477,7 +477,7 @@ class Steps:
         return self.call(played, "peek", slots, timeout, role=BACKGROUND)
 
     def _first(self, stream: RowStream[Any], sent: Sent) -> tuple[int, Any] | None:
-        """The first row; None where there is none."""
+        """Return the first row of a stream; None after an error."""
         with self.bound(f"the first row of {sent}", (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S):
             try:
                 return next(stream)
@@ -486,7 +486,7 @@ class Steps:
                 return None
 
     def _own(self, played: ReplaySource, timeout: float | None) -> Sent:
-        """A call of the role with children."""
+        """Call the role with children."""
         sent = self.call(played, "step", range(played.slots), timeout, 0.0, b"", role="k")
         sent.expected = seen_by([(rank, mixed(sent.ident, rank, b"")) for rank in range(played.slots)])
         return sent

@@ -13,7 +13,7 @@ import colocate
 
 TRAINING = 8045
 DRIVERS = {"local": (4,), "ray": (9,), "dask": (4,)}
-PLAYED = 5  # so often at most: on a busy machine a fault's moment may come when there is nothing left to do it to
+PLAYED = 5  # tries at most: on a busy machine a fault's moment may come when its target is gone
 NEEDS = {"ray": "ray", "dask": "distributed"}
 
 
@@ -24,14 +24,14 @@ NEEDS = {"ray": "ray", "dask": "distributed"}
     ids=["local", "training", "ray", "dask"],
 )
 def test_slice(executor: str, seeds: tuple[int, ...]) -> None:
-    """Each fault is survived: nothing hangs, nothing is left, no result is wrong."""
+    """A program survives its fault: nothing hangs, nothing is left, no result is wrong."""
     if executor in NEEDS:
         pytest.importorskip(NEEDS[executor])
     ledger = Ledger()
     with engine.running(executor, SLOTS, SLOTS) as made:
         if made.slots is not None:
             with colocate.connect(executor, **made.options) as runtime, runtime.reserve(2):
-                assert made.held_by(os.getpid()) != []  # so what a killed driver leaves would be seen
+                assert made.held_by(os.getpid()) != []  # leftovers of a killed driver would be seen
             assert made.held_by(os.getpid()) == []
         lane = judge.Lane(made, ledger)
         for seed in seeds:

@@ -1,4 +1,4 @@
-"""Builds that are broken on purpose are caught within a few programs: so the suite would see such a bug."""
+"""The chaos suite catches builds that are broken on purpose within a few programs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.chaos import engine, judge, mutants
 from tests.chaos.ledger import Ledger
 from tests.chaos.programs import KINDS, SLOTS, Episode, program
 
-BROKEN_S = 10  # what no longer ends is waited for until then
-TORCH_S = 30  # to import it, on a busy machine
+BROKEN_S = 10  # the timeout of calls that no longer end
+TORCH_S = 30  # to import torch on a busy machine
 Wanted = Callable[[Episode], bool]
 
 
@@ -28,7 +28,7 @@ def with_calls_pending(episode: Episode) -> bool:
 
 
 def with_a_failure(episode: Episode) -> bool:
-    # Whatever comes after it, a restart's checkpoint too, would wait: the worker holds, as nobody has heard of it.
+    # A later call, or a restart's checkpoint, would wait: the worker holds, and the driver doesn't know of the failure.
     found = episode.settled and [step.what for step in episode.before] == ["fail"] and not episode.restart
     return found and amid(episode)
 
@@ -110,7 +110,7 @@ def anything(episode: Episode) -> bool:
 
 
 def first_seed(kind: str, wanted: Wanted, torch: bool) -> int:
-    """The first small program of a kind whose first episode is as wanted."""
+    """Return the seed of the first small program of a kind whose first episode is wanted."""
     for seed in itertools.count(KINDS.index(kind), len(KINDS)):
         made = program("local", seed, torch)
         if made.slots <= 2 and wanted(made.episodes[0]):
@@ -119,7 +119,7 @@ def first_seed(kind: str, wanted: Wanted, torch: bool) -> int:
 
 
 def caught(mutant: str, seed: int, torch: bool, episodes: int | None = None) -> str:
-    """Play until something is wrong; in words what."""
+    """Play a program with a mutant; return the first problem in words, or "nothing"."""
     with engine.running("local", SLOTS, SLOTS) as made:
         env = {mutants.VARIABLE: mutant, "COLOCATE_CHAOS_LONG_S": str(BROKEN_S + TORCH_S * torch)}
         lane = judge.Lane(made, Ledger(), env, first_only=True)
@@ -158,8 +158,8 @@ CASES = [
 @pytest.mark.long
 @pytest.mark.parametrize(("mutant", "kind", "wanted", "words"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_caught(mutant: Callable[[], None], kind: str, wanted: Wanted, words: str) -> None:
-    """It is, and for what is wrong with it."""
+    """The suite catches each mutant with the expected complaint, and finds nothing without the mutant."""
     torch = mutant in (mutants.stale_pairing, mutants.unrenewed_model, mutants.uncounted_updates)
     seed = first_seed(kind, wanted, torch)
     assert words in caught(mutant.__name__, seed, torch)
-    assert caught("", seed, torch, episodes=1) == "nothing"  # so it was the mutant
+    assert caught("", seed, torch, episodes=1) == "nothing"  # the mutant was the cause

@@ -1,4 +1,4 @@
-"""The role that trains: a small model, sharded by FSDP2 over all slots of a group, which fails where it is told to."""
+"""The training role: a small model, sharded by FSDP2 over all slots of a group, with failures at given places."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ RATE, ROWS, FEATURES = 0.05, 6, 4
 
 
 def make_net() -> torch.nn.Sequential:
-    """The same in each process. What is computed in doubles is the same in shards, but for the last digits."""
+    """Return a model, the same in each process. In doubles, shards change only the last digits of results."""
     import torch
 
     torch.manual_seed(0)
-    parts = torch.nn.Linear(FEATURES, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)  # not all of which two or three share
+    parts = torch.nn.Linear(FEATURES, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)  # not all of these divide by 2 or 3
     return torch.nn.Sequential(*parts).double()
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows for the update that has so many before it, and what they are to become; two or three ranks share them."""
+    """Return rows and their targets for the update after `number` updates; two or three ranks share the rows."""
     import torch
 
     generator = torch.Generator().manual_seed(number)
@@ -36,7 +36,7 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @needs("process_group")
 class Trainer(Machine):
-    """What it has trained is in its weights and in Adam's state, and nowhere else: each rank has its shards."""
+    """A role whose trained state is in the weights and in Adam's state alone: each rank has its shards."""
 
     def __init__(self, main: str) -> None:
         import torch
@@ -57,7 +57,7 @@ class Trainer(Machine):
 
     @method(collect=Gather())
     def train(self, ident: int, failing: Sequence[int], where: str) -> Seen:
-        """One update, unless this rank is to raise: how many there are now, and the loss of its rows before."""
+        """Make one update, unless this rank has to raise; return the number of updates, and the loss before."""
         self._note(ident)
         self.optimizer.zero_grad()
         x, y = (rows[self.ctx.rank :: self.ctx.world_size] for rows in batch(self._updates()))
@@ -73,7 +73,7 @@ class Trainer(Machine):
         return self._seen((self._updates(), float(loss)))
 
     def _forward_and_backward(self, x: torch.Tensor, y: torch.Tensor, hook: Callable[..., None]) -> torch.Tensor:
-        """The loss; the hook is called between the collectives of the last part and those of the first one."""
+        """Return the loss; the hook runs between the collectives of the last part and those of the first one."""
         handle = self.net[1].register_full_backward_hook(hook)
         try:
             loss: torch.Tensor = ((self.net(x) - y) ** 2).mean()
@@ -83,7 +83,7 @@ class Trainer(Machine):
             handle.remove()
 
     def _updates(self) -> int:
-        """By what Adam has counted, which is the same for each parameter."""
+        """Return Adam's count of updates, which is the same for each parameter."""
         (found,) = {int(state["step"]) for state in self.optimizer.state.values()} or {0}
         return found
 

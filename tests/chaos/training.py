@@ -1,4 +1,4 @@
-"""The model of training: how many updates there have been, what each step's loss is then, and when there is no more."""
+"""The model of training: the number of updates, each step's losses, and the end of a group with torn weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.chaos.trainer import RATE, batch, make_net
 from colocate.errors import CallTimeout, RenewalError
 
 TOLERANCE = 1e-6
-"""Between losses in shards and in one piece, relative: a missing update makes a difference of more than a percent."""
+"""The relative difference of losses in shards and in one piece; a missing update makes more than a percent."""
 
 
 def complaints(group: ReplaySource) -> Iterator[str]:
-    """Each step is of weights that have had all updates before it, and no others; the same on all ranks."""
+    """Yield each step whose weights don't have exactly the updates before the step, the same on all ranks."""
     for sent in group.sent:
         if sent.trains and sent.fine:
             before = reached(group, sent.generation, sent.ident)
@@ -22,7 +22,7 @@ def complaints(group: ReplaySource) -> Iterator[str]:
 
 
 def reached(group: ReplaySource, generation: int, before: int) -> set[int]:
-    """The numbers of updates that there may have been when a call was made."""
+    """Return the possible numbers of updates when a call was made."""
     tag = group.restored.get(generation)
     found = {0} if tag is None else reached(group, group.saved[tag], tag)
     for sent in group.sent:
@@ -30,7 +30,7 @@ def reached(group: ReplaySource, generation: int, before: int) -> set[int]:
             continue
         if sent.fine:
             found = {number for number, _ in _told(sent)}
-        elif isinstance(sent.error, CallTimeout):  # its ranks may have made it: too late, or just now
+        elif isinstance(sent.error, CallTimeout):  # the ranks may have made the update: too late, or just now
             found = found | {number + 1 for number in found}
     return found
 
@@ -55,12 +55,12 @@ def _of_step(sent: Sent, before: set[int]) -> Iterator[str]:
 
 
 def tears(sent: Sent) -> bool:
-    """Whether a step is told to leave weights of two steps: some ranks raise when the others can make their update."""
+    """Return whether a step has to tear the weights: some ranks raise when the others can make their update."""
     return sent.where == "after" and 0 < len(sent.fails) < len(sent.ranks)
 
 
 def torn_by(sent: Sent, group: ReplaySource) -> Sent | None:
-    """The step before a call that has left its group's ranks without a common state."""
+    """Return the step before a call that has left the ranks without a common state, if any."""
     for each in group.sent:
         if each.ident < sent.ident and each.generation == sent.generation and tears(each) and each.raised:
             return each
@@ -68,9 +68,9 @@ def torn_by(sent: Sent, group: ReplaySource) -> Sent | None:
 
 
 def explains(error: RenewalError, sent: Sent, group: ReplaySource) -> bool:
-    """Whether a group may have failed of it: a step before the call has left weights of two steps, or may have.
+    """Return whether a step before the call may have caused the error: the step has torn the weights, or may have.
 
-    One that has timed out may: a rank is freed in its last collective, which the others have left already.
+    A step that has timed out may: a rank is freed in its last collective, which the others have left already.
     """
     causes = chain(error)[1:]
     return any(
@@ -96,12 +96,12 @@ def _train() -> Iterator[list[float]]:
         number += 1
 
 
-_rows: list[list[float]] = []  # the losses of a run in one process that nothing happens to, by update
+_rows: list[list[float]] = []  # the losses of an undisturbed run in one process, by update
 _more = _train()
 
 
 def _losses(number: int, ranks: int) -> list[float]:
-    """In the step that has so many updates before it, each rank's of its share of the rows."""
+    """Return each rank's loss on its share of the rows, after `number` updates."""
     while len(_rows) <= number:
         _rows.append(next(_more))
     shares = [_rows[number][rank::ranks] for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""A driver process as seen from outside: what it says, and whether it hangs."""
+"""Watch a driver process from outside: its reports, and whether it hangs."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ import attrs
 from tests.chaos import marks
 from tests.chaos.steps import HANG_S
 
-_GRACE_S = 3.0  # what a driver finds out by itself, it says within so much
+_GRACE_S = 3.0  # the time for a driver to report a hang by itself
 _STARTS_S = 120.0
 _TAIL_BYTES = 6000
 _CACHE = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor")}
-"""What torch keeps for all later runs isn't left behind by any of them."""
+"""Torch's cache for all later runs must not count as a leftover of one run."""
 
 
 class Hung(Exception):
-    """A driver has begun something that outlives its bound."""
+    """A driver's operation hasn't ended within the bound."""
 
 
 class Ended(Exception):
-    """A driver has ended without having been told to."""
+    """A driver has exited without a request."""
 
 
 @attrs.define(eq=False)
 class Watched:
     """One driver process, in a folder of its own for its temporary files."""
 
-    mark: str  # what all its processes carry in their environment
-    folder: Path  # its temporary files
+    mark: str  # in the environment of all processes of the driver
+    folder: Path  # for temporary files
     process: subprocess.Popen[str]
-    begun: str = "start"  # what it is doing now
-    forked: list[int] = attrs.field(factory=list)  # its children that live on after it, and aren't ours
+    begun: str = "start"  # the operation under way
+    forked: list[int] = attrs.field(factory=list)  # children that outlive the driver on purpose
     _deadline: float = attrs.field(factory=lambda: time.monotonic() + _STARTS_S)
     _heard: queue.SimpleQueue[dict[str, Any] | None] = attrs.field(factory=queue.SimpleQueue)
     _log: Path | None = None
@@ -68,15 +68,15 @@ class Watched:
 
     def ask(self, **what: Any) -> None:
         assert self.process.stdin is not None
-        self._deadline = time.monotonic() + _STARTS_S  # it may have had nothing to do for long
+        self._deadline = time.monotonic() + _STARTS_S  # the driver may have been idle for long
         try:
             self.process.stdin.write(json.dumps(what) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:  # `hear` says so
+        except BrokenPipeError:  # `hear` raises `Ended`
             pass
 
     def hear(self) -> dict[str, Any]:
-        """What it says next, but for what it begins; `Hung` where that outlives its bound, `Ended` if it has."""
+        """Return the next report, without begins of operations; raise `Hung` after a bound, `Ended` after an exit."""
         while True:
             try:
                 told = self._heard.get(timeout=max(0.01, self._deadline - time.monotonic()))
@@ -89,7 +89,7 @@ class Watched:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with self.process.stdout as lines:  # nobody else reads or closes it
+        with self.process.stdout as lines:  # only this thread reads or closes the file
             for line in lines:
                 told = json.loads(line)
                 if "begin" in told:
@@ -102,12 +102,12 @@ class Watched:
         self._heard.put(None)
 
     def stacks(self) -> str:
-        """Where its threads are; it need not answer, and ends of it."""
+        """End the driver, which needn't respond; return the stacks of its threads."""
         self.process.send_signal(signal.SIGUSR1)
         try:
-            self.process.wait(_GRACE_S)  # the handler that writes them is the last thing that it does
+            self.process.wait(_GRACE_S)  # the process ends when the handler has written the stacks
         except subprocess.TimeoutExpired:
-            pass  # it is stopped; what there is, is told
+            pass  # the process is stopped: the log so far is returned
         return self.tail()
 
     def tail(self) -> str:
@@ -120,7 +120,7 @@ class Watched:
         return at
 
     def end(self) -> list[str]:
-        """End it in order; at once if it doesn't go. The files that it has left."""
+        """End the driver, by force if it doesn't exit; return the files that it has left."""
         self._say_no_more()
         try:
             self.process.wait(timeout=30.0)
@@ -136,7 +136,7 @@ class Watched:
 
     def clean(self) -> None:
         self._say_no_more()
-        self._reader.join(_GRACE_S)  # longer only where something lives on that writes to its stdout
+        self._reader.join(_GRACE_S)  # longer only if a leftover process has the driver's stdout
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._log is not None:
             self._log.unlink(missing_ok=True)
@@ -145,5 +145,5 @@ class Watched:
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
-        except BrokenPipeError:  # what it hasn't read is lost with it
+        except BrokenPipeError:  # unread requests are lost with the process
             pass

@@ -12,7 +12,7 @@ from tests.forked import Forks
 
 @attrs.frozen
 class CommandLine:
-    """The `colocate` command as a user runs it: in a folder, in a process of its own, with distributions installed."""
+    """The `colocate` command, run in a folder, in its own process, with distributions installed."""
 
     folder: Path
     installed: Installed
@@ -21,7 +21,7 @@ class CommandLine:
     def __call__(
         self, *args: str, distributions: tuple[str, ...] = (), **variables: str
     ) -> "subprocess.CompletedProcess[str]":
-        """Run it to its end; with `variables`, in an interpreter that begins with them."""
+        """Run the command to its end; `variables` are set in a fresh interpreter."""
         command, environment = self.command(*args, distributions=distributions)
         if not variables:
             return self.forks.run(args, self.folder, environment)
@@ -31,7 +31,7 @@ class CommandLine:
         )
 
     def command(self, *args: str, distributions: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
-        """What to start, and its environment."""
+        """Return the command line and its environment."""
         path = [str(self.installed(name)) for name in distributions]
         path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
@@ -40,7 +40,7 @@ class CommandLine:
     def start(
         self, *args: str, distributions: tuple[str, ...] = (), stdin: bool = False, **variables: str
     ) -> "subprocess.Popen[str]":
-        """Start it as a terminal does, in a process group of its own, and let it run; with `stdin`, it reads a pipe."""
+        """Start the command in its own session, as a terminal does; with `stdin`, the process reads a pipe."""
         command, environment = self.command(*args, distributions=distributions)
         return subprocess.Popen(
             command,
@@ -54,7 +54,6 @@ class CommandLine:
         )
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file into the folder."""
         path = self.folder / name
         path.write_text(textwrap.dedent(text))
         return path

@@ -1,6 +1,7 @@
-"""A program that is killed at each step of what it does to files: `python -m tests.cli.killed FOLDER SCENARIO`.
+"""A program whose child is killed at each file operation: `python -m tests.cli.killed FOLDER SCENARIO`.
 
-It prints one line of JSON per kill: what a reader finds then, what lies there by name, and what the next driver finds.
+The output is one line of JSON per kill: the checkpoints that a reader finds, the names in the folder, and the
+checkpoints that the next driver finds.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from colocate_run.lock import lock_folder
 from colocate_run.store import Store
 
 STEPS = {"open", "ctypes.dlsym", "shutil.rmtree", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
-"""What Python tells its audit hooks of before it is done."""
+"""Audit events that Python raises before an operation."""
 
 
 def save(folder: RunFolder, step: int, text: str) -> None:
-    """Write a checkpoint of some files that all say the same."""
     with folder.write_checkpoint(step) as directory:
         (directory / "policy").mkdir()
         for name in ("policy/one", "policy/two", "step"):
@@ -35,13 +35,13 @@ def save(folder: RunFolder, step: int, text: str) -> None:
 
 
 def contents(path: Path) -> str:
-    """Return the text of a checkpoint; one that isn't whole has other words."""
+    """Return the text of a checkpoint, or `torn: …` if its files differ or are missing."""
     texts = [each.read_text() for each in sorted(path.rglob("*")) if each.is_file()]
     return texts[0] if len(texts) == 3 and len({*texts}) == 1 else f"torn: {texts}"
 
 
 def found(folder: RunFolder) -> dict[int, str]:
-    """Return what a run would find: the text of each checkpoint by its step."""
+    """Return the text of each listed checkpoint by its step."""
     return {step: contents(path) for step, path in folder.list_checkpoints()}
 
 
@@ -50,7 +50,7 @@ def names(folder: RunFolder) -> list[str]:
 
 
 def look(folder: RunFolder) -> dict[str, Any]:
-    """Look as somebody who only reads; then as the driver that goes on."""
+    """Report the checkpoints that a reader finds, and those that the next driver finds after its cleanup."""
     told: dict[str, Any] = {"reader": found(folder), "names": names(folder)}
     with lock_folder(folder.path, lambda text: None):
         folder.remove_unfinished()
@@ -59,14 +59,14 @@ def look(folder: RunFolder) -> dict[str, Any]:
 
 
 def brought(url: str, root: Path) -> dict[str, Any]:
-    """Look from another machine."""
+    """Report the checkpoints that another machine downloads."""
     shutil.rmtree(root, ignore_errors=True)
     Store(url).download_run("demo", root)
     return {"brought": found(RunFolder.find_latest("demo", root))}
 
 
 def killed(number: int, work: Callable[[], object]) -> bool:
-    """Run a function in a process that is killed before so many steps; return whether it had so many."""
+    """Run a function in a child that is killed before step `number`; return whether the child was killed."""
     child = os.fork()
     if child == 0:
         count = itertools.count()
@@ -88,7 +88,7 @@ def main(path: Path, scenario: str) -> None:
     first.write_file("config.yaml", load_config({"name": "demo"}).dump())
     for step in (1, 5):
         save(first, step, "old")
-    if scenario == "renames":  # as on a file system that can't exchange two names
+    if scenario == "renames":  # simulates a file system that can't exchange two names
         files._exchange = lambda path, other: False
     is_stored = scenario == "stored"
     store = f"file://{path}/store/deep"

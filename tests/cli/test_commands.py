@@ -66,7 +66,7 @@ class TestPlugins:
         }
 
     def test_budgets_are_shown(self, colocate: CommandLine) -> None:
-        """As they were understood: a unit that was forgotten is seen."""
+        """`colocate check` shows budgets with their units, so that a forgotten unit is visible."""
         colocate.write("demo.yaml", ACME)
         colocate.write("beside.py", BESIDE)
         changes = {
@@ -88,7 +88,7 @@ class TestPlugins:
         assert (plan["observe"], plan["trace"]) == ([], False)
 
     def test_places_are_shown(self, colocate: CommandLine) -> None:
-        """As they were understood: the column is there when a pool says where its slots have to lie."""
+        """`colocate check` shows where a pool's slots must lie; without such options the column is absent."""
         pytest.importorskip("distributed")
         colocate.write("demo.yaml", ACME)
         colocate.write("beside.py", BESIDE)
@@ -105,7 +105,7 @@ class TestPlugins:
 
 
 class TestNoImport:
-    """`--no-import`: the config of somebody else."""
+    """With `--no-import`, the config of somebody else imports no module beside it."""
 
     def test_modules_are_refused_and_not_imported(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", ACME)
@@ -190,7 +190,7 @@ class TestCheck:
         }
 
     def test_a_bug_keeps_its_traceback(self, colocate: CommandLine) -> None:
-        """What a role's module raises while it is imported is its plugin's fault; what a signature does, is not."""
+        """An error that a job's `__signature__` raises is shown with its traceback."""
         colocate.write("demo.yaml", "job: 'beside:job'\n")
         colocate.write(
             "beside.py",
@@ -269,7 +269,7 @@ class TestDoctor:
 
 @pytest.mark.parametrize("command", ["check", "run", "doctor"])
 def test_what_can_not_run_is_not_approved(colocate: CommandLine, command: str) -> None:
-    """A role class says what it needs, and every command heeds that."""
+    """Every command refuses a config whose role needs processes that the executor lacks."""
     colocate.write(
         "demo.yaml",
         """
@@ -302,5 +302,5 @@ def test_what_can_not_run_is_not_approved(colocate: CommandLine, command: str) -
     (error,) = found["config"]["errors"] if command == "doctor" else found["errors"]
     assert [mistake["message"].startswith(told) for mistake in error["mistakes"]] == [True]
     assert not (colocate.folder / "runs").exists()
-    done = colocate(command, "demo.yaml", "--set", "+executor.with.processes=true")  # as it says
+    done = colocate(command, "demo.yaml", "--set", "+executor.with.processes=true")  # the error suggests this change
     assert (done.returncode, done.stderr) == (0, "")

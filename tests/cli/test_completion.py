@@ -1,4 +1,4 @@
-"""What a shell offers at the Tab key, asked as shells ask; and `colocate --version`."""
+"""Shell completion, asked for as shells do; and `colocate --version`."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}" ,
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home folder, where completions are installed."""
+    """Set a home folder, where completions are installed."""
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(COMMAND.parent), prepend=os.pathsep)
@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a user works."""
+    """Create a user's working folder with configs and other files."""
     for name in (
         "words.yaml",
         "notes.md",
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def bash(folder: Path, *lines: list[str]) -> list[list[str]]:
-    """What bash completes the last word of each to, by the very script that it has installed."""
+    """Return bash's completions of each line's last word, by the script of `colocate --show-completion`."""
     shell = shutil.which("bash")
     assert shell is not None
     script = BEGIN + "".join(ASK.format(words=shlex.join(words), last=len(words)) for words in lines)
@@ -68,7 +68,6 @@ def bash(folder: Path, *lines: list[str]) -> list[list[str]]:
 
 
 def asked(folder: Path, **variables: str) -> list[str]:
-    """What the command answers to a shell."""
     environment = os.environ | variables
     done = subprocess.run([COMMAND], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == ""
@@ -83,7 +82,7 @@ def test_commands_and_options(home: Path, folder: Path) -> None:
 
 
 def test_configs(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those a little below; where none begins so, the shell offers files as ever (`-o default`)."""
+    """Completion offers configs here and one folder below; without a match the shell offers files (`-o default`)."""
     assert bash(folder, ["run", ""], ["audit", "../work/wo"]) == [
         ["a b.yaml", "configs/ppo.yaml", "words.yaml"],
         ["../work/words.yaml"],
@@ -104,7 +103,7 @@ def test_executors_and_plugins(home: Path, folder: Path) -> None:
 
 
 def test_other_shells(home: Path, folder: Path) -> None:
-    """zsh and fish show what each is, too."""
+    """zsh completion describes a plugin, and fish completion offers a config."""
     zsh = asked(folder, _COLOCATE_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS="colocate plugins pp")
     assert "\n".join(zsh).count('"ppo":"roles, jobs') == 1
     fish = asked(

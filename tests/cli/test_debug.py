@@ -1,4 +1,4 @@
-"""Ranks that stop: the driver's own terminal, `colocate debug` in another, kills, and `colocate stacks`."""
+"""Ranks at a breakpoint: the driver's terminal, `colocate debug` in another one, kills, and `colocate stacks`."""
 
 import fcntl
 import json
@@ -59,7 +59,7 @@ CONFIG = """
 
 
 class Screen:
-    """A terminal of its own, with a program that runs in it."""
+    """A pseudo-terminal with a program that runs in it."""
 
     def __init__(self, command: list[str], folder: Path, environment: dict[str, str]) -> None:
         self._screen, inside = pty.openpty()
@@ -75,11 +75,11 @@ class Screen:
         os.close(inside)
 
     def until(self, words: str) -> str:
-        """Read until some words are shown; returns what came up to them."""
+        """Read until `words` are shown; return the text before them."""
         end = time.monotonic() + PATIENCE_S
         while words not in self.shown:
             assert select.select([self._screen], [], [], end - time.monotonic())[0], self.shown
-            with suppress(OSError):  # its last program has ended
+            with suppress(OSError):  # raised when the terminal's last program has ended
                 if read := os.read(self._screen, 1 << 16):
                     self.shown += read.decode(errors="replace")
                     continue
@@ -88,11 +88,9 @@ class Screen:
         return found
 
     def write(self, text: str) -> None:
-        """Type."""
         os.write(self._screen, text.encode())
 
     def close(self) -> None:
-        """End it."""
         self.process.kill()
         self.process.wait()
         os.close(self._screen)
@@ -118,12 +116,12 @@ PROMPT = "(actor.step rank 1) "
 
 
 def test_the_drivers_own_terminal(screen: Callable[..., Screen]) -> None:
-    """The prompt is there, with history; the bar isn't drawn over it, and comes back; --debug stops where it raises."""
+    """The debugger's prompt has history and no progress bar over it; `--debug` also stops where an error is raised."""
     run = screen("run", "stops.yaml", "--debug")
     run.until(PROMPT)
     run.write("p found + 40\n")
     assert "40\r\n" in run.until(PROMPT)
-    run.write("\x1b[A\n")  # the line before
+    run.write("\x1b[A\n")  # arrow up: the previous line
     assert "40\r\n" in run.until(PROMPT)
     assert "stops" not in run.shown
     run.write("continue\n")
@@ -131,7 +129,7 @@ def test_the_drivers_own_terminal(screen: Callable[..., Screen]) -> None:
     run.write("p number\n")
     assert "1\r\n" in run.until(PROMPT)
     run.write("\x04")
-    run.until("is stopped by ValueError: three")  # both ranks raise, and have the terminal one after the other
+    run.until("is stopped by ValueError: three")  # both ranks raise, and use the terminal one after the other
     run.until(") ")
     run.write("p number\n")
     assert "3\r\n" in run.until(") ")
@@ -169,7 +167,7 @@ def driver(colocate: CommandLine, screen: Callable[..., Screen]) -> Iterator["su
 def test_another_terminal(
     colocate: CommandLine, screen: Callable[..., Screen], driver: "subprocess.Popen[str]"
 ) -> None:
-    """It gets the prompt within a second of its start; killed, the call goes on; a list, errors and stacks are told."""
+    """`colocate debug` gets the prompt in another terminal; other commands show the stop; its end resumes the call."""
     pid = str(driver.pid)
     listed = colocate("debug", pid, "--rank", "7")
     assert listed.returncode == 1
@@ -179,7 +177,7 @@ def test_another_terminal(
         r"policy: 1 worker \(1\)\nrank 1 is stopped at .*roles\.py:\d+\nrunning actor.step\n", stacks.stdout
     )
     assert "policy: 1 worker (0)\nidle\n" in stacks.stdout
-    assert set(re.findall(r'File "(?:.*/)?([^/]+)"', stacks.stdout)) == {"roles.py"}  # neither pdb's nor colocate's
+    assert set(re.findall(r'File "(?:.*/)?([^/]+)"', stacks.stdout)) == {"roles.py"}  # no frames of pdb or colocate
     told = json.loads(colocate("stacks", pid, "--json").stdout)
     assert [each["slot"] for each in told["stacks"]] == [0, 1]
     top = json.loads(colocate("top", pid, "--once", "--json").stdout)
@@ -190,14 +188,14 @@ def test_another_terminal(
     began = time.monotonic()
     debug = screen("debug", pid)
     debug.until(PROMPT)
-    assert time.monotonic() - began < 5.0  # a second, on a machine that does nothing else
+    assert time.monotonic() - began < 5.0  # one second on an idle machine
     busy = colocate("debug", pid, "--rank", "1")
     assert "another terminal has it" in busy.stderr
     assert "colocate debug" in colocate("debug", pid).stdout
     debug.write("p found\n")
     assert "0\r\n" in debug.until(PROMPT)
     debug.process.kill()
-    other = screen("debug", pid)  # of the next call, as the first one went on
+    other = screen("debug", pid)  # for the next call: the first one continued
     other.until(PROMPT)
     other.write("p number\n")
     assert "1\r\n" in other.until(PROMPT)
@@ -211,7 +209,7 @@ def test_another_terminal(
 
 
 def test_a_killed_driver(colocate: CommandLine, screen: Callable[..., Screen], driver: "subprocess.Popen[str]") -> None:
-    """Nothing of it is left: neither workers, nor a terminal that waits."""
+    """A killed driver leaves no workers, no socket and no waiting `colocate debug`."""
     debug = screen("debug", str(driver.pid))
     debug.until(PROMPT)
     with Processes(each.pid for each in psutil.Process(driver.pid).children(recursive=True)) as below:
@@ -226,7 +224,7 @@ def test_a_killed_driver(colocate: CommandLine, screen: Callable[..., Screen], d
 @pytest.mark.parametrize("hook", ["", "debugpy.breakpoint"], ids=["terminal", "editor"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_to_end(colocate: CommandLine, number: signal.Signals, hook: str) -> None:
-    """A stop for which nobody has come, one of an editor too, ends with a signal, and none follows: the step ends."""
+    """A signal ends a stop that nobody attached to, in a terminal or an editor, and skips the step's next stop."""
     if hook:
         pytest.importorskip("debugpy")
     colocate.write("roles.py", ROLES.replace("number in range(4)", "number in range(2)").replace(OF_JOB, ENDS))
@@ -245,13 +243,13 @@ def test_a_run_that_is_to_end(colocate: CommandLine, number: signal.Signals, hoo
         finally:
             driver.kill()
     assert "stopping after a checkpoint" in shown
-    assert "is stopped" not in shown  # the step has two
+    assert "is stopped" not in shown  # the step has two breakpoints
     assert "step 0  value 0  second 2" in shown
     assert driver.returncode == 128 + number
 
 
 def test_nothing_is_stopped(colocate: CommandLine) -> None:
-    """Who looks is told so."""
+    """`colocate debug` says that no job has the name, or that no rank of the process is stopped."""
     done = colocate("debug", "nobody-knows")
     assert done.returncode == 1
     assert "no job is called 'nobody-knows' on this machine" in done.stderr
@@ -260,7 +258,7 @@ def test_nothing_is_stopped(colocate: CommandLine) -> None:
 
 
 def test_folded() -> None:
-    """Equal stacks are one, with the workers that have them; each group's own."""
+    """Equal stacks of a group are shown once, with the slots of their workers."""
     stacks = [
         {"group": group, "slot": slot, "stack": "waits\n" if slot != 3 else "works\n"}
         for group in ("b", "a")

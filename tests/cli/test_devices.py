@@ -1,4 +1,4 @@
-"""GPUs in a run's report and in `colocate top`, where NVML is played: no machine of the tests' has one."""
+"""GPUs in a run's report and in `colocate top`, with a fake NVML: the test machines have no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NET = """
 
 
 def test_a_run_with_gpus(colocate: CommandLine) -> None:
-    """`top` shows what each slot's GPU does, and the report what all did."""
+    """`colocate top` shows the GPU of each slot, and the report shows the use of both GPUs."""
     colocate.write("net.py", NET)
     colocate.write("played.py", Path(probes.__file__).read_text())
     colocate.write("gpus.yaml", CONFIG)
@@ -59,7 +59,6 @@ def test_a_run_with_gpus(colocate: CommandLine) -> None:
 
 
 def sample(number: int, **values: object) -> DeviceSample:
-    """A sample, of the second of that number."""
     given: dict[str, object] = {
         "time": float(number),
         "node": "n",
@@ -76,7 +75,7 @@ def sample(number: int, **values: object) -> DeviceSample:
 
 
 def test_a_long_run() -> None:
-    """What is kept is bounded, and still whole: its ends, its means, its errors."""
+    """The device log of a long run stays bounded, and keeps its ends, means and errors."""
     log = DeviceLog()
     count = 5 * MOST_POINTS
     for number in range(count):

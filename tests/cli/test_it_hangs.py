@@ -1,4 +1,4 @@
-"""The page "Look inside a run": its run hangs, and its commands, each in a terminal of its own, show what it shows."""
+"""The page "Look inside a run": its commands, each in its own terminal, print the page's output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "look-inside.md"
 
 @pytest.mark.long
 def test_the_commands_of_the_page(colocate: CommandLine) -> None:
-    """They find the rank that hasn't come, the line and the reason."""
+    """Each command of the page prints the output that the page shows."""
     blocks = blocks_of(PAGE)
     for block in blocks:
         if block.file is not None:
@@ -49,20 +49,20 @@ def test_the_commands_of_the_page(colocate: CommandLine) -> None:
 
 
 def _read(screen: Screen, folder: Path) -> str:
-    """What a command shows until it has ended."""
+    """Return a command's output until its end."""
     with_end: list[str] = []
     try:
         while True:
             with_end.append(screen.until("\n"))
     except AssertionError:
-        assert screen.process.wait(timeout=60) == 0, with_end  # nothing comes any more
+        assert screen.process.wait(timeout=60) == 0, with_end  # the program has closed its terminal
     text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join([*with_end, screen.shown]))
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return text.replace(f"{folder}/", "").replace("\n\n\n", "\n\n")
 
 
 def _ages(text: str) -> str:
-    """The text without numbers of the moment."""
+    """Return the text without process ids, times and percentages."""
     text = re.sub(r"\bprocess \d+", "process N", text)
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+", "TIME", text)
     return re.sub(r"\b\d+%", "N%", text)

@@ -1,4 +1,4 @@
-"""`run.leaving`: the end of a batch job is noticed, and the job writes a checkpoint in time."""
+"""`run.leaving`: a run notices the end of its batch job, and writes a checkpoint in time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WATCHING = """
 
 
 class Cluster:
-    """What a driver says of its nodes."""
+    """A stand-in for a driver, which reports when nodes leave."""
 
     foresees = True
 
@@ -55,7 +55,7 @@ class Cluster:
 
 
 def test_the_end_of_a_batch_job(colocate: CommandLine) -> None:
-    """A checkpoint is due once; later its time limit is still known."""
+    """The end of a batch job makes one checkpoint due; `run.leaving` still names the batch job afterwards."""
     colocate.write("watching.py", WATCHING)
     colocate.write("demo.yaml", CONFIG)
     ends = int(time.time() + leaving.NOTICE_S - 1)
@@ -68,7 +68,7 @@ def test_the_end_of_a_batch_job(colocate: CommandLine) -> None:
 
 
 def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told once, soonest first; one that goes asks again when it is noticed anew."""
+    """A notice is reported once, the soonest first; a withdrawn notice is reported again when it returns."""
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     told: list[Leaving] = []
     cluster, now = Cluster(), time.time()
@@ -82,7 +82,7 @@ def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notices.last_number == 2
     n0 = Leaving("node n0", now + 30)
     notices._update_departures({"n0": n0.until, "n1": n1.until, "n2": None})
-    assert notices.last_number == 3  # whom no checkpoint answers that was begun before
+    assert notices.last_number == 3  # no earlier checkpoint answers this notice
     notices._update_departures({"n1": n1.until})
     assert notices.last_number == 3
     notices._update_departures({"n1": n1.until, "n2": None})
@@ -92,7 +92,7 @@ def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_has_no_notices_is_not_asked(tmp_path: Path) -> None:
-    """On executors that foresee nothing there is no thread."""
+    """On an executor without notices, a run starts no thread for them."""
     import threading
 
     import colocate as package

@@ -24,7 +24,7 @@ CONFIG = """
     groups: {}
     job: {use: "counting:job"}
 """
-# Each step waits for a file; one that is forked in the job outlives it.
+# The job waits for a file; a child that it forks outlives the job.
 COUNTING = """
     import os
     import time
@@ -48,7 +48,7 @@ COUNTING = """
 
     run_pid = os.getpid()
 """
-# Imported before the run's folder is looked for, and by all three at once.
+# All three drivers meet at this import, before they look for the run's folder.
 MEETING = """
 import os, time
 from pathlib import Path
@@ -80,7 +80,7 @@ class TestOneDriver:
     @pytest.mark.in_make_test("--resume=auto")
     @pytest.mark.parametrize("how", ["--resume", "--resume=auto"])
     def test_others_are_refused_by_name(self, counting: CommandLine, how: str) -> None:
-        """Whoever has the folder goes on; nothing of it is touched."""
+        """One driver gets the run's folder; the others are refused with its pid, host and job, and change nothing."""
         (counting.folder / "go").touch()
         assert counting("run", "demo.yaml").returncode == 0
         for name in ("go", "runs/demo/waits"):
@@ -103,7 +103,7 @@ class TestOneDriver:
 
     @pytest.mark.long
     def test_a_first_run_has_its_folder_too(self, counting: CommandLine) -> None:
-        """Before and after its first checkpoint; by auto nobody begins beside it."""
+        """A first run holds its folder against other drivers, before and after its first checkpoint."""
         first = counting.start("run", "demo.yaml")
         waits(counting)
         for how in ("--resume", "--resume=auto"):
@@ -121,7 +121,7 @@ class TestOneDriver:
 
     @pytest.mark.long
     def test_first_starts_at_the_same_moment(self, counting: CommandLine) -> None:
-        """By auto one makes the folder, and the others are refused by name; all are about to look for it at once."""
+        """If three drivers start at once with `--resume=auto`, one creates the folder, and two are refused."""
         counting.write("counting.py", MEETING + textwrap.dedent(COUNTING))
         for number in range(4):
             name, go = f"demo-{number}", counting.folder / "go"
@@ -142,7 +142,7 @@ class TestOneDriver:
         assert {path.name for path in (counting.folder / "runs").iterdir()} == {f"demo-{each}" for each in range(4)}
 
     def test_who_was_killed_has_it_no_more(self, counting: CommandLine) -> None:
-        """Also where a child of the driver's lives on."""
+        """A killed driver loses its folder, even if a child of the driver is still alive."""
         first = counting.start("run", "demo.yaml", "--set", "+job.with.forks=true")
         waits(counting)
         first.kill()
@@ -157,7 +157,7 @@ class TestOneDriver:
             each.communicate()
 
 
-# Of another container: the driver's pid means nothing there, so that the kernel's lock alone tells.
+# In another container the driver's pid means nothing: only the kernel's lock counts.
 ELSEWHERE = """
 import sys
 from pathlib import Path
@@ -174,14 +174,14 @@ except ConfigError as error:
 
 
 class TestContainers:
-    """Of one machine, each of which sees its own processes only."""
+    """Containers of one machine, each of which sees only its own processes."""
 
     def elsewhere(self, folder: Path) -> str:
         words = [sys.executable, "-c", ELSEWHERE, str(folder)]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
     def test_whoever_reads_the_lock_has_it_still(self, tmp_path: Path) -> None:
-        """A job that copies its folder reads `lock.json` in the driver's own process, and so does who asks again."""
+        """A read of `lock.json` in the driver's own process doesn't release the kernel's lock."""
         with lock_folder(tmp_path, lambda text: None):
             for ask in ((tmp_path / LOCK).read_bytes, lambda: lock._read_owner(tmp_path / LOCK)):
                 ask()
@@ -207,7 +207,7 @@ class TestContainers:
 
 
 class TestOtherMachines:
-    """On whose file system the kernel's locks may not hold: their beat tells."""
+    """Drivers on other machines: kernel locks may not work there, so the lock file's heartbeat counts."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -220,7 +220,7 @@ class TestOtherMachines:
         owner = {"host": "n7", "boot": "another", "pid": 1, "started": 0.0, "job": "42", "beat": f"{beat:012d}"}
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
-            size = os.pwrite(file, json.dumps(owner).encode(), 0)  # as a beat does: at no moment the file is empty
+            size = os.pwrite(file, json.dumps(owner).encode(), 0)  # as a heartbeat writes: the file is never empty
             os.ftruncate(file, size)
         finally:
             os.close(file)
@@ -239,7 +239,7 @@ class TestOtherMachines:
         beater.join()
 
     def test_one_that_is_silent_loses_it(self, folder: Path) -> None:
-        """It is told at its next checkpoint, which doesn't count."""
+        """A silent driver loses its folder, and a driver that lost it fails at its next checkpoint."""
         FolderLock.acquire(folder).release()
         with lock_folder(folder, lambda text: None) as mine:
             run = RunFolder(folder, check_lock=mine.check_owned)
@@ -255,7 +255,7 @@ class TestOtherMachines:
             assert [step for step, _ in run.list_checkpoints()] == [1]
 
     def test_nothing_is_written_when_it_is_released(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By a beat that was about to be: another file may have its descriptor then."""
+        """A heartbeat that races with the release writes nothing: another file may have the descriptor by then."""
         mine = FolderLock.acquire(folder)
         looks, goes_on, check = threading.Event(), threading.Event(), FolderLock.check_owned
 
@@ -269,7 +269,7 @@ class TestOtherMachines:
         (beater,) = (each for each in threading.enumerate() if each.name == "colocate-lock")
         releasing = threading.Thread(target=mine.release)
         releasing.start()
-        releasing.join(0.1)  # it isn't over before the beat is
+        releasing.join(0.1)  # the release waits for the heartbeat
         with (folder / "another").open("w+") as other:
             goes_on.set()
             releasing.join(PATIENCE_S)
@@ -279,14 +279,14 @@ class TestOtherMachines:
 
     @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"boot": 1}', b"\xff", b"[" * 10**5])
     def test_a_lock_that_says_nothing(self, folder: Path, text: bytes) -> None:
-        """One that was cut short as its driver died."""
+        """A lock file with unreadable contents belongs to nobody, and can be taken."""
         (folder / LOCK).write_bytes(text)
         with lock_folder(folder, lambda text: None), pytest.raises(ConfigError, match=f"pid {os.getpid()} "):
             FolderLock.acquire(folder)
         assert not (folder / LOCK).exists()
 
 
-# Ends before its first checkpoint as often as it is told to, and says where it is.
+# The job ends before its first checkpoint in the way that `by` names, and logs the number of earlier tries.
 STOPPED = """
     import os
     import signal
@@ -311,7 +311,7 @@ class TestAuto:
     def test_it_begins_anew_in_the_folder_of_one_that_ended_before_its_first_checkpoint(
         self, colocate: CommandLine, by: str
     ) -> None:
-        """As a job that is queued again: one folder, in which the last try's numbers are, and the log of all."""
+        """A requeued job reuses the folder of tries without a checkpoint, and keeps the metrics of the last try."""
         colocate.write("stopped.py", STOPPED)
         colocate.write("demo.yaml", CONFIG.replace("counting:job", "stopped:job") + "\n")
         how = ("run", "demo.yaml", "--resume=auto", "--set")
@@ -326,7 +326,7 @@ class TestAuto:
         assert not (folder / "error.txt").exists()
 
     def test_it_begins_where_there_is_nothing(self, counting: CommandLine) -> None:
-        """Then it goes on; plain `--resume` needs a checkpoint, wherever it stands among the arguments."""
+        """`--resume=auto` starts a run if there is none, and else resumes it; plain `--resume` needs a checkpoint."""
         (counting.folder / "go").touch()
         done = counting("run", "--resume", "demo.yaml")
         assert done.returncode == 1
@@ -339,7 +339,7 @@ class TestAuto:
 
     @pytest.mark.long
     def test_an_array_of_jobs(self, counting: CommandLine) -> None:
-        """Tasks of one name might go on with each other's runs; with names of their own each has its own."""
+        """Array tasks with one name are refused; with a name per task, each task starts and resumes its own run."""
         (counting.folder / "go").touch()
         done = counting("run", "demo.yaml", "--resume=auto", SLURM_ARRAY_TASK_ID="3")
         assert done.returncode == 1

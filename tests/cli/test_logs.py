@@ -1,4 +1,4 @@
-"""What workers print, in a file for each, and `colocate logs`."""
+"""The log file of each worker, and `colocate logs`."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
 
 
 def texts(path: Path) -> list[str]:
-    """The lines of a log without their times, and without what says whose it is."""
+    """Return the lines of a log without times and without header lines."""
     found = path.read_text().splitlines()
     assert all(re.match(STAMP, line) for line in found)
     return [line[24:] for line in found if line[24:26] != "--"]
 
 
 def ready(colocate: CommandLine, processes: bool, *, ends: bool = True) -> None:
-    """Have a job to run, which waits for a file."""
+    """Write a job that waits for a file; with `ends`, the file exists."""
     colocate.write("talk.py", TALK)
     colocate.write("demo.yaml", CONFIG.replace("PROCESSES", str(processes).lower()))
     if ends:
@@ -73,7 +73,7 @@ def ready(colocate: CommandLine, processes: bool, *, ends: bool = True) -> None:
 @pytest.mark.in_make_test("processes")
 @pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
 def test_each_worker_has_a_file(colocate: CommandLine, processes: bool) -> None:
-    """From its first line on, with the role and rank whose code has printed it; what it shows is as ever."""
+    """A worker's log file has all its lines with their role and rank, and `colocate logs` selects lines."""
     ready(colocate, processes)
     done = colocate("run", "demo.yaml")
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,7 @@ def test_each_worker_has_a_file(colocate: CommandLine, processes: bool) -> None:
 
 
 def test_what_is_not_there(colocate: CommandLine) -> None:
-    """A folder without logs, and a worker that there isn't."""
+    """`colocate logs` fails for a folder that doesn't exist, and for an unknown rank."""
     ready(colocate, processes=True)
     assert colocate("run", "demo.yaml").returncode == 0
     none = colocate("logs", "runs/dema")
@@ -109,7 +109,7 @@ def test_what_is_not_there(colocate: CommandLine) -> None:
 
 
 def test_follow(colocate: CommandLine) -> None:
-    """It shows what is there and what comes, until the run ends; interrupted, it is gone."""
+    """`colocate logs --follow` shows old and new lines until the run ends; Ctrl-C ends it without a traceback."""
     ready(colocate, processes=True, ends=False)
     run = colocate.start("run", "demo.yaml")
     folder = colocate.folder / "runs" / "demo"
@@ -123,7 +123,7 @@ def test_follow(colocate: CommandLine) -> None:
     while "morning" not in other.stdout.readline():
         pass
     other.send_signal(signal.SIGINT)
-    assert "Traceback" not in other.communicate(timeout=60)[1]  # which closes its pipes
+    assert "Traceback" not in other.communicate(timeout=60)[1]  # communicate() also closes the pipes
     colocate.write("go on", "")
     assert run.wait(timeout=60) == 0
     output, error = follows.communicate(timeout=60)
@@ -133,12 +133,11 @@ def test_follow(colocate: CommandLine) -> None:
 
 
 def boot(slot: int, generation: int = 0) -> Boot:
-    """What a worker was started with."""
     return Boot(worker=f"r/policy/{slot}", group="policy", slot=slot, node="n", device="cpu", generation=generation)
 
 
 def test_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is too large gets a number, and of these the oldest go; `follow` loses no line meanwhile."""
+    """A log file that is too large gets a number, the oldest are deleted, and the remaining lines have no gap."""
     monkeypatch.setattr(logs, "MOST_BYTES", 300)
     found = WorkerLogs(tmp_path)
     for number in range(200):
@@ -153,7 +152,7 @@ def test_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_written_over_and_what_does_not_end(tmp_path: Path) -> None:
-    """The last state of a bar is kept, also where a worker ends amid it; a new generation begins with its name."""
+    """The log keeps a progress bar's last state, even if the worker ends amid it, and marks a restart."""
     found = WorkerLogs(tmp_path)
     for text in ("1 %\r", "50 %\r", "100 %"):
         found.on_line(boot(0), "actor 0", text)
@@ -167,7 +166,7 @@ def test_what_is_written_over_and_what_does_not_end(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
-    """Logs end then, and not the run; why is told."""
+    """A log folder that can't be written ends the logs with a recorded fault, and raises nothing."""
     (tmp_path / "logs").write_text("a file")
     found = WorkerLogs(tmp_path)
     found.on_line(boot(0), None, "hello")
@@ -183,7 +182,7 @@ class Speaker(Role):
 
 
 def test_a_script_has_them_too(tmp_path: Path) -> None:
-    """From its block on, with the last lines of before."""
+    """`colocate.record` writes worker logs from its block on, with the last lines before the block."""
     with colocate_module.connect(processes=True) as runtime, runtime.reserve() as pool:
         speaker = pool.spawn({"speaker": colocate_module.role(Speaker)}, name="g").role("speaker", Speaker)
         speaker.say("before")
@@ -219,7 +218,7 @@ ALIKE = """
 
 
 def test_equal_lines_of_ranks_are_shown_once(colocate: CommandLine) -> None:
-    """A run shows one of them, as often as a rank has printed it; the workers' files have all."""
+    """A run shows equal lines of several ranks as often as one rank printed them; the log files keep all lines."""
     colocate.write("talk.py", ALIKE)
     colocate.write(
         "demo.yaml",
@@ -247,7 +246,7 @@ def test_equal_lines_of_ranks_are_shown_once(colocate: CommandLine) -> None:
 
 
 def test_equal_lines_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are shown: who waits for one rank's line wants to see the other's."""
+    """An equal line that comes late is shown: a user may be waiting for that rank's line."""
     equal = logs.EqualLines()
     assert [equal.is_repeated("policy", slot, f"actor {slot}", "here") for slot in (0, 1, 1, 0)] == [
         False,

@@ -1,4 +1,4 @@
-"""The page "Out of memory: whose is it?": its commands, each in a terminal of its own, show what it shows."""
+"""The page "Out of memory: whose is it?": its commands, each in its own terminal, print the page's output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def sharer() -> Iterator[subprocess.Popen[str]]:
-    """A process with a tensor in /dev/shm."""
+    """Start a process with a tensor in /dev/shm."""
     command = [sys.executable, "-c", HOLDS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as found:
         assert found.stdout is not None
@@ -47,7 +47,7 @@ def sharer() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def played(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str]]:
-    """The output of colocate's commands in the container of the page, in which no other test is at work."""
+    """Return functions that run colocate's commands with the memory of the page's container."""
     host = psutil.virtual_memory()._replace(total=256 * GIB, available=200 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     monkeypatch.setattr("colocate_run.cli.doctor.read_free_memory", lambda: 5 * GIB // 2)
@@ -68,7 +68,7 @@ def played(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 def test_the_commands_of_the_page(
     colocate: CommandLine, sharer: subprocess.Popen[str], played: dict[str, Callable[[], str]]
 ) -> None:
-    """The commands show limits, kills and files as the page does; in a control group of v1, by its table's names."""
+    """Each command prints the limits, kills and files of the page; under cgroup v1, by the names in its table."""
     page = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| [^|]+ \| `(/sys/fs/cgroup/\S+)` \| `(/sys/fs/cgroup/\S+)` \|$", page, re.MULTILINE)
     assert len(rows) == 3
@@ -82,7 +82,7 @@ def test_the_commands_of_the_page(
         _, environment = colocate.command()
         typed = shlex.split(_of_this_machine(each.text, rows))
         if any(word.startswith("/sys/") and not Path(word).exists() for word in typed):
-            continue  # it isn't in a container
+            continue  # this machine has no such cgroup file
         shown = Screen(typed, colocate.folder, environment | {"TERM": "xterm", "NO_COLOR": "1", "LC_ALL": "C.UTF-8"})
         try:
             found = _read(shown, colocate.folder)
@@ -103,7 +103,7 @@ def _of_this_machine(command: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _numbers(text: str) -> str:
-    """The text without sizes, and what `ls` says before a name."""
+    """Return the text without sizes and without the columns of `ls` before a name."""
     text = re.sub(r"^-rw-[-rw]+ +1 \S+ \S+ +\d+ \w+ +\d+ +[\d:]+ +", "FILE ", text, flags=re.MULTILINE)
     text = re.sub(r"^(tmpfs|shm) ", "tmpfs ", text, flags=re.MULTILINE)
     text = re.sub(r"^(\d+|max)$", "N", text, flags=re.MULTILINE)

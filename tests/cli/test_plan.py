@@ -1,4 +1,4 @@
-"""`colocate plan`: what roles will hold, who must take turns, and what isn't known."""
+"""`colocate plan`: the memory that roles will hold, roles that must take turns, and unknown sizes."""
 
 import json
 import subprocess
@@ -107,18 +107,18 @@ MIB = 1 << 20
 
 
 def said_beside(done: "subprocess.CompletedProcess[str]") -> str:
-    """What is on standard error.
+    """Return standard error without the lines of torch's C++.
 
-    Without what torch's C++ says: how much that is it decides as it is loaded, and these commands are forks of what may
-    have it. tests/ppo/test_step_failures.py has a command that begins by itself.
+    torch decides at import how much it prints, and these commands are forks of a process that may have imported torch.
+    tests/ppo/test_step_failures.py runs a command in a fresh process.
     """
     return "".join(line for line in done.stderr.splitlines(keepends=True) if "ProcessGroup.hpp" not in line)
 
 
 def write(colocate: CommandLine, **groups: Mapping[str, Any]) -> None:
-    """Write a config of these groups, each in a pool of its own with four slots, and the module of their roles.
+    """Write a config with these groups, each in its own pool of four slots, and the module of their roles.
 
-    Roles are those above, but for what is said of them.
+    A group has the roles `first` and `second`; its own `roles` override them.
     """
     made = {
         name: {"pool": name, **said, "roles": {"first": FIRST, "second": SECOND, **said.get("roles", {})}}
@@ -134,7 +134,7 @@ def write(colocate: CommandLine, **groups: Mapping[str, Any]) -> None:
 
 
 def planned(colocate: CommandLine, status: int = 0, **groups: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is told of each group."""
+    """Return the plan of each group by its name."""
     write(colocate, **groups)
     done = colocate("plan", "demo.yaml", "--json")
     assert (done.returncode, said_beside(done)) == (status, "")
@@ -147,12 +147,10 @@ def kinds(group: dict[str, Any], role: str) -> dict[str, int]:
 
 
 def first(**options: Any) -> dict[str, Any]:
-    """The first role with other options."""
     return {"first": {**FIRST, "with": {**FIRST["with"], **options}}}
 
 
 def second(use: str) -> dict[str, Any]:
-    """Another second role."""
     return {"second": {"use": f"beside:{use}", "slots": [1, 3]}}
 
 
@@ -171,20 +169,20 @@ def test_what_they_hold(colocate: CommandLine) -> None:
         some={"roles": wide, "device_memory": "45MiB"},
         most={"roles": wide, "device_memory": "35MiB"},
     )
-    # Adam has two moments, and what isn't trained has neither gradients nor any.
+    # Adam has two moments; a role that isn't trained has neither gradients nor moments.
     assert kinds(found["plain"], "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
     assert kinds(found["plain"], "second") == {"parameters": 4}
     assert [role["alone"] for role in found["plain"]["roles"]] == [role["total"] for role in found["plain"]["roles"]]
-    # A role on a mesh of two axes holds its part; collectives meet nobody.
+    # A role on a mesh of two axes holds its shard; collectives have no peers in a plan.
     assert kinds(found["shards"], "first") == {"parameters": 4, "gradients": 4, "optimizer": 8}
-    # `DistributedDataParallel` meets nobody, and reads no numbers.
+    # `DistributedDataParallel` has no peers in a plan, and reads no values.
     assert kinds(found["copies"], "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
-    # What two roles share counts once.
+    # A module that two roles share counts once.
     assert kinds(found["tied"], "second") == {}
     one, other = found["tied"]["roles"]
-    assert (other["total"], other["alone"]) == (0, 16 * MIB)  # each process would have its own
+    assert (other["total"], other["alone"]) == (0, 16 * MIB)  # in its own process the role would have a copy
     assert one["alone"] == one["total"]
-    # What a role gets later: by its `plan`, which is given the other roles.
+    # `plan`, which is given the other roles, declares the memory that a role gets later.
     assert kinds(found["later"], "second") == {"tensors": 8}
     # Only roles that don't fit beside each of the others take turns: the smallest stay.
     for name, takers in (("some", ["first", "second"]), ("most", ["first", "second", "third"])):
@@ -193,7 +191,7 @@ def test_what_they_hold(colocate: CommandLine) -> None:
 
 
 def test_where_they_lie(colocate: CommandLine) -> None:
-    """Said where the pool says it."""
+    """The plan says where workers lie if the pool has such a strategy, and omits it otherwise."""
     write(colocate, group={})
     done = colocate("plan", "demo.yaml", "--set", "+pools.group.strategy=strict_pack")
     assert "fused: 4 workers (all on one node), and the fullest holds 36 MiB" in done.stdout
@@ -203,7 +201,7 @@ def test_where_they_lie(colocate: CommandLine) -> None:
 
 
 def test_models_of_a_hub(colocate: CommandLine) -> None:
-    """A constructor that has one by its name, as most have: its config is wanted, and no weights."""
+    """A constructor that calls `from_pretrained` is planned from the model's config, without its weights."""
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
     sizes |= {"tie_word_embeddings": True, "num_attention_heads": 4}
@@ -214,7 +212,7 @@ def test_models_of_a_hub(colocate: CommandLine) -> None:
 
 
 def test_what_a_class_tells_itself(colocate: CommandLine) -> None:
-    """By a class method `plan`, which gets the constructor's arguments: it isn't constructed."""
+    """A class method `plan` gets the constructor's arguments and declares the memory; the role isn't constructed."""
     engine = {"use": "beside:Engine", "with": {"mib": 5}, "slots": [1, 3]}
     group = planned(colocate, all={"roles": {"second": engine}, "device_memory": "36MiB"})["all"]
     assert kinds(group, "second") == {"parameters": 5, "tensors": 3}
@@ -227,7 +225,7 @@ def test_what_a_class_tells_itself(colocate: CommandLine) -> None:
 
 
 def test_what_is_not_known(colocate: CommandLine) -> None:
-    """A constructor that wants to know numbers: the rest is told, and why it isn't."""
+    """A role whose constructor reads tensor values has unknown memory, with the reason; other roles are planned."""
     group = planned(colocate, status=1, all={"roles": second("Looks")})["all"]
     assert kinds(group, "first")["parameters"] == 8
     (_, other) = group["roles"]
@@ -242,9 +240,9 @@ def test_what_is_not_known(colocate: CommandLine) -> None:
 
 
 def test_budgets(colocate: CommandLine) -> None:
-    """Whether all fit, who must take turns, and who doesn't fit alone.
+    """A plan says for each budget whether all roles fit, which must take turns, and which don't fit alone.
 
-    What sleeps counts in a host's memory, so turns are of no use there; and beside a GPU none of this is the host's.
+    Sleeping memory counts as host memory, so turns don't help there; on a GPU's slots, the plan checks no host memory.
     """
 
     spare = {"reserve_activations": "6MiB"}
@@ -281,7 +279,7 @@ def test_budgets(colocate: CommandLine) -> None:
 
 
 def test_what_is_called(colocate: CommandLine) -> None:
-    """A role method called `plan` isn't; what a constructor prints is no JSON; and a `device_state` may raise."""
+    """A role method `plan` isn't called, a constructor's prints stay out of the JSON, and `device_state` may raise."""
     write(colocate, all={"roles": second("Own")})
     done = colocate("plan", "demo.yaml", "--json")
     (group,) = json.loads(done.stdout)

@@ -40,13 +40,13 @@ def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
 
 
 def test_options_that_are_inherited_are_described(colocate: CommandLine) -> None:
-    """A role whose constructor is that of its base has its options' descriptions, too."""
+    """A role that inherits its constructor shows the descriptions of the inherited options, too."""
     (role,) = shown(colocate, "grpo")["roles"].values()
     assert all(option["about"] for option in role["options"].values())
 
 
 def test_any_other_options_are_told_apart(colocate: CommandLine) -> None:
-    """A docstring has them as `**options`, after the last one with a name."""
+    """Options that a docstring describes as `**options` are shown as `**`, after the named ones."""
     options = shown(colocate, "rollout")["roles"]["rollout.engine"]["options"]
     assert list(options) == ["engine", "sampling", "child", "**"]
     assert options["child"]["about"].endswith("a `ChildOptions` configures the process.")
@@ -71,7 +71,7 @@ def test_executors(colocate: CommandLine) -> None:
 
 
 def test_any_plugin_that_is_listed(colocate: CommandLine) -> None:
-    """One of somebody's own; and each way in which a plugin can be broken is an error that says which it is."""
+    """A third-party plugin is shown; each broken plugin is an error that names it."""
     installed = "acme", "broken", "outpost"
     listed = json.loads(colocate("plugins", "--json", distributions=installed).stdout)
     working = {"dask", "local", "ray", "ppo", "grpo", "outpost", "scribe", "dice"}

@@ -1,4 +1,4 @@
-"""`colocate run --profile`: some steps of a run in one file and one table; what it can't be is told before the job."""
+"""`colocate run --profile` writes some steps of a run to a file and a table; wrong options fail before the job."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spans(demo: CommandLine) -> list[Any]:
 @pytest.mark.in_make_test("2:3-2")
 @pytest.mark.parametrize(("steps", "calls"), [("2:3", 2), ("3", 1), ("0:1", 1), ("4:9", 1)])
 def test_steps(demo: CommandLine, steps: str, calls: int) -> None:
-    """Those and no others, also where the run ends before; by the table they are as long as they were."""
+    """A profile has exactly the chosen steps, even if the run ends earlier; its table has their durations."""
     done = demo("run", "demo.yaml", "--profile", f"steps={steps},roles=worker")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(spans(demo)) == calls
@@ -84,7 +84,7 @@ def test_a_step_that_never_comes(demo: CommandLine, steps: str, why: str) -> Non
     ],
 )
 def test_what_it_cant_be(demo: CommandLine, options: list[str], why: str) -> None:
-    """It is told before the job begins."""
+    """A profile that isn't possible is refused before the job begins."""
     done = demo("run", "demo.yaml", *options)
     assert done.returncode == 1
     assert why in done.stderr
@@ -92,7 +92,7 @@ def test_what_it_cant_be(demo: CommandLine, options: list[str], why: str) -> Non
 
 
 def test_a_worker_that_dies_amid_it(demo: CommandLine) -> None:
-    """The run fails of that, and no half profile is left."""
+    """A worker that dies during a profile fails the run, and leaves no partial profile."""
     done = demo("run", "demo.yaml", "--profile", "steps=1:3", "--set", "job.with.dies=2")
     assert done.returncode == 1
     assert "SIGKILL" in done.stderr

@@ -11,12 +11,12 @@ from tests.distributions.install import Installed
 from tests.forked import Forks
 
 ROOT = Path(__file__).parents[2]
-SECRET = "--set", "groups.players.roles.judge.with.secret=cccc"  # which is found in step 6; that of the file in step 2
+SECRET = "--set", "groups.players.roles.judge.with.secret=cccc"  # guessed in step 6; the file's secret in step 2
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, installed: Installed, forks: Forks) -> Path:
-    """A folder with the example, of which `runs/words` has the guesser's and the judge's calls."""
+    """Return a folder with the example, and with a recording of the guesser and the judge in `runs/words`."""
     colocate = CommandLine(tmp_path_factory.mktemp("words"), installed, forks)
     for name in ("words.py", "words.yaml"):
         shutil.copy(ROOT / "docs" / "examples" / name, colocate.folder)
@@ -27,7 +27,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, installed: Installed, for
 
 @pytest.fixture
 def words(colocate: CommandLine, recorded: Path) -> CommandLine:
-    """A copy of that folder."""
+    """Copy the recorded folder for one test."""
     shutil.copytree(recorded, colocate.folder, dirs_exist_ok=True)
     return colocate
 
@@ -57,7 +57,7 @@ def test_what_was_recorded_is_listed(words: CommandLine) -> None:
 
 @pytest.mark.parametrize("processes", ["false", "true"])
 def test_a_replayed_run_is_the_same(words: CommandLine, processes: str) -> None:
-    """Nobody asks the judge of the config, who knows another secret."""
+    """A replayed run logs the recorded scores, although the config's judge has another secret."""
     changes = ["--set", f"executor.with.processes={processes}"]
     done = words("run", "words.yaml", "--replay", "guesser=runs/words", "--replay", "judge=runs/words", *changes)
     assert (done.returncode, done.stderr) == (0, "")
@@ -65,7 +65,7 @@ def test_a_replayed_run_is_the_same(words: CommandLine, processes: str) -> None:
 
 
 def test_a_run_that_differs(words: CommandLine) -> None:
-    """With another secret the judge gives other scores: of what is replayed the arguments differ, and it says so."""
+    """With another secret the judge's scores differ: a replay and a comparison fail, and name the first difference."""
     done = words("run", "words.yaml", "--replay", "guesser=runs/words")
     assert done.returncode == 1
     assert "guesser.learn, call 0: argument scores[" in done.stderr
@@ -83,7 +83,7 @@ def test_a_run_that_differs(words: CommandLine) -> None:
     assert (score["calls"], score["arguments"], score["missing"], score["left"]) == (4, 0, 0, 8)
     assert score["differ"] > 0
     assert score["origin"]["words"] == "judge.score, call 0: it was given the same"
-    assert score["relative"] is None  # from 0, which JSON has no number for
+    assert score["relative"] is None  # a ratio to 0 has no number in JSON
 
 
 def test_a_run_that_is_the_same(words: CommandLine) -> None:
@@ -94,7 +94,7 @@ def test_a_run_that_is_the_same(words: CommandLine) -> None:
 
 
 def test_the_call_to_begin_with(words: CommandLine) -> None:
-    """Of all compared roles, the one that differs first: of one that was given something else, its parameter."""
+    """The comparison names the first call that differs among all roles, and the parameter if its arguments differ."""
     both = ["--compare", "guesser=runs/words", "--compare", "judge=runs/words"]
     done = words("run", "words.yaml", *both)
     assert done.stderr.count("begin here: ") == 1
@@ -104,7 +104,7 @@ def test_the_call_to_begin_with(words: CommandLine) -> None:
 
 
 def test_it_begins_with_a_step(words: CommandLine) -> None:
-    """The first call is answered by that of the step."""
+    """`--replay-from` answers the first call with the recorded call of that step."""
     first = rows(words.folder / "runs" / "words")
     options = ["--replay", "guesser=runs/words", "--replay", "judge=runs/words", "--replay-loose"]
     done = words("run", "words.yaml", *options, "--replay-from", "4", "--set", "job.with.steps=2")

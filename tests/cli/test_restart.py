@@ -1,4 +1,4 @@
-"""`colocate run` with `on_failure: restart`: a job goes on from its last checkpoint to the end it would have had."""
+"""`colocate run` with `on_failure: restart`: a job resumes from its last checkpoint, and ends as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def a_worker(pid: int) -> psutil.Process:
-    """One of a driver's workers: itself, not the template, nor a supervisor, whose end it would survive."""
+    """Return a worker process of a driver; not the template or a supervisor, whose death a worker survives."""
     processes = (p for p in psutil.Process(pid).children(recursive=True) if "colocate.worker" in p.cmdline())
     return next(p for p in processes if MODE not in p.cmdline() and not p.children())
 
 
 @pytest.mark.parametrize("after", [1, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_a_killed_worker(colocate: CommandLine, after: int) -> None:
-    """Before the first checkpoint, after it, and after another one; the metrics are those of an undisturbed run."""
+    """A run whose worker is killed, before or after a checkpoint, has the metrics of an undisturbed run."""
     colocate.write("counting.py", COUNTING)
     colocate.write("demo.yaml", CONFIG)
     with colocate.start("run", "demo.yaml", "--set", "groups.policy.on_failure=restart", stdin=True) as running:
@@ -108,7 +108,7 @@ def test_a_killed_worker(colocate: CommandLine, after: int) -> None:
     assert re.search(r"^\(restart\) +\d", text, re.MULTILINE)
     report = (colocate.folder / "runs" / "demo" / "report.html").read_text()
     assert re.search(rf'<p class="restart">{lost}</p>', report)
-    assert report.count('<i class="mark') == 2  # one on each lane
+    assert report.count('<i class="mark') == 2  # one mark on each lane
     assert [(row["step"], row["count"]) for row in rows(colocate.folder / "runs" / "demo")] == [
         (1, 1),
         (2, 3),

@@ -1,4 +1,4 @@
-"""`colocate run --resume` of jobs whose groups were checkpointed: they go on from there, or it is an error."""
+"""`colocate run --resume` of jobs with group checkpoints: groups are restored from them, or the run fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = """
           counter: {use: "counting:Counter"}
     job: {use: "counting:job", with: {steps: 2, restores: false}}
 """
-# Once by hooks alone, once by methods that callers may call as well; one group is the config's, one the job's.
+# `Counter` has plain hooks, `Called` role methods; one group is the config's, one the job's.
 COUNTING = """
     import json
     from pathlib import Path
@@ -67,7 +67,7 @@ COUNTING = """
 
 @pytest.fixture
 def begun(colocate: CommandLine) -> CommandLine:
-    """A folder with a job, its config, and what it has learned in two steps."""
+    """Run the job for two steps."""
     colocate.write("counting.py", COUNTING)
     colocate.write("demo.yaml", CONFIG)
     done = colocate("run", "demo.yaml")
@@ -81,10 +81,9 @@ def rows(colocate: CommandLine) -> list[dict[str, Any]]:
 
 
 def test_groups_go_on_where_they_were(begun: CommandLine) -> None:
-    """Those of the config before the job is called; those of the job as it restores them.
+    """A resume restores the config's group before the job runs, and the job's own group when the job restores it.
 
-    The first checkpoint of one that begins anew would take the place of what it had learned: that is refused, and
-    nothing is lost.
+    A group that the job doesn't restore may not write a checkpoint, which would replace the earlier one.
     """
     done = begun("run", "demo.yaml", "--resume")
     assert done.returncode == 1
@@ -99,7 +98,7 @@ def test_groups_go_on_where_they_were(begun: CommandLine) -> None:
 
 @pytest.mark.parametrize("inside", ["", "deep/er"])
 def test_wherever_it_lies(colocate: CommandLine, inside: str) -> None:
-    """It may be the run's checkpoint itself."""
+    """A group's checkpoint is found at any depth of the run's checkpoint, or as the run's checkpoint itself."""
     colocate.write("counting.py", COUNTING)
     colocate.write("demo.yaml", CONFIG)
     changes = ("--set", f"+job.with.inside={json.dumps(inside)}", "--set", "+job.with.own=false")
@@ -110,7 +109,7 @@ def test_wherever_it_lies(colocate: CommandLine, inside: str) -> None:
 
 
 def test_one_that_lies_elsewhere(colocate: CommandLine) -> None:
-    """It isn't part of the run's: that is said."""
+    """A group's checkpoint outside of the run's checkpoint is reported."""
     colocate.write("counting.py", COUNTING)
     colocate.write("demo.yaml", CONFIG)
     elsewhere = colocate.folder / "elsewhere"
@@ -158,7 +157,7 @@ KILLED = """
 def test_killed_as_the_checkpoint_of_a_step_is_replaced(
     colocate: CommandLine, wait: str, kill: str, count: int, resume: str
 ) -> None:
-    """The next run goes on from the old one or the new one, in the same folder, and cleans up."""
+    """After a kill amid a checkpoint's replacement, the next run resumes from the old or the new one, and cleans up."""
     colocate.write("counting.py", COUNTING)
     colocate.write("killed.py", KILLED)
     colocate.write(

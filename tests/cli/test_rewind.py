@@ -1,4 +1,4 @@
-"""A run whose groups are restarted: its checkpoints with theirs inside, and going back when there is none."""
+"""A run whose groups restart: the run rewinds to its last checkpoint, or to its start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colocate_run.screen import Screen
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """A run of two groups: the policy is restarted, the critic isn't."""
+    """Yield a run of two groups: `policy` restarts on failure, `critic` doesn't."""
     with colocate.connect("local") as runtime:
         pool = runtime.reserve(2)
         roles = {"lasting": colocate.role(Lasting)}
@@ -38,12 +38,11 @@ def policy(run: Run) -> ColocatedGroup:
 
 
 def fail(group: ColocatedGroup) -> None:
-    """Have a group fail, and so begin its restart."""
     group._node.fail_group(ColocateError("on purpose", group=group.name))
 
 
 def write(run: Run, step: int, error: BaseException | None = None, group: str = "policy") -> None:
-    """Write a checkpoint of the run with a group's inside, and then perhaps raise."""
+    """Write a checkpoint of the run with a group's checkpoint inside; raise `error` in the block, if given."""
     with run.checkpoint(step) as directory:
         run.runtime.groups[group].checkpoint(directory / group, tag=step)
         if error is not None:
@@ -51,7 +50,7 @@ def write(run: Run, step: int, error: BaseException | None = None, group: str = 
 
 
 def test_another_group_that_can_not_begin_anew(run: Run, policy: ColocatedGroup) -> None:
-    """Without a checkpoint the job ends with the error, which says why; the other group isn't made to fail."""
+    """Without a checkpoint, a job ends with GroupRestarted if another group can't restart; that group keeps working."""
     critic = run.groups["critic"]
 
     def job() -> None:
@@ -67,7 +66,7 @@ def test_another_group_that_can_not_begin_anew(run: Run, policy: ColocatedGroup)
 
 
 def test_a_group_that_goes_on_is_restored_too(run: Run, policy: ColocatedGroup) -> None:
-    """It has come further than the checkpoint from which the job is done again; the job does nothing about that."""
+    """A rewind also restores a group that didn't fail, without any code of the job."""
     critic, calls = run.groups["critic"], []
 
     def job() -> None:
@@ -89,7 +88,7 @@ def test_a_group_that_goes_on_is_restored_too(run: Run, policy: ColocatedGroup) 
 def test_a_group_that_is_back_from_a_checkpoint_which_came_to_nothing(
     run: Run, policy: ColocatedGroup, complete: bool
 ) -> None:
-    """What it had written in there isn't what the run goes on from: it is as the run is."""
+    """A group that restarted from an incomplete run checkpoint is rewound to the last complete one, or to its start."""
     role, calls = policy.role("lasting", Lasting), []
 
     def job() -> None:
@@ -111,7 +110,7 @@ def test_a_group_that_is_back_from_a_checkpoint_which_came_to_nothing(
 
 
 def test_a_group_of_the_jobs(run: Run) -> None:
-    """Its checkpoint is found where it is when the block has ended, and not where none has been."""
+    """A group that the job spawned restarts from the last run checkpoint whose block succeeded."""
     group = run.runtime.reserve(1).spawn({"lasting": colocate.role(Lasting)}, "own", on_failure="restart")
     role = group.role("lasting", Lasting)
     role.add(3)

@@ -93,7 +93,7 @@ PRINTING = """
 
 
 def test_all_output_lies_in_the_folder_and_the_report(colocate: CommandLine) -> None:
-    """The driver's, by whatever stream, the workers', and what the run itself shows."""
+    """`log.txt` has the output of the driver, by any stream, of the workers, and of the run itself."""
     colocate.write("beside.py", PRINTING)
     colocate.write(
         "demo.yaml",
@@ -136,7 +136,7 @@ FAILING = """
 
 
 def test_what_a_start_says_when_it_fails(colocate: CommandLine) -> None:
-    """How far it came, and why it went no further, lie in the folder too, which is said."""
+    """A start that fails leaves its log, error and report in the run's folder, and prints the report's path."""
     colocate.write("beside.py", FAILING)
     colocate.write(
         "demo.yaml",
@@ -208,7 +208,7 @@ def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signa
         assert running.stdout is not None
         assert running.stderr is not None
         next(line for line in running.stdout if line.startswith("step 2/"))
-        if number == signal.SIGINT:  # as a terminal does it: the whole group gets it, workers included
+        if number == signal.SIGINT:  # as a terminal does: the signal goes to the whole process group, workers included
             os.killpg(running.pid, number)
         else:
             running.send_signal(number)
@@ -225,7 +225,7 @@ def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signa
 
 
 def test_a_signal_before_the_first_checkpoint(colocate: CommandLine) -> None:
-    """It isn't said to go on with what isn't there."""
+    """A run that is stopped before its first checkpoint says that nothing is saved."""
     colocate.write("demo.yaml", "job: beside:job\n")
     job = "import time\n\ndef job(run):\n    print('begun')\n    while not run.stopping:\n        time.sleep(0.01)\n"
     colocate.write("beside.py", job)
@@ -248,7 +248,7 @@ class TestErrors:
         assert done.returncode == 1
         shown = done.stderr.splitlines()
         assert shown[0] == "Traceback (most recent call last):"
-        assert re.fullmatch(r"  \.\.\. \d+ frames of colocate", shown[1])  # users' frames first, and no others
+        assert re.fullmatch(r"  \.\.\. \d+ frames of colocate", shown[1])  # colocate's frames are folded
         assert re.fullmatch(r'  File ".*/beside.py", line 2, in job', shown[2])
         assert shown[3:] == ["    return 1 / 0", "           ~~^~~", "ZeroDivisionError: division by zero"]
         folder = colocate.folder / "runs" / "demo"
@@ -257,7 +257,7 @@ class TestErrors:
         assert (folder / "error.txt").read_text() == done.stderr
 
     def test_what_a_dropped_call_raised_is_told_by_its_own_frames(self, colocate: CommandLine) -> None:
-        """Closing finds it, which is the framework's."""
+        """The error of a dropped call, which closing finds, is written without the framework's frames."""
         reward = "run.groups['policy']['reward']"
         done = self.run(colocate, f"def job(run):\n    {reward}.score.keep([1, 2])\n    {reward}.score(['a', 'b'])\n")
         assert done.returncode == 1
@@ -287,7 +287,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:surrogateescape"])
     def test_any_text_can_be_shown_and_written(self, colocate: CommandLine, encoding: str) -> None:
-        """Of a file's name, say, whose bytes are no UTF-8; the terminal may know fewer letters still."""
+        """Text that isn't valid UTF-8, as of a file's name, is shown and written, whatever the terminal's encoding."""
         job = """
             def job(run):
                 run.show("t\\udcff", [{"column\\udcff": "\\udcff\u20ac"}])
@@ -308,7 +308,7 @@ class TestErrors:
     def test_a_job_that_leaves_by_exit_has_its_report(
         self, colocate: CommandLine, code: str, status: int, said: str
     ) -> None:
-        """Its status is the command's, and all lies in the folder as after an error."""
+        """A job's exit status is the command's, and the folder has a report, a log and the error."""
         job = f"import sys\ndef job(run):\n    run.log(1, x=1)\n    sys.exit({code})\n"
         done = self.run(colocate, job)
         assert (done.returncode, done.stderr) == (status, f"ended by sys.exit({code}): everything is closed\n{said}")
@@ -321,7 +321,7 @@ class TestErrors:
         assert [error["type"] for error in json.loads(done.stdout)["errors"]] == ["SystemExit"]
 
     def test_a_job_whose_output_nobody_reads_any_more_ends(self, colocate: CommandLine) -> None:
-        """As `colocate run FILE | head` does; it isn't told as an exit of the job's own."""
+        """A closed output pipe, as of `colocate run FILE | head`, ends the job with a message of its own."""
         colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
         colocate.write(
             "beside.py",
@@ -339,7 +339,7 @@ class TestErrors:
         )
 
     def test_a_reader_that_leaves_behind_the_last_step_ends_nothing(self, colocate: CommandLine) -> None:
-        """Only the tables are unread then, and they are in the report."""
+        """A pipe that closes after the last step fails nothing: only tables are unread, and the report has them."""
         colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
         colocate.write(
             "beside.py",
@@ -360,7 +360,7 @@ class TestErrors:
         assert not (folder / "error.txt").exists()
 
     def test_a_step_or_a_number_that_none_can_keep(self, colocate: CommandLine) -> None:
-        """A line whose step is no whole number would be lost by a run that goes back to a checkpoint."""
+        """`run.log` and `run.checkpoint` refuse steps and numbers that the run's files can't hold."""
         refused = {
             "run.log(1.0, x=1)": "TypeError: run.log: step=1.0 is not a whole number",
             "run.log(None, x=1)": "TypeError: run.log: step=None is not a whole number",
@@ -390,7 +390,7 @@ class TestErrors:
         assert told == [*refused.values()]
 
     def test_a_checkpoint_before_the_last_one(self, colocate: CommandLine) -> None:
-        """A run that is resumed goes on from the one of the highest step: an earlier one would be lost at once."""
+        """A checkpoint before the last one is refused: a resumed run starts from the highest step."""
         job = """
             def job(run):
                 for step in (5, 5, 1):
@@ -461,5 +461,5 @@ def test_a_second_signal_ends_what_hangs(colocate: CommandLine) -> None:
         _, err = running.communicate()
     assert running.returncode == 128 + signal.SIGINT, err
     assert err.startswith("interrupted: ")
-    with pytest.raises(ProcessLookupError):  # nobody of its session is left
+    with pytest.raises(ProcessLookupError):  # no process of its session is left
         os.killpg(running.pid, 0)

@@ -1,4 +1,4 @@
-"""A run's folder: names, metrics, checkpoints that are complete or not there."""
+"""A run's folder: names, metrics, and checkpoints that are complete or absent."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from colocate_run.folder import RunFolder
 
 
 def killed_at_each_step(path: Path, scenario: str) -> list[dict[str, Any]]:
-    """Return what `tests.cli.killed` tells of each kill."""
+    """Return the report of `tests.cli.killed` on each kill."""
     command = [sys.executable, "-m", "tests.cli.killed", str(path), scenario]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ class TestCheckpoints:
         assert len(kills) > 15
 
     def test_the_folder_of_another_machine(self, tmp_path: Path) -> None:
-        """Half checkpoints of a driver elsewhere go when the next driver has the folder's lock, and not before."""
+        """`remove_unfinished` removes another machine's partial checkpoint, which a new checkpoint leaves."""
         folder = make(tmp_path, "demo", 1)
         half = folder.path / "checkpoints" / ".part-step-000002-1-1@elsewhere"
         half.mkdir()
@@ -110,7 +110,7 @@ class TestResuming:
         "name", ["2026-11-29", "0042", "1.5", "1e5", "null", "true", "0x10", "12_000", "no", "_.-", "ä"]
     )
     def test_whatever_yaml_takes_its_name_for(self, tmp_path: Path, name: str) -> None:
-        """A date, a number or null in quotes is a name; also where the file's author has written another form of it."""
+        """A run whose name YAML would read as a date, number or null is found, whichever way it is quoted."""
         folder = make(tmp_path, name, 1)
         assert RunFolder.find_latest(name, tmp_path).path == folder.path
         folder.write_file("config.yaml", f'# a note\n"name":   "{name}" # another\n')
@@ -118,7 +118,7 @@ class TestResuming:
 
     @pytest.mark.parametrize("text", [b"", b"name: [demo", b"\xff\xfe", b"- demo", b"name: [[demo]]", b"[" * 10**5])
     def test_a_folder_whose_config_is_none(self, tmp_path: Path, text: bytes) -> None:
-        """It is no run of this name."""
+        """A folder whose config can't be read is no run of this name."""
         (make(tmp_path, "demo", 1).path / "config.yaml").write_bytes(text)
         with pytest.raises(ConfigError, match="nothing to resume"):
             RunFolder.find_latest("demo", tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run whose groups write beside their calls: each is complete or not there, and waited for."""
+"""Run checkpoints that groups write in the background: each is complete or absent, and waited for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class RankReport:
-    """What observers are told of checkpoints."""
+    """An observer that records checkpoints."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, Path]] = []
@@ -50,20 +50,19 @@ def group(runtime: Runtime) -> ColocatedGroup:
 
 
 def write(run: colocate.Run, group: ColocatedGroup, step: int) -> None:
-    """A checkpoint, as a job makes it."""
     with run.checkpoint(step) as directory:
         group.checkpoint(directory / "policy", tag=step, wait=False)
         (directory / "step").write_text(str(step))
 
 
 def steps(run: colocate.Run) -> list[str]:
-    """What lies among a run's checkpoints, hidden or not."""
+    """Return the names in a run's checkpoint folder, hidden ones too."""
     folder = run.directory / "checkpoints"
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
-    """It counts when they have written; the next one waits for that, and observers are told of each."""
+    """Calls run while groups write a checkpoint; the next checkpoint waits, and observers are notified of each."""
     role, told = group.role("halved", HalfSaver), RankReport()
     with colocate.record(runtime, tmp_path / "run", observe=[told]) as run, ThreadPoolExecutor(1) as pool:
         with Gate() as gate:
@@ -93,7 +92,7 @@ def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGr
 
 
 def test_what_a_group_could_not_write_is_told(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
-    """By the next checkpoint, or the end; the one before stays, and is what the group goes on from."""
+    """A failed background write is raised by the next checkpoint or the run's end; the previous checkpoint stays."""
     role = group.role("halved", HalfSaver)
 
     def job() -> None:
@@ -120,7 +119,7 @@ def test_what_a_group_could_not_write_is_told(runtime: Runtime, group: Colocated
 def test_a_notice_is_answered_by_a_checkpoint_that_counts(
     runtime: Runtime, group: ColocatedGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While groups write none is due; one that they couldn't write is no answer."""
+    """Only a written checkpoint answers a notice: during the write none is due, after a failure one is."""
     role = group.role("halved", HalfSaver)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 300)))
     with colocate.record(runtime, tmp_path / "run") as run:
@@ -145,7 +144,7 @@ def test_a_notice_is_answered_by_a_checkpoint_that_counts(
 
 
 def test_a_block_that_fails_leaves_nothing(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
-    """What groups have begun in it comes to nothing, and nobody is told of that."""
+    """A checkpoint block that raises leaves no checkpoint, and its group can write another one."""
     with colocate.record(runtime, tmp_path / "run") as run:
 
         def fail() -> None:
@@ -160,7 +159,7 @@ def test_a_block_that_fails_leaves_nothing(runtime: Runtime, group: ColocatedGro
 
 
 def test_a_run_that_fails_has_what_was_begun(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
-    """Its last checkpoint is waited for all the same."""
+    """A run that fails still waits for the checkpoint that its groups are writing."""
 
     def job() -> None:
         with colocate.record(runtime, tmp_path / "run") as run:
@@ -173,7 +172,7 @@ def test_a_run_that_fails_has_what_was_begun(runtime: Runtime, group: ColocatedG
 
 
 def test_a_fork_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
-    """A child that asks is told that it's none of its own, and one that comes to the end of the block doesn't wait."""
+    """In a forked child, a pending checkpoint raises ForkedError, and the end of the block doesn't wait for it."""
     child, told, ends = -1, 1, (0, 0)
 
     def ended() -> bool:
@@ -210,7 +209,7 @@ def test_a_fork_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_
 
 
 def job(run: colocate.Run, *, gate: Gate) -> None:
-    """Is asked to end while its group writes."""
+    """Send SIGTERM to this process while the group writes."""
     group = run.groups["policy"]
     group.role("halved", HalfSaver).become(gate=gate.address)
     write(run, group, 1)
@@ -221,7 +220,7 @@ def job(run: colocate.Run, *, gate: Gate) -> None:
 
 
 def test_a_job_that_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is being written is waited for, and counts."""
+    """A job that gets SIGTERM while its group writes ends with that checkpoint complete."""
     monkeypatch.chdir(tmp_path)
     config = {
         "name": "asked",
@@ -239,5 +238,5 @@ GATES: list[Gate] = []
 
 
 def ends(run: colocate.Run) -> None:
-    """The job, with what a config can't give it."""
+    """Run the job with a gate, which a config can't contain."""
     job(run, gate=GATES.pop())

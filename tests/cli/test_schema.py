@@ -1,4 +1,4 @@
-"""`colocate schema`: editors are told what `colocate check` says, as far as a schema can."""
+"""`colocate schema`: a JSON schema by which editors find mistakes that `colocate check` reports."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from tests.cli.conftest import CommandLine
 import colocate
 from colocate_run.cli.schema import json_schema
 
-jsonschema: Any = importlib.import_module("jsonschema")  # without types; notebooks need it
+jsonschema: Any = importlib.import_module("jsonschema")  # the package has no types; notebooks install it
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def mistakes(config: Any) -> list[str]:
-    """What is wrong in a config, by that schema."""
     found = jsonschema.Draft202012Validator(json_schema()).iter_errors(config)
     return [f"{error.json_path}: {error.message}" for error in found]
 
 
-CONFIGS = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path.parent.name != "operations"]  # manifests
+CONFIGS = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path.parent.name != "operations"]  # these are manifests
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_what_is_right(path: Path) -> None:
-    """Every example, as it is written and written out."""
+    """Every example config is valid by the schema."""
     assert mistakes(YAML(typ="safe").load(path)) == []
 
 
@@ -53,7 +52,7 @@ def test_what_is_wrong(config: Any, told: str) -> None:
 
 
 def test_the_command(colocate: CommandLine) -> None:
-    """Each key has what the reference says of it."""
+    """`colocate schema` prints the schema, in which every key has a description."""
     done = colocate("schema")
     found = json.loads(done.stdout)
     assert found == json_schema()

@@ -1,4 +1,4 @@
-"""What a run shows, on a terminal and elsewhere."""
+"""The output of a run, on a terminal and elsewhere."""
 
 import io
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def test_on_a_terminal_the_log_has_what_is_printed_and_no_drawing(
 
 
 def test_a_step_is_a_narrow_line_of_a_log() -> None:
-    """What says most of the run is in it; a number is never cut, and the line says how many there are elsewhere."""
+    """A step's line has its most important numbers, uncut, and counts the numbers that are only in metrics.jsonl."""
     console, out = plain()
     losses = {f"policy/some_loss_{number}": 0.123456 for number in range(30)}
     screen = Screen(console)
@@ -125,7 +125,7 @@ def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:
     shown = out.getvalue()
     assert "going on after step 3" in shown
     last = shown[shown.rindex("reward") :]
-    assert last.startswith("reward 0.75  eval_accuracy 0.25")  # the last known, though this step had none
+    assert last.startswith("reward 0.75  eval_accuracy 0.25")  # the last known value: this step has none
     assert "rollout 0.25s" in last
     assert "5/80" in shown
 
@@ -187,7 +187,7 @@ def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
 
 
 def test_a_bar_that_counts_more_than_steps() -> None:
-    """A job that does more than its logged steps says how much is done; also one that goes on."""
+    """`set_progress` makes the bar count more than logged steps, also for a resumed run."""
     console, out = terminal()
     screen = Screen(console)
     with screen.show_progress("demo", Path("/elsewhere/demo"), 2):

@@ -1,4 +1,4 @@
-"""How a run is asked to end: SIGTERM however often it comes, Ctrl-C once, in each of its phases."""
+"""Requests to end a run, in each of its phases: any number of SIGTERMs, or one Ctrl-C."""
 
 import os
 import re
@@ -72,7 +72,7 @@ BESIDE = """
 
 
 class Held:
-    """A job that stands still in one phase until it is let go."""
+    """A job that waits in one phase until it may continue."""
 
     def __init__(self, colocate: CommandLine, phase: str, limit: str = "", **variables: str) -> None:
         colocate.write("beside.py", BESIDE)
@@ -98,7 +98,7 @@ class Held:
             (self.folder / "go").touch()
         with self.process:
             out, err = self.process.communicate(timeout=60)
-        with pytest.raises(ProcessLookupError):  # nobody of its session is left
+        with pytest.raises(ProcessLookupError):  # no process of its session is left
             os.killpg(self.process.pid, 0)
         return self.process.returncode, out, err
 
@@ -115,7 +115,7 @@ def held(colocate: CommandLine) -> "Callable[..., Held]":
 @pytest.mark.in_make_test("checkpoint")
 @pytest.mark.parametrize("phase", ["job", "call", "checkpoint"])
 def test_sigterm_asks_however_often(held: Callable[..., Held], phase: str) -> None:
-    """A scheduler sends it twice within a moment: the checkpoint is written, and it goes on from there."""
+    """Repeated SIGTERMs, as a scheduler sends them, end the run after one checkpoint."""
     run = held(phase)
     run.send(signal.SIGTERM)
     assert run.notices() == "SIGTERM: stopping after a checkpoint"
@@ -131,7 +131,7 @@ def test_sigterm_asks_however_often(held: Callable[..., Held], phase: str) -> No
 
 
 def test_before_the_job(held: Callable[..., Held]) -> None:
-    """There is nothing to save: it doesn't go on for that."""
+    """SIGTERMs before the job begins end the run at once: there is nothing to save."""
     run = held("start")
     run.send(*[signal.SIGTERM] * 3)
     code, _, err = run.ended(go=False)
@@ -140,7 +140,7 @@ def test_before_the_job(held: Callable[..., Held]) -> None:
 
 
 def test_after_the_job(held: Callable[..., Held]) -> None:
-    """It has done what it was to do, and isn't to come again."""
+    """SIGTERMs after the job has returned leave its exit status 0 and its checkpoints."""
     run = held("close")
     run.send(*[signal.SIGTERM] * 3)
     code, out, err = run.ended()
@@ -152,9 +152,9 @@ def test_after_the_job(held: Callable[..., Held]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 4), (signal.SIGINT, 1)])
 def test_while_a_group_is_restarted(held: Callable[..., Held], number: signal.Signals, times: int) -> None:
-    """What is to be saved is saved: nobody waits for the group."""
+    """A signal during a group's restart ends the run with its checkpoint kept, without waiting for the group."""
     run = held("again")
-    run.send(*[number] * times)  # one kind: of two that come at once the system chooses which is first
+    run.send(*[number] * times)  # one kind: the kernel chooses the order of two that arrive at once
     code, out, err = run.ended(go=False)
     assert code == 128 + number, err
     assert out.splitlines()[-1].endswith("; saved up to step 1, go on with --resume")
@@ -174,12 +174,12 @@ def test_one_ctrl_c_beside_it_asks_too(held: Callable[..., Held], phase: str, fi
 
 @pytest.mark.parametrize("phase", ["call", pytest.param("checkpoint", marks=pytest.mark.long)])
 def test_ctrl_c_twice_ends_it_at_once(held: Callable[..., Held], phase: str) -> None:
-    """Also after a SIGTERM."""
+    """Two Ctrl-C after a SIGTERM end the run at once, without a checkpoint."""
     run = held(phase)
     run.send(signal.SIGTERM)
     run.notices()
     assert run.process.stderr is not None
-    while not select.select([run.process.stderr], [], [], 1.0)[0]:  # signals of one number that come at once are one
+    while not select.select([run.process.stderr], [], [], 1.0)[0]:  # equal signals that arrive at once are merged
         run.send(signal.SIGINT)
     code, _, err = run.ended(go=False)
     assert (code, run.saved) == (128 + signal.SIGINT, [])
@@ -209,7 +209,7 @@ def test_the_time_limit_is_told(held: Callable[..., Held]) -> None:
 def test_slurm_says_when_a_job_ends(
     held: Callable[..., Held], colocate: CommandLine, tmp_path: Path, state: str, left: int | None, said: str
 ) -> None:
-    """A job that is preempted has until SIGKILL: its time limit is later, and isn't said."""
+    """The stop message says when Slurm ends the job: by SIGKILL after a preemption, or at its time limit."""
     ends = int(time.time()) + (left or 3600)
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(ends))
     answers = {"squeue": f"{state} {at}" if state else "", "scontrol": "KillWait                = 30 sec"}
@@ -233,10 +233,10 @@ def test_slurm_says_when_a_job_ends(
 
 
 def test_many_tasks_of_srun(colocate: CommandLine) -> None:
-    """They would be as many whole runs."""
+    """Several tasks of one `srun` are refused: each would be a whole run."""
     colocate.write("demo.yaml", "job: beside:job\n")
     colocate.write("beside.py", "def job(run):\n    print('ran')\n")
-    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # a batch script has these, and is one process
+    batch = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # a batch script, which is one process, has these
     done = colocate("run", "demo.yaml", **batch)
     assert (done.returncode, "ran\n" in done.stdout) == (0, True)
     done = colocate("run", "demo.yaml", SLURM_STEP_NUM_TASKS="2", **batch)

@@ -1,4 +1,4 @@
-"""`colocate top`: who looks at a running job sees what it does, and changes nothing."""
+"""`colocate top` shows the calls of a running job, and changes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ job: beside:job
 
 @pytest.fixture
 def running(colocate: CommandLine) -> Iterator[subprocess.Popen[str]]:
-    """A job that waits in a call, with two more behind it: the second run of its config."""
+    """Start a job that waits in a call, with two more calls queued; it is the second run of its config."""
     colocate.write("beside.py", JOB)
     (colocate.folder / "runs" / "watched").mkdir(parents=True)
     colocate.write("watched.yaml", CONFIG)
@@ -76,7 +76,7 @@ class Waiting(library.Role):
 
 
 def test_since_when_a_call_runs() -> None:
-    """Not since it was asked for: another one was ahead of it."""
+    """A call's age counts from its start, not from its submission behind another call."""
     recent = glance.RecentCalls(lambda group, role, rank: rank)
     with library.connect() as runtime, Gate() as first, Gate() as second:
         runtime.observe(recent)
@@ -93,8 +93,8 @@ def test_since_when_a_call_runs() -> None:
         (slot,) = told["slots"]
         assert (slot["call"], slot["queue"]) == ("waiting.wait", 0)
         assert 0 <= slot["age"] <= time.time() - recent.get_ends()["policy", "waiting", 0] + 0.001
-        recent.add_span(("policy", "", 0), ended := time.time(), ended)  # as if a function had been ahead of it
-        recent.get_shares(ended + 10 * RECENT_S)  # and all that is long ago
+        recent.add_span(("policy", "", 0), ended := time.time(), ended)  # simulates a function that ran before
+        recent.get_shares(ended + 10 * RECENT_S)  # by then all calls are long ago
         (told,) = glance.describe_groups(runtime._node, recent)
         assert 0 <= told["slots"][0]["age"] <= time.time() - ended + 0.001
         second.open()
@@ -102,7 +102,7 @@ def test_since_when_a_call_runs() -> None:
 
 
 def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) -> None:
-    """By its name or process: what runs, for how long, and what is behind it; then it goes on as if nobody had."""
+    """`colocate top`, by name or pid, shows the running call, its age and its queue; the job then ends normally."""
     (found,) = [job for job in list_jobs() if job.pid == running.pid]
     assert found == Job("watched-2", running.pid)
     told = json.loads(colocate("top", str(running.pid), "--json").stdout)
@@ -112,7 +112,7 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     assert (slot["call"], slot["queue"]) == ("waiting.wait", 2)
     assert slot["age"] > 0
     assert [(role["role"], role["bytes"]) for role in slot["roles"]] == [("waiting", 0), ("other", 0)]
-    assert [role["busy"] > 0 for role in slot["roles"]] == [True, False]  # it hasn't ended, and has run all the while
+    assert [role["busy"] > 0 for role in slot["roles"]] == [True, False]  # a call that hasn't ended counts as busy
     shown = colocate("top", str(running.pid))
     assert "waiting.wait" in shown.stdout
     assert "policy (ready)" in shown.stdout
@@ -120,7 +120,7 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
         "watched-2",
         "runs/watched-2",
         "watched",
-    ):  # the last one is the config's
+    ):  # the last name is the config's
         assert colocate("top", name, "--once").returncode == 0
     wrong = colocate("top", "wached-2")
     assert wrong.returncode == 1
@@ -134,7 +134,7 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
 
 
 def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal it says so, and shows the first one; a probe is told that there is none."""
+    """On a terminal, `top` waits for a job and shows the first one; with `once` it fails if no job runs."""
     looks: list[list[Job]] = [[], [], [Job("demo", 7)], [Job("demo", 7)]]
     shown: list[str] = []
     terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
@@ -151,7 +151,7 @@ def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_executor_that_there_is_not(colocate: CommandLine) -> None:
-    """It isn't asked for its address."""
+    """An unknown `--executor` is refused for its name, not for a missing address."""
     done = colocate("top", "--executor", "rya")
     assert done.returncode == 1
     assert "no executor is called 'rya'" in done.stderr
@@ -159,7 +159,7 @@ def test_an_executor_that_there_is_not(colocate: CommandLine) -> None:
 
 
 def test_a_rank_that_is_ahead() -> None:
-    """What it has done counts though the call isn't over: the other rank is the one that all wait for."""
+    """A rank that has finished its part of a call shows its next call, and counts as busy for that part."""
     recent = glance.RecentCalls(lambda group, role, rank: rank)
     with library.connect() as runtime, Gate() as soon, Gate() as late, Gate() as second:
         runtime.observe(recent)
@@ -202,7 +202,7 @@ def test_a_rank_that_is_ahead() -> None:
     ],
 )
 def test_a_narrow_terminal(width: int, dropped: str) -> None:
-    """It leaves out what matters least, and says so."""
+    """A narrow terminal omits the least important columns, and names them."""
     held = [("actor", 5_662_310, 0), ("critic", 0, 1_365_632), ("reference_policy", 1_416_832, 0)]
     shown = narrow(width, held)
     assert max(map(len, shown)) <= width
@@ -215,7 +215,7 @@ def test_a_narrow_terminal(width: int, dropped: str) -> None:
 
 
 def narrow(width: int, held: list[tuple[str, int, int]]) -> list[str]:
-    """The lines that a terminal so wide shows of a job."""
+    """Return the lines that a terminal of this width shows of a job."""
     roles = [{"role": name, "rank": 0, "busy": 0.5, "bytes": here, "asleep": away} for name, here, away in held]
     slot = {"slot": 0, "node": "worker-17.example", "device": "cuda:0", "queue": 2}
     slot |= {"call": "actor.update_weights", "age": 1.5, "roles": roles}

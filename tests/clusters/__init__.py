@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which tests join."""
+"""Start Ray or Dask in a process of its own, for tests to join."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# How Ray starts no more processes than are used, which leak checks would count, and doesn't warn of what will change.
+# Ray starts no unused processes, which leak checks would count, and doesn't warn of future changes.
 SPARING = {
-    "RAY_prestart_worker_first_driver": "0",  # otherwise as many as it has CPUs, for each driver
+    "RAY_prestart_worker_first_driver": "0",  # otherwise Ray starts a worker per CPU for each driver
     "RAY_enable_worker_prestart": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # otherwise its workers starve as long as other tests keep the machine busy
+    "RAY_worker_niceness": "0",  # otherwise Ray's workers starve while other tests keep the machine busy
 }
-# Nor does it keep those that nobody uses any more.
+# Ray ends idle workers at once.
 NONE_IDLE = {
     "RAY_num_workers_soft_limit": "0",
     "RAY_idle_worker_killing_time_threshold_ms": "100",
     "RAY_kill_idle_workers_interval_ms": "100",
 }
-# How Dask's workers look less often at what they do, and their processes are forks of one that has imported Dask.
+# Dask's workers monitor themselves less often, and their processes are forks of one that has imported Dask.
 QUIET = {
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
@@ -43,15 +43,15 @@ def started(
     own_temporary: bool = False,
     stderr: int | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Start one; the process, and what to connect with.
+    """Start an engine; yield its process, and the options for `connect`.
 
     Args:
         engine: `ray` or `dask`.
-        command: It prints a line of JSON, the options to connect with, and ends with its input.
-        env: What is different in its environment.
-        token: What Ray wants to be told by who joins.
-        own_temporary: Whether all its temporary files go when it ends, and not only Ray's.
-        stderr: Where it complains.
+        command: Prints a line of JSON, the options for `connect`, and exits at the end of its stdin.
+        env: Variables that the engine's environment has in addition.
+        token: The token that Ray requires from a client.
+        own_temporary: Whether all temporary files of the engine are deleted at its end, not only Ray's.
+        stderr: The engine's stderr, as for `Popen`.
     """
     with tempfile.TemporaryDirectory(prefix="ct-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short, for Ray
         more = {"TMPDIR": folder} if own_temporary else {}
@@ -80,5 +80,5 @@ def started(
                 try:
                     process.communicate(timeout=60)
                 except subprocess.TimeoutExpired:
-                    process.kill()  # or leaving the block would wait for it
+                    process.kill()  # otherwise the end of the block would wait for the process
                     raise

@@ -1,6 +1,6 @@
-"""Machines for tests, and engines on them.
+"""Fixtures for machines, and for engines on these machines.
 
-`make clusters` runs what is here, `make test` one of them. Without root all is skipped, and that is said.
+`make clusters` runs all tests of this folder, `make test` one of these. Without root all are skipped with that reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:
-    """This machine lets us make others."""
+    """Skip the test if this machine can't make machines out of namespaces."""
     missing = lacks()
     if missing is not None:
         pytest.skip(missing)
@@ -33,14 +33,14 @@ def namespaces() -> None:
 
 @pytest.fixture
 def machines(namespaces: None) -> Iterator[Callable[[int], Machines]]:
-    """How a test gets machines: n0, n1 ... that are gone after it."""
+    """Yield a function that starts machines n0, n1 ..., which end with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda count: stack.enter_context(Machines(count))
 
 
 @pytest.fixture(params=["ray", "dask"])
 def cluster(machines: Callable[[int], Machines], request: pytest.FixtureRequest) -> Callable[..., OnMachines]:
-    """How a test gets an engine on machines of its own, each engine in turn: `cluster(nodes, **options)`."""
+    """Return a function that starts the engine on machines of its own: `cluster(nodes, **options)`."""
     pytest.importorskip({"ray": "ray", "dask": "distributed"}[request.param])
     starts: dict[str, Callable[..., OnMachines]] = {"ray": ray_on, "dask": dask_on}
     return lambda nodes, **options: starts[request.param](machines(nodes + 1), **options)

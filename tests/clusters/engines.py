@@ -1,4 +1,4 @@
-"""A Ray or a Dask on machines: the books on the first, which has no slots, and nodes on the others."""
+"""Ray or Dask on machines: the head or scheduler on the first, which has no slots, and nodes on the others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.clusters.machines import Machine, Machines
 
 from colocate.testing.waiting import wait_until
 
-SPARSE = {  # what Dask's workers do by themselves keeps small machines busy
+SPARSE = {  # the self-monitoring of Dask's workers keeps small machines busy
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
 }
 _JOINS_S = 180.0
-_TOGETHER = 2  # so many machines start an engine's node at once
+_TOGETHER = 2  # the number of machines that start an engine's node at once
 _COUNTS_RAYS = "import ray; ray.init(address='auto', logging_level='ERROR', log_to_driver=False); {}"
 _COUNTS_RAYS = _COUNTS_RAYS.format("print(sum(node['Alive'] for node in ray.nodes()))")
 _COUNTS_DASKS = """
@@ -28,12 +28,12 @@ with Client("{}") as client:
 
 @attrs.define(eq=False)
 class OnMachines:
-    """An engine there.
+    """An engine on machines.
 
     Attributes:
         engine: `ray` or `dask`.
-        address: What drivers on these machines join it by.
-        machines: Where it is.
+        address: The address by which drivers on these machines connect.
+        machines: The machines of the engine.
     """
 
     engine: str
@@ -43,19 +43,19 @@ class OnMachines:
     _count: Callable[[], int]
 
     def join(self, machine: Machine) -> None:
-        """Have a machine be one of its nodes; again, after it has booted."""
+        """Add a machine to the engine's nodes, also again after a reboot."""
         self._join(machine)
 
     def nodes(self) -> int:
-        """Return how many nodes, or workers of Dask's, are alive as it says."""
+        """Return the number of live nodes, or Dask workers, by the engine's own count."""
         return self._count()
 
     def wait_for(self, count: int) -> None:
-        """Wait until it has so many nodes, the first of Ray's included."""
+        """Wait until the engine has `count` nodes, Ray's head included."""
         wait_until(lambda: self.nodes() == count, f"{self.engine} has {count} nodes")
 
     def driver(self, script: Path | str, *args: str, on: int = 0, **env: str) -> subprocess.Popen[str]:
-        """Start a Python program on a machine; its arguments are the engine, its address, and more."""
+        """Start a Python program on a machine; its arguments are the engine, the engine's address, and `args`."""
         command = ["python", str(script), self.engine, self.address, *args]
         return self.machines[on].start_driver(*command, env=env)
 
@@ -70,7 +70,7 @@ def ray_on(
     own: Callable[[Machine], Sequence[str]] = lambda machine: (),
     env: Mapping[str, str] = {},
 ) -> OnMachines:
-    """Start a Ray: its head on n0, a node on each of the others but for the last ones, which join later."""
+    """Start Ray: the head on n0, and a node on each other machine except the last `later` ones."""
     head = machines[0]
     small = ["--object-store-memory=100000000", "--disable-usage-stats", *options]
 
@@ -99,7 +99,7 @@ def dask_on(
     scheduler: Sequence[str] = (),
     env: Mapping[str, str] = {},
 ) -> OnMachines:
-    """Start a Dask: its scheduler on n0, so many workers on each of the others but for those that join later."""
+    """Start Dask: the scheduler on n0, and workers on each other machine except the last `later` ones."""
     head = machines[0]
     address = f"tcp://{head.address}:8786"
     books = ["dask", "scheduler", "--host", head.address, "--port", "8786", "--no-dashboard", *scheduler]

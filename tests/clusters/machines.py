@@ -1,7 +1,7 @@
 """Machines out of namespaces: each with a network, mounts, processes, a host name, /tmp and a boot id of its own.
 
-They lie on a bridge which is in a namespace, too: nothing of this machine's own namespaces changes. All ends with the
-block, and with the process whose block it is. It needs root, iproute2 and util-linux.
+The machines' bridge is in a namespace, too: this machine's own namespaces don't change. Everything ends with the block,
+and with the process that runs the block. Root, iproute2 and util-linux are needed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ while 0 not in select.select([0, woken], [], [])[0]:
     except ChildProcessError:
         pass
 """
-"""The first process of a machine, which ends with its input: it waits for those that nobody waits for."""
+"""The init process of a machine: reaps orphans, and exits at the end of its stdin."""
 _BOOTS = r"""
 set -e
 state=$1 name=$2
@@ -72,7 +72,7 @@ exec "$PYTHON" -I -S -c "$FIRST"
 
 
 def lacks() -> str | None:
-    """Return what is missing for machines; None where nothing is."""
+    """Return the reason why this machine can't make others, or None."""
     if os.geteuid():
         return "machines out of namespaces need root"
     for program, package in {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}.items():
@@ -86,21 +86,21 @@ def lacks() -> str | None:
 
 @attrs.define(eq=False)
 class Machine:
-    """One of them, as `Machines` makes it.
+    """A machine, made by `Machines`.
 
     Attributes:
-        name: Its host name, n0, n1 ...
-        address: Of its interface eth0.
+        name: The host name, n0, n1 ...
+        address: The address of the interface eth0.
     """
 
     name: str
     address: str
     _all: Machines
     _outer: subprocess.Popen[str] | None = None
-    _pid: int = 0  # its first process
+    _pid: int = 0  # of the init process
 
     def boot(self) -> None:
-        """Start it, as one that was off: with a new boot id, and with nothing in /tmp."""
+        """Start the machine, which is off, with a new boot id and an empty /tmp."""
         assert self._outer is None, f"{self.name} is on"
         state = self._all.state / self.name
         state.mkdir(exist_ok=True)
@@ -127,20 +127,20 @@ class Machine:
             self.run("ip", *words.split())
 
     def kill(self) -> None:
-        """Switch it off: nobody says a word of farewell."""
+        """Switch the machine off at once, without a shutdown."""
         outer, self._outer = self._outer, None
         if outer is not None:
             with outer:
-                outer.kill()  # its first process ends with it, and with that all others
+                outer.kill()  # the init process ends with it, and with init all others
             self._all.ip(f"link del p{self.name}", check=False)
 
     def boot_again(self) -> None:
-        """Switch it off and on."""
+        """Switch the machine off and on."""
         self.kill()
         self.boot()
 
     def cut(self) -> None:
-        """Let nothing through to it and from it; its link stays up, and nobody is told."""
+        """Drop all packets to and from the machine; its link stays up, so that nothing reports the cut."""
         self._all.ip(f"link set p{self.name} nomaster")
 
     def heal(self) -> None:
@@ -148,7 +148,7 @@ class Machine:
         self._all.ip(f"link set p{self.name} master br0")
 
     def inside(self, *command: str, cwd: Path | str | None = None) -> list[str]:
-        """Return the command that runs one on this machine."""
+        """Return the command line that runs a command on this machine."""
         enter = ["nsenter", "-t", str(self._pid), "-n", "-m", "-u", "-i", "-p", f"--wd={cwd or self._all.shared}"]
         return [*enter, "--", *command]
 
@@ -160,7 +160,7 @@ class Machine:
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command there to its end."""
+        """Run a command on this machine to its end."""
         done = subprocess.run(
             self.inside(*command, cwd=cwd),
             env=self._all.environment(env),
@@ -181,7 +181,7 @@ class Machine:
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command there, in a session of its own, with what it prints in a file or in pipes."""
+        """Start a command on this machine in a session of its own, with its output in a file or in pipes."""
         printed: Any = subprocess.PIPE if log is None else log.open("a")
         with contextlib.nullcontext() if log is None else printed:
             started = subprocess.Popen(
@@ -197,30 +197,30 @@ class Machine:
         return started
 
     def signal(self, process: subprocess.Popen[str], number: signal.Signals) -> None:
-        """Send a signal to what `start` has started: that one alone."""
-        for pid in _children(process.pid):  # the process itself is nsenter, which waits for it
+        """Send a signal to a process that `start_driver` has started, and to no other."""
+        for pid in _children(process.pid):  # the process itself is nsenter, which waits for its child
             os.kill(pid, number)
 
     def processes(self) -> dict[int, str]:
-        """Return what runs there: command lines by process ids as this machine here has them."""
+        """Return the command lines on this machine by process id, as seen from outside."""
         namespace, found = os.readlink(f"/proc/{self._pid}/ns/pid"), {}
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/ns/pid") == namespace and int(pid) != self._pid:
                     words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-                    if words:  # a zombie has none
+                    if words:  # a zombie has no command line
                         found[int(pid)] = words
         return found
 
 
 class Machines:
-    """Some of them, n0 to n(count - 1), by number; as a context manager.
+    """A context manager for the machines n0 to n(count - 1), with the machines as items.
 
     Attributes:
-        state: A folder that goes with them.
-        shared: A folder in there which all of them see under this name, as they see this machine's disk. Each has a
+        state: A folder that is deleted with the machines.
+        shared: A folder in `state` that all machines see under this name, like this machine's disk. Each machine has a
             /tmp, /run and /dev/shm of its own.
-        verbs: What `ask` has done to one: cut, heal, kill, boot, and what a test adds.
+        verbs: The actions for `ask`: cut, heal, kill, boot, and additions of a test.
     """
 
     def __init__(self, count: int) -> None:
@@ -278,19 +278,19 @@ class Machines:
         self._stack.close()
 
     def _wait(self) -> None:
-        for each in self.started:  # they have ended with their machines
+        for each in self.started:  # all have ended with their machines
             each.wait()
             for stream in filter(None, (each.stdout, each.stderr)):
                 stream.close()
 
     def ip(self, words: str, check: bool = True) -> None:
-        """Run `ip` where the bridge is."""
+        """Run `ip` in the namespace of the bridge."""
         command = ["nsenter", "-t", str(self._switch.pid), "-n", "--", "ip", *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert not check or done.returncode == 0, f"ip {words}: {done.stderr}"
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return that of a command on a machine: this environment's programs, and nothing of engines outside."""
+        """Return the environment of a command on a machine: with our programs, without variables of engines outside."""
         left = "RAY_", "DASK_", "SLURM_", "TMPDIR"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(left)}
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -299,7 +299,7 @@ class Machines:
         return {**kept, **ray, **asks, **(more or {})}
 
     def do(self, verb: str, name: str) -> None:
-        """Do to a machine what a driver asks for, by `ask`: one of `verbs`."""
+        """Apply one of `verbs` to a machine, at a driver's request by `ask`."""
         (machine,) = (each for each in self if each.name == name)
         self.verbs[verb](machine)
 
@@ -325,7 +325,7 @@ class Machines:
             while True:
                 try:
                     made, _ = listener.accept()
-                except OSError:  # it is over
+                except OSError:  # the listener is closed
                     break
                 obeying.append(threading.Thread(target=obey, args=(made,)))
                 obeying[-1].start()
@@ -343,7 +343,7 @@ class Machines:
 
 
 def ask(verb: str, name: str) -> float:
-    """On a machine, have something done to one from outside; return when it was done, in seconds of time.time()."""
+    """On a machine, request an action on a machine from outside; return the `time.time()` of its end."""
     with socket.socket(socket.AF_UNIX) as made:
         made.connect(os.environ["MACHINES"])
         with made.makefile("rw") as file:
@@ -360,7 +360,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _hidden() -> list[str]:
-    """Return the folders that machines need, though they lie where each has something of its own."""
+    """Return the folders that machines need below /tmp and /run, which each machine has of its own."""
     needed = {str(ROOT), sys.prefix, sys.base_prefix, *(each for each in sys.path if os.path.isdir(each))}
     hidden = sorted(each for each in needed if each.startswith(("/tmp/", "/run/")))
     return [each for i, each in enumerate(hidden) if not any(each.startswith(f"{one}/") for one in hidden[:i])]

@@ -1,6 +1,6 @@
-"""A Slurm on machines: its controller on n0, a node on each of the others.
+"""Slurm on machines: the controller on n0, a node on each other machine.
 
-It is Debian's: apt-get install slurm-wlm slurm-wlm-basic-plugins munge.
+The packages are Debian's: apt-get install slurm-wlm slurm-wlm-basic-plugins munge.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PartitionName=high Nodes=n[1-{nodes}] MaxTime=60 PriorityTier=10 PreemptMode=OFF
 
 
 def lacks() -> str | None:
-    """Return what is missing for a Slurm; None where nothing is."""
+    """Return the reason why Slurm can't run here, or None."""
     for program in "slurmctld", "slurmd", "munged":
         if shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin") is None:
             return f"there is no {program}: apt-get install slurm-wlm slurm-wlm-basic-plugins munge"
@@ -63,18 +63,18 @@ def lacks() -> str | None:
 
 @attrs.define(eq=False)
 class Slurm:
-    """One of them.
+    """A running Slurm.
 
     Attributes:
-        machines: Where it is: the controller is n0.
-        folder: Where jobs are submitted, and write: all nodes see it.
+        machines: The controller n0, and the nodes.
+        folder: The folder in which jobs are submitted and write, seen by all nodes.
     """
 
     machines: Machines
     folder: Path
 
     def __call__(self, *command: str, check: bool = True) -> str:
-        """Run a command of Slurm's, and return what it prints."""
+        """Run a command of Slurm's, and return its output."""
         done = self.machines[0].run(*command, cwd=self.folder, check=check)
         return str(done.stdout).strip()
 
@@ -87,12 +87,12 @@ class Slurm:
         return self("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T")
 
     def node(self, job: int) -> str:
-        """Return the node on which its batch script runs."""
+        """Return the node on which a job's batch script runs."""
         (found,) = re.findall(r"BatchHost=(\S+)", self("scontrol", "show", "job", str(job)))
         return str(found)
 
     def printed(self, job: int) -> str:
-        """Return what a job has printed until now."""
+        """Return a job's output so far."""
         with contextlib.suppress(FileNotFoundError):
             return (self.folder / f"slurm-{job}.out").read_text(errors="replace")
         return ""
@@ -106,7 +106,7 @@ class Slurm:
         return state
 
     def wait_for_line(self, job: int, pattern: str, count: int = 1, within: float = 120.0) -> str:
-        """Wait until a job has printed so many such lines; return the last of them."""
+        """Wait until a job has printed `count` matching lines; return the match in the last one."""
         until = time.monotonic() + within
         while len(found := re.findall(pattern, self.printed(job), re.MULTILINE)) < count:
             assert time.monotonic() < until, f"job {job}, {self.state(job)}: no {pattern!r}\n{self.printed(job)}"
@@ -116,13 +116,13 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm_on(nodes: int, *, grace: int = 0, kill_wait: int = 30, node_timeout: int = 10) -> Iterator[Slurm]:
-    """Start one; the partitions main, and low, which high preempts.
+    """Start Slurm with the partitions main, low and high; high preempts low.
 
     Args:
-        nodes: How many nodes it has, with eight CPUs and two GPUs (of make-believe) each.
-        grace: Seconds that a preempted job has, before it is ended in earnest.
+        nodes: The number of nodes, with eight CPUs and two fake GPUs each.
+        grace: Seconds that a preempted job has before Slurm ends the job.
         kill_wait: Seconds from SIGTERM to SIGKILL.
-        node_timeout: After how many seconds a node that doesn't answer is down.
+        node_timeout: Seconds until a node that doesn't answer is down.
     """
     machines = Machines(nodes + 1)
     state, etc = machines.state, machines.state / "etc-slurm"
@@ -144,7 +144,7 @@ def slurm_on(nodes: int, *, grace: int = 0, kill_wait: int = 30, node_timeout: i
 
 
 def start_daemons(slurm: Slurm, number: int) -> None:
-    """Start what of Slurm's runs on a machine; again after it has booted."""
+    """Start Slurm's daemons on a machine, also again after a reboot."""
     machine, state = slurm.machines[number], slurm.machines.state
     own = ["key-file=/run/munge.key", "pid-file=/run/munge/munged.pid", "log-file=/run/munge/log"]
     own += ["seed-file=/run/munge/seed", "socket=/run/munge/munge.socket.2"]
@@ -158,5 +158,5 @@ def start_daemons(slurm: Slurm, number: int) -> None:
 
 
 def idle(slurm: Slurm) -> int:
-    """Return how many of its nodes wait for jobs."""
+    """Return the number of idle nodes."""
     return slurm("sinfo", "-h", "-N", "-o", "%T", "-p", "main", check=False).splitlines().count("idle")

@@ -1,4 +1,4 @@
-"""Machines are what they are taken for: apart from each other, cut silently, killed at once, new when they boot."""
+"""An engine on machines out of namespaces runs its workers on these machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ with colocate.connect(sys.argv[1], address=sys.argv[2]) as runtime:
 
 @pytest.mark.parametrize("on", [0, 1])
 def test_an_engine_on_them(cluster: Callable[..., OnMachines], on: int) -> None:
-    """Workers run where they are reserved, for drivers on any machine."""
+    """Two spread slots have their workers on the two nodes, for a driver on the first machine and on a node."""
     found = cluster(2)
     script = found.machines.shared / "where.py"
     script.write_text(WHERE)

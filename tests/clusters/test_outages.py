@@ -1,4 +1,4 @@
-"""A slice of the outages: each is survived. `python -m tests.chaos.outages` plays hundreds."""
+"""A slice of the outages: an engine survives one of each kind. `python -m tests.chaos.outages` plays hundreds."""
 
 from __future__ import annotations
 

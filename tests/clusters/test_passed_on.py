@@ -1,4 +1,4 @@
-"""What all ranks get leaves the driver's machine once, however many machines there are."""
+"""A value for all ranks leaves the driver's machine once, and a worker's machine once per other machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ with colocate.connect(sys.argv[1], address=sys.argv[2]) as runtime:
 
 def test_once_from_the_driver(cluster: Callable[..., OnMachines]) -> None:
     found = cluster(3)
-    if found.engine == "dask":  # which had one worker on each
+    if found.engine == "dask":  # a second Dask worker per machine
         for machine in [*found.machines][1:]:
             found.join(machine)
         found.wait_for(6)
@@ -86,9 +86,9 @@ def test_once_from_the_driver(cluster: Callable[..., OnMachines]) -> None:
 
 
 def test_once_from_who_has_kept_it(cluster: Callable[..., OnMachines]) -> None:
-    """A machine's first rank has it from there, the others from that one; again in each call."""
+    """In each call, a resident for ranks on three machines leaves its own machine twice."""
     found = cluster(3)
-    if found.engine == "dask":  # which had one worker on each
+    if found.engine == "dask":  # a second Dask worker per machine
         for machine in [*found.machines][1:]:
             found.join(machine)
         found.wait_for(6)

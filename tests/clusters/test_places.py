@@ -1,4 +1,4 @@
-"""Slots lie on the machines that they are wanted on, also on one that is to come."""
+"""Slots are placed on the requested machines, also on a machine that joins later."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ with colocate.connect(engine, address=address) as runtime:
 
 
 def test_places(cluster: Callable[..., OnMachines]) -> None:
-    """By a machine, all on one, each on its own; and on one that joins while it is waited for."""
+    """A slot is placed by node, slots are packed and spread, and a waiting reservation gets a node that joins."""
     found = cluster(3, later=1)
     script = found.machines.shared / "driver.py"
     script.write_text(DRIVER)

@@ -1,4 +1,4 @@
-"""What runs in the pods of the page's manifests, on a machine in the place of a cluster: as the image's user, alone."""
+"""The commands of the pods in the page's manifests run on a machine in the place of a cluster, as the image's user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.docs.test_kubernetes import FILES, USER, manifest, pods
 
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
-# A job that goes on until it is asked to end; it says where it began.
+# A job that runs until a stop is requested, and prints the step after which it began.
 COUNTING = """
 import time
 from pathlib import Path
@@ -42,7 +42,7 @@ job: {use: "counting:job"}
 
 
 class Image:
-    """What the Dockerfile makes, near enough: an environment with what it installs, in a folder of a user's own."""
+    """Nearly the Dockerfile's image: a virtual environment with its packages, and a folder that its user owns."""
 
     def __init__(self, machine: Machine, folder: Path) -> None:
         self.machine, self.folder, self.job = machine, folder, folder / "job"
@@ -67,28 +67,28 @@ class Image:
             os.chown(own, USER, USER)
         if sys.base_prefix.startswith(
             "/root/"
-        ):  # which the user may not read: the interpreter lies in an image anywhere
+        ):  # the image's user can't read /root; in an image the interpreter isn't there
             words = "mkdir /tmp/own; mount --bind {0} /tmp/own; mount -t tmpfs -o mode=755 tmpfs /root; mkdir -p {0}; "
             machine.run("sh", "-c", f"set -e; {words} mount --bind /tmp/own {{0}}".format(sys.base_prefix))
 
     def start(self, command: str, **env: str) -> subprocess.Popen[str]:
-        """Start a container's command: as its user, with nothing of this environment, where the image says."""
+        """Start a container's command as the image's user, in the image's folder and environment."""
         user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
         path = f"PATH={self.folder / 'fresh' / 'bin'}:/usr/bin:/bin"
         all_env = [f"{name}={value}" for name, value in env.items()]
         words = [*user, "env", "-i", path, f"HOME={self.job}", "LANG=C.UTF-8", *all_env]
-        # what it complains of among what it says
+        # stderr is part of the output
         return self.machine.start_driver(*words, "sh", "-c", f"exec {command} 2>&1", cwd=self.job)
 
     def run(self, command: str, **env: str) -> str:
-        """Run one to its end."""
+        """Run a container's command to its end; return its output."""
         process = self.start(command, **env)
         out, _ = process.communicate(timeout=10 * PATIENCE_S)
         assert process.returncode == 0, out
         return out
 
     def healthy(self, url: str) -> bool:
-        """Probe as a kubelet does."""
+        """Return whether an HTTP probe, like a kubelet's, succeeds."""
         text = f"import urllib.request; assert urllib.request.urlopen('{url}', timeout=1).status == 200"
         return self.machine.run(sys.executable, "-c", text, check=False).returncode == 0
 
@@ -102,7 +102,7 @@ def image(machines: Callable[[int], Machines]) -> Image:
 
 
 def begins(process: subprocess.Popen[str], said: list[str]) -> int | None:
-    """Wait until a job begins; after which step. None when it ends before: this is what it said."""
+    """Wait until a job begins; return the step before the first, or None after an exit. `said` gets the output."""
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line)
@@ -113,7 +113,7 @@ def begins(process: subprocess.Popen[str], said: list[str]) -> int | None:
 
 @pytest.mark.timeout(900)
 def test_ray(image: Image) -> None:
-    """Head, worker, probes, the job; it is asked to end as its pod goes, and the next try goes on."""
+    """The RayJob's driver stops when its pod ends, and the next try resumes and saves again."""
     job = manifest("rayjob.yaml")["spec"]
     (container,) = pods("rayjob.yaml")["head"]["containers"]
     env = {each["name"]: each["value"] for each in container["env"]} | {"PYTHONUNBUFFERED": "1"}
@@ -136,14 +136,14 @@ def test_ray(image: Image) -> None:
     assert begins(second, said), "".join(said)
     image.run("ray job stop --address=http://127.0.0.1:8265 second", **env)
     out, _ = second.communicate(timeout=PATIENCE_S)
-    assert "SIGTERM: stopping after a checkpoint" in out  # what comes later Ray doesn't show
+    assert "SIGTERM: stopping after a checkpoint" in out  # Ray doesn't show later output
     saved = image.job / "runs" / "train" / "checkpoints"
     wait_until(lambda: len(list(saved.glob("step-*"))) == 2, "it has saved")
 
 
 @pytest.mark.timeout(900)
 def test_dask(image: Image) -> None:
-    """Scheduler, worker, driver: told to end by its pod, it writes a checkpoint, and the next try goes on."""
+    """The DaskJob's driver writes a checkpoint on SIGTERM, and the next try resumes after the saved step."""
     args = {what: shlex.join(pod["containers"][0]["args"]) for what, pod in pods("daskjob.yaml").items()}
     address = "tcp://127.0.0.1:8786"
     image.start(args["scheduler"])
@@ -157,7 +157,7 @@ def test_dask(image: Image) -> None:
             image.machine.signal(driver, signal.SIGTERM)
             begun.append(at)
         out, _ = driver.communicate(timeout=PATIENCE_S)
-        assert time.monotonic() < until, out  # as the operator tries again until its cluster is there
+        assert time.monotonic() < until, out  # the operator, too, retries until the cluster is up
         if at is not None:
             assert driver.returncode == 128 + signal.SIGTERM, out
     assert begun[0] == 0

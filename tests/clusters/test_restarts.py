@@ -1,4 +1,4 @@
-"""A machine that is killed: a group goes on when another has come, at once with a spare, or with fewer slots."""
+"""After a machine's end, a group restarts on a machine that joins, at once on a spare, or with fewer slots."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ with colocate.connect(engine, address=address) as runtime:
 
 
 class Driver:
-    """Has a group of two slots, of which one lies on n2; each machine has room for one."""
+    """A driver with a group of two slots, one of these on n2; each machine has room for one slot."""
 
     def __init__(self, cluster: OnMachines, slots: int | tuple[int, int] = 2, spares: int = 0, **more: Any) -> None:
         script = cluster.machines.shared / "driver.py"
@@ -81,7 +81,7 @@ class Driver:
         self.process = cluster.driver(script, json.dumps({"slots": slots, "spares": spares, "cpus": cpus, **more}))
 
     def says(self, word: str) -> dict[str, Any]:
-        """What it says next."""
+        """Return the data of the driver's next message, which has to be `word`."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         line = self.process.stdout.readline()
@@ -93,13 +93,13 @@ class Driver:
 
 
 def another(cluster: OnMachines) -> None:
-    """Have a machine in the place of n2."""
+    """Boot a new machine in the place of n2, and join the cluster."""
     cluster.machines[2].boot()
     cluster.join(cluster.machines[2])
 
 
 def test_another_machine_comes(cluster: Callable[..., OnMachines]) -> None:
-    """It is waited for, whatever the number of tries."""
+    """A group without a spare waits for a machine, and restarts from the checkpoint when one has joined."""
     found = cluster(2)
     driver = Driver(found)
     driver.says("restarts")
@@ -110,7 +110,7 @@ def test_another_machine_comes(cluster: Callable[..., OnMachines]) -> None:
 
 
 def test_a_spare(cluster: Callable[..., OnMachines]) -> None:
-    """It takes the place of what is lost, and there is another one when a machine has come."""
+    """A spare takes the place of a lost slot, and a machine that joins becomes a spare."""
     found = cluster(3)
     driver = Driver(found, spares=1)
     driver.says("restarts")
@@ -124,7 +124,7 @@ def test_a_spare(cluster: Callable[..., OnMachines]) -> None:
 
 
 def test_fewer(cluster: Callable[..., OnMachines]) -> None:
-    """It goes on with one slot, and with both when it is resized."""
+    """A group with at least one slot restarts with one, and has both after a machine has joined and a resize."""
     found = cluster(2)
     driver = Driver(found, slots=(1, 2), regrow_timeout=1)
     driver.says("restarts")

@@ -1,4 +1,4 @@
-"""Machines that go silent: what is waited out, what ends, and what others have meanwhile. `cut_s` says how long."""
+"""A call survives its machine's silence for less than `cut_s`, and fails after more; other slots stay available."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.clusters.engines import OnMachines
 
 SOON_S = 3.0
-"""Beside what a busy machine adds: five times what a reservation takes where all answer, a tenth of a second."""
+"""A bound in seconds; five times an undisturbed reservation (a tenth of a second) is added for a busy machine."""
 
 DRIVER = """
 import json, sys, threading, time
@@ -102,7 +102,7 @@ ends()
 
 
 class Driver:
-    """Runs the text of a driver, and says how long each thing took it."""
+    """A driver program, which reports the duration and result of each step."""
 
     def __init__(self, cluster: OnMachines, text: str, cut_s: float, on: int = 0) -> None:
         script = cluster.machines.shared / "driver.py"
@@ -111,7 +111,7 @@ class Driver:
         self.soon_s = SOON_S + 5 * self.says("usual")[0]
 
     def says(self, what: str) -> tuple[float, Any]:
-        """What comes next: seconds, and the result."""
+        """Return the seconds and the result of the next step, which has to be `what`."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         line = self.process.stdout.readline()
@@ -122,7 +122,7 @@ class Driver:
         return seconds, result
 
     def ends(self) -> None:
-        """Everything is closed soon, with nothing left and nothing gone wrong; others are had."""
+        """Check that closes succeed soon, that the audit is clean, and that other slots can be reserved."""
         for what, wanted in {"close": None, "audit": "clean", "others": None, "runtime": None}.items():
             seconds, result = self.says(what)
             assert result == wanted or (wanted and result.startswith(wanted)), result
@@ -132,7 +132,7 @@ class Driver:
 
 
 def test_one_that_nobody_uses(cluster: Callable[..., OnMachines]) -> None:
-    """Others are had at once."""
+    """Beside an unused silent machine other slots are reserved at once, and a reservation of all machines times out."""
     driver = Driver(cluster(4), UNUSED, 15)
     for _ in range(2):
         seconds, result = driver.says("others")
@@ -145,7 +145,7 @@ def test_one_that_nobody_uses(cluster: Callable[..., OnMachines]) -> None:
 
 
 def test_a_short_cut(cluster: Callable[..., OnMachines]) -> None:
-    """Of ten seconds, where nobody has said how long: the call goes on, and the process group."""
+    """A call and its process group survive a cut of ten seconds, when `cut_s` is 15."""
     driver = Driver(cluster(2), USED.replace("HEALS_S", "10").replace("VERB", "cut"), 15)
     _, result = driver.says("call")
     assert result == [0, 1]
@@ -156,7 +156,7 @@ def test_a_short_cut(cluster: Callable[..., OnMachines]) -> None:
 
 @pytest.mark.parametrize(("verb", "cut_s"), [("cut", 3), ("cut", 15), ("kill", 3)])
 def test_a_cut_for_good(cluster: Callable[..., OnMachines], verb: str, cut_s: float) -> None:
-    """It is given up after as long as was said, or a second earlier: whoever is probed each second."""
+    """A call on a machine that is cut for good, or killed, raises WorkerDied after about `cut_s`."""
     driver = Driver(cluster(2), USED.replace("HEALS_S", "0").replace("VERB", verb), cut_s)
     seconds, result = driver.says("call")
     assert result.startswith("WorkerDied: worker 1")
@@ -165,7 +165,7 @@ def test_a_cut_for_good(cluster: Callable[..., OnMachines], verb: str, cut_s: fl
 
 
 def test_a_machine_that_boots_anew(cluster: Callable[..., OnMachines]) -> None:
-    """It says itself that it knows nothing of what ran there, whatever silence is borne."""
+    """A call on a machine that has rebooted raises WorkerDied soon, long before `cut_s`."""
     driver = Driver(cluster(2), BOOTED, 60)
     seconds, result = driver.says("call")
     assert result.startswith("WorkerDied: worker 1")
@@ -175,7 +175,7 @@ def test_a_machine_that_boots_anew(cluster: Callable[..., OnMachines]) -> None:
 
 @pytest.mark.parametrize("verb", ["kill", "cut"])
 def test_the_books_are_gone(cluster: Callable[..., OnMachines], verb: str) -> None:
-    """Calls go on where the scheduler or the head isn't there; closing isn't disturbed, who asks for it is told."""
+    """Without the scheduler or head calls and closes succeed, and an audit raises ClusterError."""
     driver = Driver(cluster(2), BOOKS.replace("VERB", verb), 15, on=1)
     _, result = driver.says("call")
     assert result == [0, 1]

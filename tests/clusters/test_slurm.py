@@ -1,4 +1,4 @@
-"""The batch scripts of the page Operations on a Slurm: a job saves and goes on, whichever way it is asked to end."""
+"""A job with the batch scripts of the page Operations saves and resumes, in whichever way Slurm ends the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = ROOT / "docs" / "examples" / "operations"
 NODES = 3
 TIMES = int(os.environ.get("COLOCATE_TIMES", "1"))
 KINDS = {"one node": "train.sbatch", "ray": "ray-nodes.sbatch", "dask": "dask-nodes.sbatch"}
-# What happens, and the grace that preempted jobs have.
+# The event, and the grace of preempted jobs in seconds.
 WAYS = {
     "preempted": 0,
     "preempted with grace": 60,
@@ -43,7 +43,7 @@ POOLS = {"a spare": "slots: 2, spares: 1", "fewer slots": "slots: 3, at_least: 2
 
 @pytest.fixture
 def slurm(namespaces: None, request: pytest.FixtureRequest) -> Iterator[Slurm]:
-    """A Slurm whose preempted jobs have so much grace as the test's parameter says."""
+    """Start a Slurm; the test's parameter is the grace of preempted jobs."""
     missing = lacks()
     if missing is not None:
         pytest.skip(missing)
@@ -60,7 +60,7 @@ def submit(slurm: Slurm, kind: str, *more: str) -> int:
 
 
 def saved(slurm: Slurm) -> int:
-    """Return the last step that it has whole."""
+    """Return the step of the last checkpoint, or 0 without one."""
     found = (slurm.folder / "runs").glob("ticks*/checkpoints/step-*")
     return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
@@ -81,7 +81,7 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
         slurm.machines[node].kill()
     elif way == "requeue":
         slurm("scontrol", "requeue", str(job))
-    elif way == "time limit":  # however long it took until here
+    elif way == "time limit":  # counted from now, however long the start took
         slurm("scontrol", "update", f"JobId={job}", "EndTime=now+180")
     else:
         words = {"scancel --signal": ["--signal=TERM"], "scancel --full": ["--full", "--signal=TERM"], "scancel": []}
@@ -91,7 +91,7 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
         print(f"{kind}, {way}: saved step {step} after {time.monotonic() - began:.1f} s")
         assert step == saved(slurm)
         last = re.findall(r"^step (\d+) ", slurm.printed(job), re.MULTILINE)[-1]
-        assert step == int(last)  # nothing is lost
+        assert step == int(last)  # no step is lost
         kills = re.search(r"Slurm kills this job at .*, in [23]\d s \(KillWait\)", slurm.printed(job))
         assert bool(kills) == (way in ("preempted", "requeue", "scancel"))
         assert ("Slurm's time limit is at" in slurm.printed(job)) == way.startswith("scancel --")
@@ -109,7 +109,7 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
     print(f"{kind}, {way}: went on after {time.monotonic() - began:.1f} s")
     assert resumed == step if saves else resumed >= 20
     counts = rf"(?s)going on after step {resumed}$.*?^step {resumed + 5} "
-    slurm.wait_for_line(job, counts, within=120)  # from what it has restored
+    slurm.wait_for_line(job, counts, within=120)  # from the restored counts
 
 
 @pytest.mark.timeout(900)
@@ -117,7 +117,7 @@ def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("kind", ["ray", "dask"])
 def test_a_node_dies(slurm: Slurm, kind: str, pool: str) -> None:
-    """A run whose groups restart outlives a node: Slurm, too, has noticed by then, and leaves the job alone."""
+    """A run whose groups restart continues after a node's death, in the same job, though Slurm has the node down."""
     (slurm.folder / "ticks.yaml").write_text(RESTARTS.format(pool=POOLS[pool]))
     job = submit(slurm, kind)
     slurm.wait_for_line(job, r"^step 25 ", within=300)
@@ -135,14 +135,14 @@ def test_a_node_dies(slurm: Slurm, kind: str, pool: str) -> None:
     slurm.wait_for_line(job, rf"^step {last + 50} ", within=60)  # ten seconds
     assert restarted >= 20
     assert slurm.state(job) == "RUNNING"
-    assert slurm.printed(job).count("ticks: started in") == 1  # neither queued again
+    assert slurm.printed(job).count("ticks: started in") == 1  # nor was the job requeued
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=["low"])
 def test_dask_jobqueue(slurm: Slurm) -> None:
-    """Each Dask worker is a job: a pool waits for as many as it needs, and one whose job is cancelled is replaced."""
-    if importlib.util.find_spec("dask_jobqueue") is None:  # importing it would set a handler of signals
+    """A pool waits for the Dask workers that dask-jobqueue submits as jobs; a cancelled one is replaced."""
+    if importlib.util.find_spec("dask_jobqueue") is None:  # an import would set a signal handler
         pytest.skip("dask-jobqueue isn't installed: pip install dask-jobqueue")
     done = slurm.machines[0].run("python", "jobqueue.py", cwd=slurm.folder, timeout=400, check=False)
     assert done.stdout.split()[-2:] == ["restarted", "replaced"], f"{done.stdout}\n{done.stderr}"

@@ -1,4 +1,4 @@
-"""What an option is annotated as, it is made: paths, enumerations, dtypes, dates, sets, tuples; or it is a mistake."""
+"""Options become values of their annotated types, such as paths, enumerations and dtypes, or are mistakes."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def config(options: dict[str, Any], processes: bool = False) -> dict[str, Any]:
 
 
 def test_what_a_role_gets() -> None:
-    """All in one, on a process, which has the role's module for itself; the config itself stays plain."""
+    """A role in a process gets all its options converted, and the config itself stays plain."""
     together: dict[str, Any] = {}
     for name, value, _ in MADE:
         together.setdefault(name, value)
@@ -222,7 +222,7 @@ def test_what_is_made(name: str, value: Any, made: str) -> None:
 
 @pytest.mark.parametrize(("name", "value", "told"), WRONG, ids=lambda each: str(each)[:20])
 def test_what_is_a_mistake(name: str, value: Any, told: str) -> None:
-    """With its place; a parameter that takes any name says what those are."""
+    """A wrong option is reported with its place."""
     (found,) = mistakes(config({name: value}))
     assert str(found).startswith(f"groups.group.roles.taker.with.{told}")
 
@@ -241,7 +241,7 @@ def test_of_jobs_and_observers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_of_executors() -> None:
-    """An executor's own options, by `connect` as by a config."""
+    """An executor's options are converted and checked by their annotations."""
 
     class Placed(colocate_executor()):  # type: ignore[misc]
         name = "placed"
@@ -255,7 +255,7 @@ def test_of_executors() -> None:
 
 
 class Engine:
-    """One that says what it was given."""
+    """An engine that keeps its arguments."""
 
     def __init__(self, ctx: Context, path: Path, names: set[str]) -> None:
         self.given = path, names
@@ -265,7 +265,7 @@ class Engine:
 
 
 def test_of_engines() -> None:
-    """In the role's process, and in one of their own."""
+    """An engine gets converted options, also from an engine server."""
     options: dict[str, Any] = {"path": "/a", "names": ["x"]}
     made: Any = EngineRole(Engine, **options).engine
     serving = _EngineServer(None)  # type: ignore[arg-type]

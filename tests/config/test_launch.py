@@ -89,7 +89,7 @@ def test_the_graph_names_the_lines_of_the_config(load: Callable[..., Config]) ->
 
 
 def test_the_graph_names_the_option_that_made_something(load: Callable[..., Config]) -> None:
-    """Not the line of the command that read the option."""
+    """The graph names the option, not the line that read the option."""
     changes = ["+pools.second.slots=3", "pools.second.cpus=2", "groups.group.pool=second", "pools.main.slots=1"]
     with pytest.warns(UserWarning, match="no group uses"):
         config = load(executor="local", set=changes)
@@ -133,7 +133,7 @@ def test_a_run_leaves_its_record(load: Callable[..., Config], tmp_path: Path) ->
 
 
 def test_scalars_of_numpy_and_torch_are_numbers(load: Callable[..., Config]) -> None:
-    """And their whole ones are steps."""
+    """NumPy's and torch's scalars are logged as numbers, whole ones as steps."""
     numpy = pytest.importorskip("numpy")
     torch = pytest.importorskip("torch")
 
@@ -151,7 +151,7 @@ def test_scalars_of_numpy_and_torch_are_numbers(load: Callable[..., Config]) -> 
 
 
 def test_a_job_on_another_thread_sets_no_handlers(load: Callable[..., Config]) -> None:
-    """One on the main thread does, and they are gone with it."""
+    """A job sets a handler of SIGINT on the main thread only, and for its duration."""
     before, found = signal.getsignal(signal.SIGINT), []
 
     def job(run: Run) -> None:

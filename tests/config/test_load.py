@@ -1,4 +1,4 @@
-"""What a right config becomes."""
+"""Correct configs, and the objects that they become."""
 
 from collections.abc import Callable
 from pathlib import Path

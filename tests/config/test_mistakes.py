@@ -1,4 +1,4 @@
-"""What a wrong config is told: path, line, message, and the nearest key; everything at once."""
+"""Errors of wrong configs: path, line, message and nearest key, for all mistakes at once."""
 
 import itertools
 import os
@@ -165,7 +165,7 @@ def test_a_key_that_is_there_twice(write: Write) -> None:
 
 
 def test_aliases_are_bounded(write: Write) -> None:
-    """Each alias is a copy: nine lines of ten aliases each would be a thousand million values."""
+    """The size of aliases is bounded: nine lines of ten aliases each would be a thousand million values."""
     names = "abcdefghij"
     lines = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(names)]
     found = mistakes(write("\n".join(["a: &a [lol]", *lines])))
@@ -174,12 +174,12 @@ def test_aliases_are_bounded(write: Write) -> None:
     long = only({}, set=["name=[&a " + "x" * 2000 + ", " + ", ".join(["*a"] * 1200) + "]"])
     assert "its aliases stand for" in long
     assert "contains it" in str(mistakes(write("pools: &p {main: *p}"))[0])
-    pools = "".join(f"  p{i}: *main\n" for i in range(500))  # as many as a config has are fine
+    pools = "".join(f"  p{i}: *main\n" for i in range(500))  # As many aliases as a config has are fine.
     assert len(load_config(write("pools:\n  main: &main {slots: 1, host_memory: 1GiB}\n" + pools)).pools) == 501
 
 
 def test_what_is_not_in_a_file(write: Write, tmp_path: Path) -> None:
-    """A change, or a dict, has what YAML can't say."""
+    """Values that YAML can't express are refused, and so is a file that isn't UTF-8 text."""
     assert "is no int" in only(write("name: a"), set=[f"seed={'9' * 5000}"])
     assert only({"pools": {"a": {"slots": 1, "env": {"A": b"x"}}}}).startswith(
         "pools.a.env.A: a config has plain values only (text, numbers, lists, dicts), not bytes"
@@ -196,7 +196,7 @@ def test_what_is_not_in_a_file(write: Write, tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_of_yaml(tmp_path: Path) -> None:
-    """One that never ends, or is too large to be read in good time; a pipe is read as a file is."""
+    """Endless files, too large files and folders are refused; a pipe is read like a file."""
     for path in ("/dev/zero", "/dev/urandom"):
         with pytest.raises(ConfigError, match=f"{path} is no config: it has more than 1,000,000 bytes"):
             load_config(path)
@@ -213,7 +213,7 @@ def test_what_is_no_file_of_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["name", "pools.{}", "groups.{}", "groups.g.roles.{}"])
 def test_a_name_that_no_file_can_have(write: Write, place: str) -> None:
-    """Folders of runs and of checkpoints are called so."""
+    """A name too long for a file is refused: folders have these names."""
     for name, fits in (("a" * 100, True), ("a" * 300, False), ("ä" * 60, False)):
         roles = {name if "roles" in place else "r": "config_roles:Open"}
         config = {
@@ -232,7 +232,7 @@ def test_a_name_that_no_file_can_have(write: Write, place: str) -> None:
 
 
 def test_a_pool_of_no_slots(write: Write) -> None:
-    """What else is wrong in it is told, too."""
+    """A pool without slots has its other mistakes reported, too."""
     found = mistakes(write("pools: {a: {slots: 0, gpus: 0.5, timeout: -1, host_memory: much}}\n"))
     assert sorted(each.path for each in found) == [
         f"pools.a.{it}" for it in ("gpus", "host_memory", "slots", "timeout")
@@ -240,7 +240,7 @@ def test_a_pool_of_no_slots(write: Write) -> None:
 
 
 def test_a_pool_that_may_have_fewer_slots(write: Write) -> None:
-    """Roles that can't go on with fewer are told where they say so."""
+    """A role that can't run on fewer slots is reported at the key that prevents it."""
     text = """
         pools: {main: {slots: 3, at_least: AT_LEAST, spares: SPARES}}
         groups:
@@ -320,7 +320,7 @@ class TestRoles:
 
     @pytest.mark.skipif(sys.version_info < (3, 12), reason="such statements are Python 3.12's")
     def test_names_of_types(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is annotated with a name (`type Size = int`) is what that stands for."""
+        """An option annotated with an alias (`type Size = int`) is checked by the alias's type."""
         code = """
             from colocate import Role, method
             type Size = int
@@ -353,7 +353,7 @@ class TestRoles:
         on_gpus = text.replace("slots: 2", "slots: 2, gpus: 1")
         load_config(write(on_gpus), set=["executor.with.processes=true"])
         monkeypatch.setattr(needs, "KIND", gpus.KINDS["AMD"])
-        load_config(write(text))  # its slots have none
+        load_config(write(text))  # These slots have no GPU.
         assert "actor.sleep: role 'actor' says sleep=\"vmm\", which is for GPUs of NVIDIA" in only(write(on_gpus))
 
     def test_a_mesh_that_does_not_fit_its_slots(self, write: Write) -> None:
@@ -456,7 +456,7 @@ class TestChanges:
         ],
     )
     def test_a_name_that_the_file_lacks(self, write: Write, change: str, at: str, near: str) -> None:
-        """Where the config gives the names, a typo would make another one: so a + makes one, and nothing else."""
+        """A change to a missing name is refused, with the nearest name and the + that would make a new one."""
         path = write("""\
             pools: {main: {slots: 2, env: {LEVEL: info}}}
             executor: {use: local, with: {processes: true}}
@@ -519,7 +519,7 @@ class TestChanges:
 
 
 class TestNeeds:
-    """A role class says what it needs; what can't run isn't approved."""
+    """A config is refused if its executor can't provide what its roles and pools need."""
 
     def test_process_groups_of_threads(self, write: Write) -> None:
         text = GROUP.replace("Actor", "Together")
@@ -550,7 +550,7 @@ class TestNeeds:
         load_config(path, set=[*swap, spills, "executor.with.processes=true"])
         kept = ["pools.main.gpus=1", "groups.policy.roles.actor.sleep=vmm"]
         assert "slots of 'local' are threads of the driver's, where no role sleeps" in only(path, set=kept)
-        load_config(path, set=kept[1:])  # without a GPU it says nothing
+        load_config(path, set=kept[1:])  # ignored without a GPU
 
     def test_the_default_group(self, write: Write) -> None:
         told = only(write(GROUP + "        with: {hidden: 1}\n        default_group: true"))
@@ -569,7 +569,7 @@ class TestWarnings:
 
 
 def test_what_roles_and_jobs_check_themselves(write: Write) -> None:
-    """It is told with the line of its option, or of what stands for it; signatures go first."""
+    """Mistakes that roles and jobs find have a line; after a wrong signature no check runs."""
     path = write(
         """\
         pools: {main: {slots: 1}}
@@ -617,7 +617,7 @@ class Engine(colocate.Role):
 
 
 def test_a_module_that_is_not_installed(write: Write, tmp_path: Path) -> None:
-    """It is one mistake, however many roles and jobs need it; modules that are misspelt are one each."""
+    """A missing module is one mistake, however many roles and jobs need it; each misspelt module is one."""
     (tmp_path / "needing.py").write_text("import nothing_like_torch\n")
     (tmp_path / "named.py").write_text(_NAMES_AN_ENGINE)
     roles = {name: {"use": f"needing:{name}"} for name in "abc"} | {"d": {"use": "named:Engine"}}

@@ -1,4 +1,4 @@
-"""Options of all kinds that a config can say: checked with the rest, and made before their role or job is."""
+"""Options that are objects: checked with the rest of a config, and made before their role or job."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(change: Callable[[dict[str, Any]], object], where: str = "roles") -> dict[str, Any]:
-    """The config with another model."""
+    """Return the config with another model."""
     config = copy.deepcopy(CONFIG)
     entry = config["job"] if where == "job" else config["groups"]["group"]["roles"]["worker"]
     change(entry["with"])
@@ -97,7 +97,7 @@ def changed(change: Callable[[dict[str, Any]], object], where: str = "roles") ->
 
 
 def test_they_are_made(tmp_path: Path) -> None:
-    """Nested, in lists, in mappings and where they are one of several kinds; the config itself stays plain."""
+    """Options are made inside objects, lists, mappings and unions, and the config itself stays plain."""
     config = colocate.load_config(CONFIG)
     assert colocate.load_config(config.to_dict()) == config
     with colocate.launch(config) as job:
@@ -126,7 +126,7 @@ def test_they_are_made(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_in_them(change: Callable[[dict[str, Any]], object], told: str) -> None:
-    """It is told by its place, as anywhere in a config."""
+    """A mistake inside an option is reported with its place."""
     with pytest.raises(ConfigError) as caught:
         colocate.load_config(changed(change))
     assert [str(mistake) for mistake in caught.value.mistakes] == [f"groups.group.roles.worker.with.{told}"]

@@ -1,4 +1,4 @@
-"""What a config may have imported: plugins of its allow-list, and modules only where the caller wants that."""
+"""Imports by a config: plugins of its allow-list, and modules only if the caller permits them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_acme(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if no test had imported it before, in this process."""
+    """Remove a package from the imported modules."""
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -60,7 +60,7 @@ def test_what_is_allowed_is_used(write: Write, allowed: str) -> None:
 
 @pytest.mark.usefixtures("with_acme")
 def test_what_is_not_allowed_is_not_imported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """colocate's own may always be used."""
+    """A plugin that isn't allowed isn't imported; colocate's own always are allowed."""
     forget("acme", monkeypatch)
     (found,) = mistakes(write(PLUGINS + "    plugins: {allow: [other]}"))
     assert found.endswith(
@@ -88,7 +88,7 @@ def test_jobs_are_asked_for_too(write: Write) -> None:
 
 @pytest.mark.usefixtures("with_acme")
 def test_engines_are_asked_for_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are named by an option of a role that is allowed."""
+    """An engine that an allowed role's option names has to be allowed, too."""
     forget("acme", monkeypatch)
     engine = PLUGINS.replace("acme.reward, with: {scale: 2.0}", "rollout.engine, with: {engine: dice}")
     (found,) = mistakes(write(engine + "    plugins: {allow: [rollout, acme]}"))
@@ -118,10 +118,10 @@ PROCESSES = {"executor": {"use": "local", "with": {"processes": True}}}
 
 
 class TestCodeThatIsNotNamed:
-    """`allow_import=False`: what a config could have run without naming it."""
+    """`allow_import=False` refuses a config that could run code without naming it."""
 
     def test_the_environment_of_a_pool_runs_nothing(self, write: Write, tmp_path: Path) -> None:
-        """`PYTHONPATH` would run the `sitecustomize.py` beside the config, in the worker, before anything else."""
+        """A pool's variables are refused unless listed: `PYTHONPATH` would run a `sitecustomize.py` in the worker."""
         (tmp_path / "sitecustomize.py").write_text("raise SystemExit('ran')")
         config = write(
             f"""\
@@ -137,7 +137,7 @@ class TestCodeThatIsNotNamed:
               broken: {{slots: 0, timeout: soon, env: {{NCCL_CONF_FILE: theirs}}}}
             """
         )
-        assert len(mistakes(config)) == 2  # those of the pool 'broken'
+        assert len(mistakes(config)) == 2  # the mistakes of the pool 'broken'
         found = mistakes(config, allow_import=False)
         refused = [text.partition(": it isn't")[0] for text in found if "can't set" in text]
         assert refused == [
@@ -167,7 +167,7 @@ class TestCodeThatIsNotNamed:
             load_config(config, set=["+pools.main.env.PYTHONPATH=x"], allow_import=False)
 
     def test_a_child_runs_no_program_of_theirs(self, write: Write) -> None:
-        """Nor what a variable would have it load; what the caller says is the caller's."""
+        """A config can't set a child's program or environment; the caller's changes can."""
         role = "{use: rollout.engine, with: {engine: transformers, model: here/model, child: %s}}"
         config = "pools: {main: {slots: 1}}\ngroups: {policy: {pool: main, roles: {rollout: %s}}}"
         for child in ("{python: /tmp/theirs}", "{env: {LD_PRELOAD: /tmp/theirs.so}}"):
@@ -205,7 +205,7 @@ class TestCodeThatIsNotNamed:
     def test_options_of_executors_run_nothing(
         self, write: Write, engine: str | None, use: str, harmless: dict[str, object], harmful: dict[str, object]
     ) -> None:
-        """Every option is in one list or the other."""
+        """Each option of an executor is harmless or refused; only the caller sets refused ones."""
         if engine is not None:
             pytest.importorskip(engine)
         assert set(options_of(find_executor(use)).parameters) - {"strict"} == ({*harmless} | {*harmful}) - {"strict"}
@@ -216,7 +216,7 @@ class TestCodeThatIsNotNamed:
         with pytest.raises(ConfigError) as caught:
             load_config({"executor": {"use": use, "with": harmful}}, allow_import=False)
         assert {mistake.path for mistake in caught.value.mistakes} == {f"executor.with.{name}" for name in harmful}
-        # What the caller says is the caller's.
+        # The caller's changes may set harmful options.
         changes = [f"executor.with.{name}={json.dumps(value)}" for name, value in harmful.items()]
         load_config(write(f"executor: {use}"), set=changes, allow_import=False)
 
@@ -229,7 +229,7 @@ class TestCodeThatIsNotNamed:
         assert "doesn't say" in (Silent.objection("library", "theirs.so") or "")
 
     def test_a_job_imports_no_questions_of_theirs(self) -> None:
-        """A task may be a function of a module: one that the config names isn't imported, one of the caller's is."""
+        """A config's task can't be a function of a module; a task in the caller's changes can."""
         actor = {"use": "grpo.actor", "with": {"hidden": 16}}
         groups = {"policy": {"pool": "main", "roles": {"actor": actor, "reward": "ppo.reward"}}}
         config: dict[str, Any] = {"pools": {"main": {"slots": 1}}, "groups": groups}

@@ -1,4 +1,4 @@
-"""`${NAME}` in a config: filled in from the environment where it is read, or a mistake."""
+"""`${NAME}` in a config is filled in from the reader's environment, or is a mistake."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(write: Write, *lines: str, **options: Any) -> dict[str, Any]:
-    """The options of a role."""
+    """Return the options of a role."""
     text = TOP + "".join(f"              {line}\n" for line in lines)
     return load_config(write(text), **options).groups["policy"].roles["other"].with_
 
@@ -47,7 +47,7 @@ def found(write: Write, *lines: str, **options: Any) -> dict[str, Any]:
         ("${PLACE}/x", "/data/a b/x"),
         ("run-${JOB}-${JOB}", "run-42-42"),
         ("[a, '${JOB}']", ["a", "42"]),
-        ("${JOB}", 42),  # unquoted: as if it stood there
+        ("${JOB}", 42),  # unquoted: read as YAML
         ("${JOB}.5", 42.5),
         ("'${JOB}'", "42"),
         ("${NOTHING}", None),
@@ -60,7 +60,7 @@ def found(write: Write, *lines: str, **options: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_filled_in(write: Write, written: str, wanted: object) -> None:
-    """It is in the file, in a change or in a dict; and the config that is written out reads as the same."""
+    """A variable is filled in for a file and for a change, and the dumped config loads as the same config."""
     if written.startswith("{{"):
         written = f"'{written}'"
     options = found(write, f"x: {written}")
@@ -100,20 +100,20 @@ def test_what_is_a_mistake(write: Write, written: str, told: str) -> None:
 
 
 def test_inside_of_braces(write: Write) -> None:
-    """YAML takes the braces for its own: what to do is said."""
+    """A variable inside of braces is refused with advice."""
     assert only(write("pools: {main: {slots: ${JOB}}}")).endswith(
         "inside of {...} and [...] a value with ${NAME} stands in quotes"
     )
 
 
 def test_as_a_shell_would_write_it(write: Write) -> None:
-    """It stays, and is told where there is such a variable."""
+    """`$NAME` as in a shell stays, with a warning if there is such a variable."""
     with pytest.warns(UserWarning, match=r"line 12: .*with\.x: \$PLACE isn't filled in; \$\{PLACE\} would be"):
         assert found(write, "x: $PLACE/x") == {"x": "$PLACE/x"}
 
 
 def test_a_config_of_others_reads_none(write: Write) -> None:
-    """It could have them sent somewhere; the caller's own changes may."""
+    """A config of others can't read the environment; the caller's changes can."""
     path = write("name: n-${HF_TOKEN}\nobserve: ['${HF_TOKEN}']")
     told = [str(each) for each in mistakes(path, allow_import=False)]
     assert told[0] == (
@@ -125,7 +125,7 @@ def test_a_config_of_others_reads_none(write: Write) -> None:
 
 
 def test_secrets_stay_where_they_are(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who runs has them; what is written or shown says where they came from."""
+    """A run has the values of secrets, and a written or shown config has the variables' names."""
     lines = ["url: https://me:${HF_TOKEN}@host", "many: [a, '${HF_TOKEN}']", "place: ${PLACE}"]
     path = write(TOP + "".join(f"              {line}\n" for line in lines))
     changes = ["pools.main.env={HF: '${HF_TOKEN}'}"]

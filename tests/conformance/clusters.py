@@ -1,4 +1,4 @@
-"""A cluster in a process of its own, which many tests join: `python clusters.py ray|dask`. It ends with its input."""
+"""A cluster in its own process, which many tests join: `python clusters.py ray|dask`. It ends with its input."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import json
 import sys
 from typing import Any
 
-# Groups that tests share have eight, who needs most has six beside them, and ten die in tests; nobody replaces one.
+# Shared groups take eight, the largest test six more, and ten die in tests; none is replaced.
 _DASK_WORKERS = 24
 
 
 def ray() -> None:
-    """A node with 8 CPUs."""
     from ray.cluster_utils import Cluster
 
     made: Any = Cluster
-    spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # seconds of processor time
+    spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # saves seconds of CPU time
     cluster = made(initialize_head=True, head_node_args={"num_cpus": 8, **spared})
     tell(cluster.address)
     cluster.shutdown()
 
 
 def dask() -> None:
-    """A scheduler, and workers in the same process: roles run in processes beside it anyway."""
+    """Run a scheduler with workers in the same process: roles run in their own processes anyway."""
     from distributed import LocalCluster
 
     options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": "127.0.0.1:0"}
@@ -31,7 +30,6 @@ def dask() -> None:
 
 
 def tell(address: str) -> None:
-    """Say where it is, and wait until it isn't needed any more."""
     print(json.dumps({"address": address}), flush=True)
     sys.stdin.read()
 

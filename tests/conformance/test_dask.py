@@ -14,7 +14,7 @@ pytest.importorskip("distributed")
 
 @pytest.fixture(scope="module", autouse=True)
 def shared() -> Iterator[None]:
-    """The cluster that the suite joins, but where it asks for an engine of its own."""
+    """Start the cluster that the suite joins, except in tests with an engine of their own."""
     with cluster("dask") as options:
         TestDask.options = options
         yield
@@ -28,7 +28,7 @@ class TestDask(Executor):
     last_words = "left the cluster"
 
     def vanish(self, place: Place) -> None:
-        """Close the Dask worker: all of the cluster's are in one process."""
+        """Close the Dask worker: all Dask workers of the cluster share one process."""
         from distributed import Client
 
         async def close(keeper: str, dask_worker: Any) -> None:
@@ -42,5 +42,5 @@ class TestDask(Executor):
             client.run(close, place.handle.address)
 
     def freeze(self, place: Place) -> None:
-        """Their process can't be stopped without the scheduler's."""
+        """Skip: the Dask workers share the scheduler's process, which must not be stopped."""
         pytest.skip("the Dask workers of this cluster are in the scheduler's process; tests/dask stops one")

@@ -1,4 +1,4 @@
-"""The leak fixture finds what it is there for, and the pytest plugin costs nothing to those who don't use it."""
+"""The leak fixture reports no false leaks, and the pytest plugin imports nothing until it is used."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from colocate.testing.leaks import LeakWatch, share_between_tests
 
 
 def test_what_is_shared_is_no_leak() -> None:
-    """What several tests share is its maker's to close."""
+    """Descriptors that `share_between_tests` encloses are no leak of the watched test."""
     outer = LeakWatch()
     with share_between_tests():
         read, write = os.pipe()
@@ -23,7 +23,7 @@ def test_what_is_shared_is_no_leak() -> None:
 
 
 def test_what_a_gpu_needs_is_no_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CUDA opens its devices when it is first used, and closes them when the process ends."""
+    """GPU device files are no leak: CUDA opens them at its first use, and closes them at the process's end."""
     watch = LeakWatch()
     with (tmp_path / "nvidia0").open("w"):
         assert any("nvidia0" in words for words in watch.describe_leaks())

@@ -1,4 +1,4 @@
-"""The suite on an executor from a separately installed distribution: the seam is open."""
+"""The suite on an executor from a separately installed distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colocate.testing.executors import Executor
 
 @pytest.fixture(scope="module", autouse=True)
 def outpost(installed: Installed) -> Iterator[Path]:
-    """Install it, as pip would have put it on the path of this process and of those that it starts."""
+    """Install the distribution on the path of this process and its children, as pip would."""
     folder = installed("outpost")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
@@ -22,7 +22,7 @@ def outpost(installed: Installed) -> Iterator[Path]:
 
 
 class TestOutpost(Executor):
-    """Slots are kept by processes that a stranger's executor has started."""
+    """Slots are kept by processes that a third-party executor has started."""
 
     executor = "outpost"
     last_words = "its post ended with exit code -9"

@@ -1,4 +1,4 @@
-"""The example of the page Write an executor on several machines: its posts are started by ssh."""
+"""The example of the page Write an executor on several machines, with posts started by ssh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocate.errors import ConfigError, PlacementError, WorkerDied
 from colocate.testing.executors import Smoke
 from colocate.testing.waiting import PATIENCE_S
 
-HOSTS = ["127.0.0.2", "127.0.0.3"]  # addresses of this machine, which stand for two of them
+HOSTS = ["127.0.0.2", "127.0.0.3"]  # two addresses of this machine stand for two machines
 FAKE = """#!/bin/sh
 # As ssh does: options, a machine, and words that a shell there runs.
 while [ "${1#-}" != "$1" ]; do shift 2; done
@@ -44,7 +44,7 @@ SetEnv PYTHONPATH={path}
 
 
 class Where(Role):
-    """Says where it is."""
+    """A role that returns its pid, and sums over ranks."""
 
     @method
     def pid(self) -> int:
@@ -87,15 +87,15 @@ class TestTwoHosts(Smoke):
     last_words = "its post ended with exit code -9"
 
     def test_the_slots_lie_on_both(self, pair: colocate.ColocatedGroup) -> None:
-        """Otherwise nothing here would be proved."""
+        """The two slots lie on the two hosts; otherwise these tests would prove nothing."""
         assert [slot.node for slot in pair.owner.slots] == HOSTS
 
 
 @pytest.mark.parametrize("env", [{}, {"LONG": "x" * 200_000}], ids=["after", "amid"])
 def test_a_host_that_cannot_be_reached(env: dict[str, str]) -> None:
-    """The error names the host, and no slot stays held: ssh ends before the post is told its slot, or amid that.
+    """An unreachable host is named in the error, and no slot stays held, at whichever moment ssh ends.
 
-    No pipe holds the long one, so that ssh has ended before all of it is written.
+    The long variable exceeds a pipe's capacity, so that ssh has ended before all of it is written.
     """
     with colocate.connect("outpost", hosts=["127.0.0.2", "127.0.0.4"], cpus=1) as runtime:
         with pytest.raises(PlacementError, match=r"the post on 127\.0\.0\.4 ended at once, with exit code 255"):
@@ -111,7 +111,7 @@ def test_a_host_that_would_be_an_option() -> None:
 
 @pytest.fixture
 def through(outpost: str, tmp_path: Path) -> Iterator[list[str]]:
-    """A real sshd on both addresses, and the command by which it is reached."""
+    """Start a real sshd on both addresses; yield the ssh command that reaches it."""
     path = os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if each != outpost)
     sshd = shutil.which("sshd", path=f"{path}:/usr/sbin")
     ssh, keygen = shutil.which("ssh", path=path), shutil.which("ssh-keygen", path=path)
@@ -143,7 +143,7 @@ def through(outpost: str, tmp_path: Path) -> Iterator[list[str]]:
 
 
 def test_by_a_real_sshd(through: list[str]) -> None:
-    """Two machines as far as ssh knows: values and process groups cross, and a killed worker's end is told."""
+    """Over a real sshd, values and process groups cross between hosts, and a killed worker is reported."""
     options: dict[str, Any] = {"hosts": HOSTS, "through": through}
     with colocate.connect("outpost", **options) as runtime, runtime.reserve(2, strategy="spread") as pool:
         group = pool.spawn({"where": colocate.role(Where)})

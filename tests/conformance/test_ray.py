@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 @pytest.fixture(scope="module", autouse=True)
 def shared() -> Iterator[None]:
-    """The cluster that the suite joins, but where it asks for an engine of its own."""
+    """Start the cluster that the suite joins, except in tests with an engine of their own."""
     with cluster("ray") as options:
         TestRay.options = options
         yield

@@ -1,4 +1,4 @@
-"""The suite for roles: passed by those that keep the laws, and failed by each that doesn't, saying where."""
+"""The role suite passes for roles that keep the laws, and fails for a role that breaks one, with the place."""
 
 import json
 import threading
@@ -74,11 +74,11 @@ class CounterSuite(RoleSuite):
 
 
 class TestCounter(CounterSuite):
-    """A role of a test's own."""
+    """The suite on a role that a test module defines."""
 
 
 class TestSumming(RoleSuite):
-    """A role that needs a process for each rank."""
+    """The suite on a role that needs a process for each rank."""
 
     role = colocate.role(Summing)
 
@@ -88,7 +88,7 @@ class TestSumming(RoleSuite):
 
 
 class TestByName(RoleSuite):
-    """A role that is named."""
+    """The suite on a role given by its name."""
 
     role = colocate.role("colocate.testing.probes.rows:Rows")
     ranks = 3
@@ -107,12 +107,12 @@ class TestByName(RoleSuite):
         }
 
     def test_every_method_has_a_call(self) -> None:
-        """All but the one whose result is no good, and this suite says so."""
+        """The suite names the one method without a sample call, whose result isn't valid."""
         with pytest.raises(AssertionError, match="no call for: no_rows"):
             super().test_every_method_has_a_call()
 
     def test_alone(self) -> None:
-        """Rank 1 isn't there."""
+        """A method that needs rank 1 fails with DispatchError on one rank, and the note says so."""
         with pytest.raises(colocate.DispatchError) as caught:
             super().test_alone()
         assert "alone" in caught.value.__notes__[0]

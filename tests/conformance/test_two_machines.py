@@ -1,4 +1,4 @@
-"""The suite where slots lie on two machines: network namespaces that reach each other by a cable alone."""
+"""The suite on two machines: network namespaces that only one cable connects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Far(Outposts):
 
 @attrs.frozen
 class Cable:
-    """Between this machine and the other one."""
+    """The cable between this machine and the other one."""
 
     namespace: str
     here: str
@@ -64,11 +64,11 @@ class Cable:
     end: str
 
     def pull(self) -> None:
-        """Cut it: nobody is told."""
+        """Cut the cable; neither side is notified."""
         ip("link", "set", self.end, "down")
 
     def plug(self) -> None:
-        """Mend it."""
+        """Reconnect the cable."""
         ip("link", "set", self.end, "up")
 
 
@@ -78,7 +78,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def cable() -> Iterator[Cable]:
-    """The other machine, and a cable to it; skipped where this user may make none."""
+    """Create the other machine and a cable to it; skip if this user may not."""
     number = os.getpid()
     name, end, other = f"colocate-{number}", f"ch{number}", f"ct{number}"
     subnet = f"10.213.{number % 250}"
@@ -101,12 +101,12 @@ def cable() -> Iterator[Cable]:
         ip("-n", name, "link", "set", "lo", "up")
         yield cable
     finally:
-        ip("netns", "del", name)  # and with it both ends
+        ip("netns", "del", name)  # deletes both ends, too
 
 
 @pytest.fixture(scope="module", autouse=True)
 def far(installed: Installed, cable: Cable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An executor with a post on each of the two, installed as pip would have."""
+    """Install an executor with a post on each machine, as pip would."""
     folder = tmp_path_factory.mktemp("far")
     (folder / "far_executor.py").write_text(textwrap.dedent(FAR))
     about = folder / "far-1.dist-info"
@@ -139,7 +139,7 @@ class TestTwoMachines(Smoke):
     test_default_group = Executor.test_default_group
 
     def test_the_slots_lie_on_both(self, pair: colocate.ColocatedGroup) -> None:
-        """Otherwise nothing here would be proved."""
+        """The two slots lie on the two machines; otherwise these tests would prove nothing."""
         assert [slot.node for slot in pair.owner.slots] == ["here", "there"]
 
 
@@ -147,9 +147,9 @@ ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": coloca
 
 
 def test_a_cable_that_is_pulled(cable: Cable) -> None:
-    """The group fails, with the machine's name, and nothing is left on either side though nobody can tell the other.
+    """A cut cable fails the group with the node's name, and the workers of both sides end without a message.
 
-    One of who bears longer silences goes on when the cable is back: its calls and its process groups.
+    A runtime that tolerates longer silences continues when the cable is back: its calls and its process groups.
     """
     patient = colocate.connect("far", **TestTwoMachines.options, cut_s=PATIENCE_S)
     with (
@@ -184,7 +184,7 @@ def test_a_cable_that_is_pulled(cable: Cable) -> None:
 
 
 def test_a_large_value_crosses_the_cable_once(cable: Cable) -> None:
-    """One of the other machine's workers passes it on to the others there, amid calls and after one that has failed."""
+    """A large argument crosses the cable once: a worker there forwards it to its peers, also after a failed call."""
     with colocate.connect("far", **TestTwoMachines.options) as runtime:
         group = runtime.reserve(4, cpus=0, strategy="spread").spawn(ROLES)
         echo, faulty = group.role("echo", Echo), group.role("faulty", Faulty)
@@ -192,7 +192,7 @@ def test_a_large_value_crosses_the_cable_once(cable: Cable) -> None:
         assert there == 2
         value = bytes(range(256)) * (1 << 14)
         echo.echo(value)
-        echo.noop()  # where workers are reached is known by now
+        echo.noop()  # the workers' addresses are known by now
         for again in range(3):
             before = sent(cable)
             assert echo.echo([value, again]) == [[value, again]] * 4
@@ -207,6 +207,5 @@ def test_a_large_value_crosses_the_cable_once(cable: Cable) -> None:
 
 
 def sent(cable: Cable) -> int:
-    """How many bytes have gone to the other machine."""
     (line,) = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if f"{cable.end}:" in line)
     return int(line.partition(":")[2].split()[8])

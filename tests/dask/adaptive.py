@@ -1,6 +1,6 @@
-"""A Dask cluster without workers, in a process of its own, which obeys lines: `adapt MOST`, `scale COUNT`.
+"""A Dask cluster without workers, in its own process, with commands on stdin: `adapt MOST`, `scale COUNT`.
 
-Prints what to connect with, and ends with its input.
+The program prints the options to connect with, and ends at the end of its input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A Dask cluster of workers of several kinds on this machine, in a process of its own: tests join it as drivers do.
+"""A Dask cluster of workers of several kinds on this machine, in its own process, which tests join as drivers do.
 
 Its arguments are a JSON list of workers (`host`, `nthreads`, `resources`, `memory_limit`, `env`, `preload`) and the
-scheduler's port, 0 for any. With a third one, a folder of certificates, it talks by TLS. Prints what to connect with,
-and ends with its input.
+scheduler's port, 0 for any. A third argument, a folder of certificates, turns on TLS. The program prints the options
+to connect with, and ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from distributed import Nanny, Scheduler, Security
 
 
 def security(folder: Path, whose: str = "good") -> Security:
-    """The certificates of a folder."""
     sides = {
         f"tls_{side}_{part}": str(folder / f"{whose}-{part}.pem")
         for side in ("client", "scheduler", "worker")

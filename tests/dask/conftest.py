@@ -20,7 +20,7 @@ from colocate.testing.probes.plain import Echo
 
 pytest.importorskip("distributed", reason="Dask is not installed")
 
-# As dask-cuda's workers: one per GPU, all GPUs visible, its own first.
+# Imitates dask-cuda's workers: one per GPU, all GPUs visible, the worker's own first.
 DASK_CUDA = "import sys, types; sys.modules['dask_cuda'] = types.ModuleType('dask_cuda')\n"
 
 
@@ -28,7 +28,7 @@ DASK_CUDA = "import sys, types; sys.modules['dask_cuda'] = types.ModuleType('das
 def running(
     workers: Sequence[dict[str, Any]], *more: str, port: int = 0, stderr: int = subprocess.DEVNULL
 ) -> Iterator[str]:
-    """A cluster, of that port if need be; its address."""
+    """Start a cluster, on the given port if it isn't 0; yield its address."""
     script = Path(__file__).with_name("clusters.py")
     command = [sys.executable, str(script), json.dumps(workers), str(port), *more]
     with started("dask", command, stderr=stderr, own_temporary=True) as (_, options):
@@ -37,7 +37,7 @@ def running(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Five workers: two alike, and on another address one that declares 2 GPUs and two of dask-cuda's kind."""
+    """Start five workers: two alike, and on another address one that declares 2 GPUs and two like dask-cuda's."""
     fake = tmp_path_factory.mktemp("preload") / "pretend_dask_cuda.py"
     fake.write_text(DASK_CUDA)
     cuda = {"host": "127.0.0.2", "nthreads": 1, "preload": [str(fake)]}
@@ -55,14 +55,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def runtime(cluster: str) -> Iterator[Runtime]:
     with colocate.connect("dask", address=cluster) as runtime:
-        with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
+        with runtime.reserve(5, cpus=0) as pool:  # the first worker makes objects that last
             pool.spawn({"echo": colocate.role(Echo)})
         at_the_same_time(runtime._node.services.executor.nodes)
         yield runtime
 
 
 def at_the_same_time(ask: Callable[[], Any]) -> None:
-    """Have Dask open as many connections to the scheduler as any test will need: it keeps them."""
+    """Make Dask open as many connections to the scheduler as any test needs; Dask keeps them."""
     with ThreadPoolExecutor(3) as threads:
         for asked in [threads.submit(ask) for _ in range(3)]:
             asked.result()
@@ -70,7 +70,7 @@ def at_the_same_time(ask: Callable[[], Any]) -> None:
 
 @pytest.fixture(scope="module")
 def other(cluster: str) -> Iterator[Any]:
-    """Somebody else, who uses the cluster as Dask is meant to be used."""
+    """Connect a plain Dask client, as another user of the cluster."""
     from distributed import Client
 
     from colocate_dask import undocumented
@@ -83,7 +83,7 @@ def other(cluster: str) -> Iterator[Any]:
 
 
 def script(text: str, *arguments: str) -> subprocess.Popen[str]:
-    """A driver as a process of its own."""
+    """Start a driver in its own process."""
     preamble = "import json, os, sys, threading\nimport colocate\nfrom colocate.testing.probes.plain import Echo\n"
     return subprocess.Popen(
         [sys.executable, "-c", preamble + textwrap.dedent(text), *arguments],
@@ -96,12 +96,12 @@ def script(text: str, *arguments: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def planted(client: Any, label: str) -> Iterator[str]:
-    """A block in which a Dask worker is held for a client that there isn't; its address."""
+    """Hold a Dask worker for a client that doesn't exist; yield the worker's address."""
 
     from colocate_dask import reservations, undocumented
     from colocate_dask.offers import SlotRequest
 
-    async def plant(label: str, dask_scheduler: Any) -> str:  # inside, so that it goes to the scheduler by value
+    async def plant(label: str, dask_scheduler: Any) -> str:  # nested, so that it is sent by value
         table = undocumented.find_plugin(dask_scheduler, reservations.NAME)
         wanted = SlotRequest("planted", "Client-that-is-gone", "lost", 1, label=label)
         free = next(offer for offer in await table.offers() if not offer.taken)

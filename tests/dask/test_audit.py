@@ -1,4 +1,4 @@
-"""Audits on a cluster that is there already: by the scheduler's own table, whatever drivers remember."""
+"""Audits on an existing cluster use the scheduler's own table, not the drivers' memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from colocate_run.cli.cluster import Cluster, find_strays
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("runtime")  # what a first driver puts into the scheduler, is there
+@pytest.mark.usefixtures("runtime")  # the first driver installs objects in the scheduler
 def test_a_config_names_the_cluster(
     cluster: str, other: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command joins what a config joins; without an address it says that it has looked at no cluster."""
+    """The audit command joins the cluster that a config names; without an address it says that none was looked at."""
     monkeypatch.setattr("colocate.driver.list_strays", list)
     config = tmp_path / "audited.yaml"
     config.write_text("executor: {use: dask, with: {address: 'tcp://127.0.0.1:1', timeout: 1}}\n")
@@ -43,7 +43,7 @@ def test_a_config_names_the_cluster(
 
 @pytest.mark.long
 def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> None:
-    """What living drivers hold is theirs, and in nobody else's audit."""
+    """Reservations of living drivers are in no driver's audit."""
     with colocate.connect("dask", address=cluster) as driver, driver.reserve(2, cpus=0, name="theirs") as pool:
         pool.spawn({"echo": colocate.role(Echo)})
         assert not runtime.audit()

@@ -1,4 +1,4 @@
-"""What only Dask has of detached pools: whose Dask workers they are, what a lost one means, and a detach in vain."""
+"""Detached pools on Dask: the owner of their Dask workers, the loss of a worker, and a detach that fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from colocate_run.cli.cluster import Cluster, show_groups
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """Three workers alike."""
+    """Start three equal workers; yield the cluster's address."""
     with running([{"host": "127.0.0.1", "nthreads": 1}] * 3) as address:
         yield address
 
@@ -42,7 +42,7 @@ def name() -> str:
 
 
 def detached(runtime: Runtime, name: str) -> tuple[Pool, list[int], list[str]]:
-    """A pool of two slots; the pids of its workers, and the addresses of the Dask workers that hold them."""
+    """Detach a pool of two slots; return it, its workers' pids, and the addresses of its Dask workers."""
     pool = runtime.reserve(2, cpus=0, detachable=True)
     assert pool._node.reservation is not None
     there = list(pool._node.reservation.handle.slots)
@@ -63,10 +63,10 @@ def everything_is_free(runtime: Runtime) -> None:
 
 
 def test_the_lead_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
-    """Nobody can be granted a pool without its lead: all of it is freed, at once."""
+    """A detached pool that loses its lead keeper is freed at once: nobody could attach it."""
     _, pids, there = detached(runtime, name)
     workers = Processes(pids)
-    with leaks.share_between_tests():  # a nanny replaces it
+    with leaks.share_between_tests():  # a nanny replaces the Dask worker
         os.kill(process_of(cluster, there[0]), signal.SIGKILL)
         workers.wait_all()
         workers.release_all()
@@ -76,13 +76,13 @@ def test_the_lead_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
 
 @pytest.mark.long
 def test_another_slot_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
-    """The pool is still there, with a group that has failed; whoever attaches is told, and can close it.
+    """A detached pool stays when it loses another slot; a driver that attaches gets WorkerDied, and can close the pool.
 
-    By the keeper, or by the engine: whichever of the two he hears of first.
+    The report comes from the keeper or from the engine, whichever is first.
     """
     _, pids, there = detached(runtime, name)
     worker = Processes(pids[1:])
-    with leaks.share_between_tests():  # a nanny replaces it
+    with leaks.share_between_tests():  # a nanny replaces the Dask worker
         os.kill(process_of(cluster, there[1]), signal.SIGKILL)
         worker.wait_all()
         worker.release_all()
@@ -102,7 +102,7 @@ def test_the_lead_is_stopped(
     monkeypatch.setenv("COLUMNS", "200")
     _, pids, there = detached(runtime, name)
     workers = Processes(pids)
-    with leaks.share_between_tests():  # a nanny replaces it
+    with leaks.share_between_tests():  # a nanny replaces the Dask worker
         send_signal(process_of(cluster, there[0]), signal.SIGSTOP)
         (found,) = runtime.detached()
         assert (found["name"], found["answers"], found["driver"], found["left_s"]) == (name, False, None, None)
@@ -121,7 +121,7 @@ def test_the_lead_is_stopped(
 
 
 def test_nobody_comes(cluster: str, runtime: Runtime, name: str) -> None:
-    """When its time is up all of it is free, for anybody."""
+    """A detached pool whose time to live is over is freed for everybody."""
     pool = runtime.reserve(2, cpus=0, detachable=True)
     pool.detach(name, ttl=0.1)
     everything_is_free(runtime)
@@ -129,7 +129,7 @@ def test_nobody_comes(cluster: str, runtime: Runtime, name: str) -> None:
 
 
 def test_its_driver_is_nobody(cluster: str, runtime: Runtime, name: str) -> None:
-    """The scheduler has it for nobody: it stays when the client that reserved it goes, and isn't given to others."""
+    """A detached pool keeps its slots when the client that reserved it disconnects; others don't get them."""
     with colocate.connect("dask", address=cluster) as first:
         _, pids, _ = detached(first, name)
     assert runtime._node.services.executor.strays() == []
@@ -152,7 +152,7 @@ def new(runtime: Runtime) -> tuple[Pool, Counting]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
-    """Have the next detach fail when all keepers have agreed to it, after something else."""
+    """Make the next detach call `then` and fail, after all keepers have agreed to it."""
     detach = PoolKeepers.detach
 
     def fail(keepers: PoolKeepers, lease: Lease) -> None:
@@ -165,7 +165,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None
 
 
 def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A detach that fails in its last step leaves the pool to its driver, and to nobody else."""
+    """A detach that fails in its last step leaves the pool with its driver, and others can't attach it."""
     registrations: list[Any] = []
     executor: Any = other._node.services.executor
     failing(monkeypatch, lambda: registrations.append(executor.find_registration(name)))
@@ -175,7 +175,7 @@ def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypat
     assert view.add() == [1, 1]
     with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
         other.attach(name, own=True)
-    assert list_pools(executor._keepers, [registrations[0]]) == []  # also for who knows it from before
+    assert list_pools(executor._keepers, [registrations[0]]) == []  # also by a registration that was read before
     assert view.add() == [2, 2]
     runtime.close()
     everything_is_free(other)
@@ -183,7 +183,7 @@ def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypat
 
 @pytest.mark.long
 def test_worker_dies_while_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it hasn't been told of because the pool was as good as detached, the driver is told of then."""
+    """A worker that dies during a detach that fails makes its group fail with WorkerDied."""
     pool, view = new(runtime)
     group, pids = pool.groups["counting"], view.pid()
 

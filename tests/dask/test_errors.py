@@ -1,4 +1,4 @@
-"""What keeps a driver from a cluster: said clearly, within a bounded time, and nothing is left."""
+"""Errors that keep a driver from a Dask cluster: each names its cause, within a bounded time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITHOUT_COLOCATE = "import sys; sys.modules['colocate'] = None\n"
 
 
 def make_certificates(folder: Path) -> None:
-    """Those of a cluster, `good-…`, and those of another authority, `bad-…`."""
+    """Write certificates of the cluster, `good-…`, and of another authority, `bad-…`."""
     for whose in ("good", "bad"):
         authority = trustme.CA()
         one = authority.issue_cert("colocate.test")
@@ -42,7 +42,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_address() -> str:
-    """An address of this machine that others would use; loopback when it has none."""
+    """Return an address of this machine that others would use, or loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("192.0.2.1", 9))  # sends nothing
@@ -53,7 +53,7 @@ def own_address() -> str:
 
 @pytest.fixture(scope="module")
 def cluster(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A cluster that talks by TLS; one of its two workers has no colocate."""
+    """Start a TLS cluster of two workers, one of them without colocate; yield its address."""
     without = tmp_path_factory.mktemp("preload") / "without_colocate.py"
     without.write_text(WITHOUT_COLOCATE)
     each: dict[str, Any] = {"host": own_address(), "nthreads": 1}
@@ -63,7 +63,7 @@ def cluster(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_tls(cluster: str, certificates: Path) -> None:
-    """With the certificates of the cluster, as an object or as options, it is joined, and everything is encrypted."""
+    """A driver with the cluster's certificates, as an object or as options, joins it, and its keepers use TLS."""
     joined = colocate.connect("dask", address=cluster, security=security(certificates))
     with joined as runtime, runtime.reserve(1, cpus=0) as pool:
         assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
@@ -79,7 +79,7 @@ def test_tls(cluster: str, certificates: Path) -> None:
 
 
 def test_worker_without_colocate(cluster: str, certificates: Path) -> None:
-    """A worker that can't import colocate doesn't come into question, and the table says why."""
+    """A Dask worker that can't import colocate is no candidate for a slot, and the error says why."""
     joined = colocate.connect("dask", address=cluster, security=security(certificates))
     with joined as runtime, pytest.raises(PlacementError, match="1 where colocate doesn't work"):
         runtime.reserve(2, cpus=0)
@@ -87,7 +87,7 @@ def test_worker_without_colocate(cluster: str, certificates: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["bad", "none", "plain"])
 def test_wrong_certificates(cluster: str, certificates: Path, whose: str) -> None:
-    """Another authority's certificates, none, or no TLS at all: told apart, at once."""
+    """Another authority's certificates, none, and no TLS each have an error of their own, within the timeout."""
     began = time.monotonic()
     address, own, words = {
         "bad": (cluster, security(certificates, "bad"), "shows no certificate of the authority"),
@@ -101,7 +101,7 @@ def test_wrong_certificates(cluster: str, certificates: Path, whose: str) -> Non
 
 
 def test_client_that_the_cluster_does_not_know(cluster: str, certificates: Path) -> None:
-    """Knowing the authority isn't enough: it must have signed this side's certificate too."""
+    """A client whose certificate the cluster's authority didn't sign is refused."""
     options = {
         "tls_ca_file": str(certificates / "good-ca.pem"),
         "tls_client_cert": str(certificates / "bad-cert.pem"),
@@ -112,7 +112,7 @@ def test_client_that_the_cluster_does_not_know(cluster: str, certificates: Path)
 
 
 def test_unreachable() -> None:
-    """Nobody listens there, or somebody who says nothing."""
+    """An address where nobody listens, or where a server never answers, raises ClusterError."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(ClusterError, match=f"no Dask scheduler can be reached at {address}"):
@@ -147,7 +147,7 @@ def test_options(options: dict[str, Any], words: str) -> None:
 
 
 def test_versions() -> None:
-    """Python and colocate have to be the same on both sides."""
+    """A cluster with another version of Python or colocate than the driver's is refused."""
     check_versions(Facts("3.12", "1.0"), Facts("3.12", "1.0"), "it")
     cases = {("3.11", "1.0"): "Python 3.11, the driver 3.12", ("3.12", "2.0"): "colocate 2.0, the driver 1.0"}
     for there, what in cases.items():

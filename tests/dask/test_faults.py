@@ -1,4 +1,4 @@
-"""A Dask cluster's own processes stopped or killed: closing ends, and what can be freed is."""
+"""Stopped or killed processes of a Dask cluster: closing ends, and frees all that can be freed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], id
 
 @pytest.fixture
 def cluster() -> Iterator[tuple[str, psutil.Process]]:
-    """Two workers with their nannies; the address, and the process of the scheduler and the nannies."""
+    """Start two workers with nannies; yield the address, and the process of the scheduler and the nannies."""
     with leaks.share_between_tests(), running([{"host": "127.0.0.1", "nthreads": 1}] * 2) as address:
         port = int(address.rpartition(":")[2])
         (scheduler,) = (child for child in psutil.Process().children() if port in ports(child))
@@ -40,7 +40,7 @@ def cluster() -> Iterator[tuple[str, psutil.Process]]:
 def ports(process: psutil.Process) -> list[int]:
     try:
         found = process.net_connections("inet")
-    except psutil.NoSuchProcess:  # a child of another test's that is just ending
+    except psutil.NoSuchProcess:  # another test's child that is just ending
         return []
     return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
 
@@ -54,13 +54,13 @@ def spawned(runtime: Runtime) -> tuple[Pool, ColocatedGroup, Processes]:
 @pytest.mark.long
 @STOPPED_IS_LONG
 def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
-    """Without a scheduler all ends here; one that is stopped is told when it goes on."""
+    """A pool closes without its scheduler; a stopped scheduler frees the slots when it continues."""
     address, scheduler = cluster
     runtime = colocate.connect("dask", address=address)
     pool, group, workers = spawned(runtime)
     send_signal(scheduler.pid, number)
     if number == signal.SIGSTOP:
-        assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
+        assert group.role("echo", Echo).echo(1) == [1, 1]  # calls don't go through the scheduler
     wrong = ended(pool.close, grace=1.0)
     workers.wait_all()
     workers.release_all()
@@ -80,7 +80,7 @@ def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) 
 @pytest.mark.long
 @pytest.mark.parametrize("away", ["for a moment", pytest.param("for long", marks=pytest.mark.long)])
 def test_scheduler_that_is_started_anew(cluster: tuple[str, psutil.Process], away: str) -> None:
-    """A runtime goes on with it, also when Dask's client has given the old one up: it reserves, and hears of losses."""
+    """A runtime reconnects to a restarted scheduler, even after Dask's client gave up, and notices lost workers."""
     address, scheduler = cluster
     with colocate.connect("dask", address=address, timeout=5) as runtime:
         runtime.reserve(2, cpus=1).close()
@@ -106,7 +106,7 @@ def test_scheduler_that_is_started_anew(cluster: tuple[str, psutil.Process], awa
 @pytest.mark.long
 @SIGNALS
 def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
-    """A driver that is killed while one of its Dask workers is stopped, or has just been killed."""
+    """A driver that is killed just after one of its Dask workers was stopped or killed leaves no workers."""
     address, _ = cluster
     text = """
     runtime = colocate.connect("dask", address=sys.argv[1])

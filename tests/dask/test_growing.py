@@ -1,4 +1,4 @@
-"""Clusters that get workers while slots are waited for, and lose those that nobody needs."""
+"""Dask clusters that add workers for waiting reservations, and remove idle workers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Tell = Callable[[str], None]
 
 @pytest.fixture(autouse=True)
 def workers_come_and_go(_colocate_watch: LeakWatch) -> None:
-    """The cluster's own affair."""
+    """Exempt the cluster's workers from the leak check."""
     _colocate_watch.shares_engines = True
 
 
 @pytest.fixture
 def cluster() -> Iterator[tuple[Tell, str]]:
-    """One without workers: what tells it something, and its address."""
+    """Start a cluster without workers; yield a function that sends it commands, and its address."""
     command = [sys.executable, str(Path(__file__).with_name("adaptive.py"))]
     with started("dask", command, own_temporary=True, stderr=subprocess.DEVNULL) as (process, options):
 
@@ -72,8 +72,6 @@ def workers(client: Any) -> int:
 
 
 def waited_for(client: Any) -> int:
-    """How many reservations the scheduler knows of that wait."""
-
     def look(dask_scheduler: Any) -> int:
         return len(reservations._get_plugin(dask_scheduler)._waiting)
 
@@ -81,7 +79,7 @@ def waited_for(client: Any) -> int:
 
 
 def test_adaptive(tell: Tell, runtime: Runtime, client: Any) -> None:
-    """It is told of what is waited for and of what is held; tasks beside a pool get a worker; what is freed goes."""
+    """An adaptive cluster adds workers for a reservation and for tasks beside it, and removes only unheld workers."""
     tell("adapt 3")
     with runtime.reserve(2) as pool:
         assert workers(client) == 2
@@ -93,7 +91,7 @@ def test_adaptive(tell: Tell, runtime: Runtime, client: Any) -> None:
 
 
 def test_workers_that_are_just_starting(tell: Tell, runtime: Runtime, client: Any) -> None:
-    """They are some of those that are waited for; one that is paused isn't."""
+    """A worker that is starting counts toward a waiting reservation; a paused worker doesn't."""
 
     def targets(dask_scheduler: Any) -> dict[str, int]:
         from distributed import Status
@@ -119,7 +117,7 @@ def test_workers_that_are_just_starting(tell: Tell, runtime: Runtime, client: An
 
 @pytest.mark.long
 def test_more_than_an_adaptive_cluster_has(tell: Tell, runtime: Runtime, client: Any) -> None:
-    """The error says what the cluster was asked for; a pool that doesn't want to wait for it is refused at once."""
+    """The error says what an adaptive cluster was asked for; with `grow=False`, the pool is refused at once."""
     tell("adapt 1")
     with pytest.raises(PlacementTimeout, match=r"the adaptive cluster was asked for 2 workers, and has a maximum"):
         runtime.reserve(2, timeout=2)
@@ -129,7 +127,7 @@ def test_more_than_an_adaptive_cluster_has(tell: Tell, runtime: Runtime, client:
 
 @pytest.mark.long
 def test_scaled(tell: Tell, runtime: Runtime, client: Any) -> None:
-    """Of a cluster that was told to have workers these are waited for: all of them if so said, else the first."""
+    """A reservation waits for a scaled cluster's workers: for the first by default, for all with `grow=True`."""
     with pytest.raises(PlacementError, match=r"can never fit .*: the Dask cluster at tcp://.* has no workers"):
         runtime.reserve(1, grow=False)
     with pytest.raises(PlacementTimeout, match=r"did not become free within 0\.3 s .*: the Dask cluster at .* has no"):
@@ -145,7 +143,7 @@ def test_scaled(tell: Tell, runtime: Runtime, client: Any) -> None:
 
 
 def test_workers_that_come_together(tell: Tell, runtime: Runtime, client: Any) -> None:
-    """What they are is asked of all of them when they come: the first answer of each takes an import."""
+    """The scheduler asks new workers for their facts in parallel: the first answer of each takes an import."""
 
     def wait_for_the_second(dask_scheduler: Any) -> None:
         import asyncio

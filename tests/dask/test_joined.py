@@ -1,4 +1,4 @@
-"""A cluster that is there already: what joins it holds workers alone, and leaves everything else as it is."""
+"""Existing Dask clusters: a runtime holds workers exclusively, and leaves the rest of the cluster unchanged."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from colocate_run.cli.cluster import Cluster, find_strays
 
 
 def by_status(client: Any) -> dict[str, str]:
-    """What the scheduler thinks of its workers."""
-
     def look(dask_scheduler: Any) -> dict[str, str]:
         return {address: state.status.name for address, state in dask_scheduler.workers.items()}
 
@@ -59,21 +57,21 @@ def everything_is_free(runtime: Runtime, timeout: float = 0) -> None:
 
 
 def test_nodes(runtime: Runtime) -> None:
-    """A node for each address, with what its workers have."""
+    """Each address is a node, with the CPUs and GPUs of its workers."""
     nodes = [(node.name, node.cpus, node.gpus) for node in runtime._node.services.executor.nodes()]
     assert nodes == [("127.0.0.1", 4, 0), ("127.0.0.2", 6, 4)]
 
 
 def test_sockets(cluster: str, other: Any) -> None:
-    """Where a client of Dask keeps its connections to the scheduler, which its documentation doesn't promise."""
+    """`find_sockets` finds a Dask client's connections to the scheduler, which Dask doesn't document."""
     sockets = undocumented.find_sockets(other)
     assert {"tcp://{}:{}".format(*sock.getpeername()) for sock in sockets} == {cluster}
-    assert len(sockets) >= 2  # its stream, and what it has asked by
+    assert len(sockets) >= 2  # its stream, and its requests' connections
 
 
 @pytest.mark.long
 def test_connections(runtime: Runtime) -> None:
-    """What was asked beside something else leaves no connection of its own."""
+    """A request that runs beside another one leaves no extra connection."""
     executor: Any = runtime._node.services.executor
     connection = executor._connection
 
@@ -82,13 +80,13 @@ def test_connections(runtime: Runtime) -> None:
 
         await asyncio.sleep(1.5)
 
-    with leaks.share_between_tests():  # the one connection of the pool is made by whoever asks first, and stays
-        connection.run_on_scheduler(slow)  # and, meanwhile, whether it is there
+    with leaks.share_between_tests():  # the first request opens the pool's one connection, which stays
+        connection.run_on_scheduler(slow)  # meanwhile, the scheduler is pinged
     assert len(undocumented.find_sockets(connection._client)) == 2
 
 
 def test_pack_and_spread(runtime: Runtime) -> None:
-    """As few nodes as possible, or as many; ranks are sorted by node."""
+    """`pack` takes as few nodes as possible, `spread` as many; ranks are sorted by node."""
     with runtime.reserve(2, cpus=2, strategy="pack") as pool:
         assert places(pool) == [("127.0.0.1", ())] * 2
     with runtime.reserve(2, cpus=2, strategy="spread") as pool:
@@ -98,7 +96,7 @@ def test_pack_and_spread(runtime: Runtime) -> None:
 
 
 def test_places(runtime: Runtime) -> None:
-    """Dask workers by name, by machine and by their resources; all of one machine, or each of its own."""
+    """Slots are placed by a Dask worker's name, host and resources; all on one host, or each on its own."""
     big: list[dict[str, Any]] = [
         {"labels": {"name": "big"}},
         {"resources": {"disk": 1}},
@@ -119,7 +117,7 @@ def test_places(runtime: Runtime) -> None:
 
 
 def test_gpus(runtime: Runtime) -> None:
-    """dask-cuda's workers have their own GPU, others those that they declare; a role sees them and no others."""
+    """A dask-cuda worker has its own GPU, another worker those that it declares; a role sees only its slot's GPUs."""
     with runtime.reserve(3, gpus=1, cpus=1) as pool:
         assert places(pool) == [("127.0.0.2", (0,)), ("127.0.0.2", (6,)), ("127.0.0.2", (7,))]
         assert echo(pool).env("CUDA_VISIBLE_DEVICES") == ["0", "6", "7"]
@@ -130,7 +128,7 @@ def test_gpus(runtime: Runtime) -> None:
 
 
 def test_never_fits(runtime: Runtime) -> None:
-    """What can never fit is refused at once, with a row for each node, and nothing stays pending."""
+    """A request that can never fit is refused at once, with a row for each node, and nothing stays pending."""
     for slots, cpus, gpus in ((6, 0, 0), (1, 5, 0), (2, 0, 2), (4, 0, 1)):
         with pytest.raises(PlacementError, match="can never fit") as caught:
             runtime.reserve(slots, cpus=cpus, gpus=gpus, timeout=1e6)
@@ -143,11 +141,11 @@ def test_never_fits(runtime: Runtime) -> None:
 
 @pytest.mark.long
 def test_a_stopped_worker(cluster: str, runtime: Runtime, other: Any) -> None:
-    """It isn't free, though the scheduler takes it for alive; who needs it is told which it is, or gets it later."""
-    everything_is_free(runtime)  # they are known
+    """A stopped Dask worker isn't free: a request that needs it fails with its name, and succeeds once it continues."""
+    everything_is_free(runtime)  # all workers are known from now on
     pids = other.run(os.getpid)
     worker, pid = next((address, pid) for address, pid in sorted(pids.items()) if "127.0.0.1" in address)
-    with colocate.connect("dask", address=cluster) as driver:  # one that opens as many connections as it needs
+    with colocate.connect("dask", address=cluster) as driver:  # a driver with its own connections
         send_signal(pid, signal.SIGSTOP)
         try:
             with pytest.raises(PlacementTimeout, match=f"1 that doesn't answer: {worker}"):
@@ -160,7 +158,7 @@ def test_a_stopped_worker(cluster: str, runtime: Runtime, other: Any) -> None:
 
 
 def test_tasks_of_others(runtime: Runtime, other: Any) -> None:
-    """Held workers get no tasks; workers with data or tasks of others can't be had; all is as before afterwards."""
+    """Held workers get no tasks, and workers with others' data can't be reserved; afterwards all workers run tasks."""
     with runtime.reserve(4, cpus=0, name="four"):
         assert statuses(other) == ["paused"] * 4 + ["running"]
         data = other.submit(lambda: 42, pure=False)
@@ -172,12 +170,12 @@ def test_tasks_of_others(runtime: Runtime, other: Any) -> None:
         runtime.reserve(5, cpus=0, timeout=0)
     assert data.result(timeout=PATIENCE_S) == 42
     del data
-    everything_is_free(runtime, timeout=PATIENCE_S)  # it waits until the data is gone
+    everything_is_free(runtime, timeout=PATIENCE_S)  # the request waits until the data is freed
     assert sorted(set(other.gather(other.map(lambda x: x % 3, range(50), pure=False)))) == [0, 1, 2]
 
 
 def test_held_workers_are_not_idle(runtime: Runtime, other: Any) -> None:
-    """A scheduler that ends itself when it is idle counts what is held, and an adaptive cluster doesn't close it."""
+    """Held workers count as busy: an idle scheduler doesn't end, and an adaptive cluster doesn't close them."""
 
     def look(dask_scheduler: Any) -> tuple[bool, int]:
         for _ in range(2):  # the first may find that there was something to do before
@@ -191,7 +189,7 @@ def test_held_workers_are_not_idle(runtime: Runtime, other: Any) -> None:
 
 
 def test_a_held_worker_that_was_short_of_memory(runtime: Runtime, other: Any) -> None:
-    """It gets no tasks when it has memory again, of which it tells the scheduler."""
+    """A held worker stays paused when it reports that it has memory again."""
 
     def change(status: str, dask_worker: Any) -> None:
         dask_worker.status = Status[status]
@@ -210,7 +208,7 @@ def test_a_held_worker_that_was_short_of_memory(runtime: Runtime, other: Any) ->
 
 
 def test_share(cluster: str, other: Any) -> None:
-    """With `share=True` workers that serve others will do, and go on serving them."""
+    """With `share=True`, a runtime uses workers that serve others, and they keep serving."""
     data = other.map(lambda x: x, range(10), pure=False)
     other.gather(data)
     with (
@@ -224,7 +222,7 @@ def test_share(cluster: str, other: Any) -> None:
 
 
 def test_with_a_client(other: Any, runtime: Runtime) -> None:
-    """A client says where to connect; it stays its owner's."""
+    """A runtime that connects by a Dask client leaves that client open."""
     with colocate.connect("dask", client=other) as joined, joined.reserve(1, cpus=0, timeout=PATIENCE_S) as pool:
         assert echo(pool).noop() == [None]
         assert statuses(other).count("paused") == 1
@@ -233,7 +231,7 @@ def test_with_a_client(other: Any, runtime: Runtime) -> None:
 
 
 def test_killed_while_it_waits(cluster: str, runtime: Runtime) -> None:
-    """A driver that is killed while its request waits gets nothing of what becomes free: others do."""
+    """A driver that is killed while its request waits gets no slots when some become free: others do."""
     with runtime.reserve(5, cpus=0) as everything:
         driver = script(
             """
@@ -258,8 +256,6 @@ def test_killed_while_it_waits(cluster: str, runtime: Runtime) -> None:
 
 
 def waiting(runtime: Runtime) -> int:
-    """How many requests wait in the scheduler."""
-
     def count(dask_scheduler: Any) -> int:  # sent by value: this module can't be imported there
         from colocate_dask import reservations
 
@@ -274,7 +270,7 @@ def waiting(runtime: Runtime) -> int:
 def test_hold_of_a_client_that_is_gone(
     cluster: str, runtime: Runtime, other: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is found by every driver's audit, and by the command, with the Dask worker that it holds."""
+    """A reservation of a client that is gone is in every driver's audit and in the command's, with its Dask worker."""
     with planted(other, "elsewhere-7-1/lost") as worker:
         audit = runtime.audit()
         assert audit.missing == ()
@@ -291,7 +287,7 @@ def test_hold_of_a_client_that_is_gone(
 
 
 def test_nanny(cluster: str, runtime: Runtime, other: Any, tmp_path: Path) -> None:
-    """What started a Dask worker, as `dask worker` does on a machine: that worker goes with it, and what was there."""
+    """A killed nanny takes its Dask worker and the worker on it along, and the group fails at that rank."""
     options = ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1", "--local-directory", str(tmp_path)]
     command = [sys.executable, "-m", "distributed.cli.dask_worker", cluster, *options]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as nanny:
@@ -317,7 +313,7 @@ def test_nanny(cluster: str, runtime: Runtime, other: Any, tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_workers_that_retire(tmp_path: Path) -> None:
-    """A run is told of their machine: at the end of a lifetime, and as they are told to close."""
+    """A run is notified of a Dask worker that retires, at the end of its lifetime or because it is closed."""
 
     def retire(host: str, dask_scheduler: Any) -> None:
         for state in dask_scheduler.workers.values():
@@ -342,7 +338,7 @@ def test_workers_that_retire(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_what_is_logged_of_questions(tmp_path: Path) -> None:
-    """Dask's logs have none of those that a runtime asks again and again: who leaves, and whether anybody is there."""
+    """A runtime's repeated requests, for leaving workers and for signs of life, leave no line in Dask's log."""
 
     async def slow(dask_scheduler: Any) -> None:
         import asyncio
@@ -369,7 +365,7 @@ def test_what_is_logged_of_questions(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_lost_slot_may_be_had_again(tmp_path: Path) -> None:
-    """The Dask worker goes on, and is the only one: a group whose keeper was lost is restarted there."""
+    """A group whose keeper is lost restarts on the same Dask worker, which is still alive."""
     with running([{"host": "127.0.0.1", "nthreads": 1}]) as address, colocate.connect("dask", address=address) as own:
         pool = own.reserve(1, cpus=0, regrow_timeout=PATIENCE_S)
         group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")

@@ -22,7 +22,7 @@ from colocate_dask.private import PrivateCluster
 
 
 def test_a_task_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing ends all the same, and says so."""
+    """Closing a loop with a task that ignores cancellation raises, and frees the thread that waits for the task."""
     monkeypatch.setattr(module, "_CANCELLED_WITHIN_S", 0.01)
     monkeypatch.setattr(module, "_ENDS_WITHIN_S", 0.5)
     end = threading.Event()
@@ -46,7 +46,7 @@ def test_a_task_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiter(loop: LoopThread, what: Callable[[], Coroutine[None, None, None]]) -> queue.SimpleQueue[str]:
-    """Have another thread ask for something and wait for it; what it is told."""
+    """Run a coroutine from another thread; return the queue for its error."""
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def wait() -> None:
@@ -60,14 +60,14 @@ def waiter(loop: LoopThread, what: Callable[[], Coroutine[None, None, None]]) ->
 
 
 def test_a_fork_in_which_something_is_closed_already() -> None:
-    """Whatever else the child has forgotten before: what the loop watches leads nowhere there."""
+    """In a forked child, the loop's descriptor leads to /dev/null, even if it was closed before."""
     loop = LoopThread()
     (watched,) = (key.fd for key in loop._selector.get_map().values())
     child = fork()
     if child == 0:
         try:
             os.close(watched)
-            while os.dup(0) != watched:  # it is the lowest number that is free
+            while os.dup(0) != watched:  # dup() takes the lowest free number
                 pass
             os.close(watched)
             loop.close_after_fork()
@@ -79,7 +79,7 @@ def test_a_fork_in_which_something_is_closed_already() -> None:
 
 
 def test_a_worker_that_starts_as_its_cluster_is_closed(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cluster ends once the worker has started, and takes it along: nothing is cut off half-way."""
+    """Closing a cluster waits for a worker that is starting, and then ends it."""
     loop = LoopThread()
     cluster = PrivateCluster(loop)
     starting = threading.Event()

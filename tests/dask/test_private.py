@@ -1,4 +1,4 @@
-"""A private cluster: nobody else reaches it, and nothing of it is left."""
+"""Private Dask clusters: nobody else can reach them, and they leave nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colocate.testing.waiting import Processes
 
 
 def test_leaves_nothing(no_leaks: None) -> None:
-    """Processes, threads, descriptors and files are gone; two clusters don't know each other."""
+    """A private cluster leaves no process, thread, descriptor or file, and shares no slots with another one."""
     one, two = (colocate.connect("dask", cpus=1) for _ in range(2))
     with one, two, one.reserve(1), two.reserve(1) as pool:
         assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
@@ -28,22 +28,22 @@ def test_leaves_nothing(no_leaks: None) -> None:
 
 
 def test_listens_nowhere(no_leaks: None) -> None:
-    """No other user of the machine can talk to it."""
-    before = listeners()  # a process that has used a role by itself keeps gloo's
+    """A private cluster listens on no network address."""
+    before = listeners()  # gloo's may stay from a role used without a worker
     with colocate.connect("dask") as runtime, runtime.reserve(2, cpus=0) as pool:
         pool.spawn({"echo": colocate.role(Echo)})
         assert listeners() <= before
 
 
 def listeners() -> set[tuple[int, Any]]:
-    """The addresses at which this process and those below it listen."""
+    """Return the addresses at which this process and its descendants listen."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     sockets = ((process.pid, each) for process in family for each in process.net_connections("inet"))
     return {(pid, each.laddr) for pid, each in sockets if each.status == "LISTEN"}
 
 
 def test_offers_this_machine() -> None:
-    """Its CPUs are this process's, unless told otherwise."""
+    """A private cluster has this process's CPUs, unless options say otherwise."""
     with colocate.connect("dask") as runtime:
         (node,) = runtime._node.services.executor.nodes()
         assert node.cpus == len(os.sched_getaffinity(0))
@@ -53,7 +53,7 @@ def test_offers_this_machine() -> None:
 
 
 def test_not_the_default_client() -> None:
-    """Dask's own default client is the user's business."""
+    """A private cluster doesn't set Dask's default client."""
     from distributed import default_client
 
     find: Any = default_client
@@ -62,10 +62,10 @@ def test_not_the_default_client() -> None:
 
 
 def test_logs_are_the_users(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask doesn't chat on the terminal while a private cluster lives; a handler that a user has added hears it all."""
+    """Dask prints no log while a private cluster lives; a handler that a user added still gets every record."""
     logger = logging.getLogger("distributed")
     dasks = logging.StreamHandler()
-    monkeypatch.setattr(logger, "handlers", [dasks])  # as Dask does where nobody has asked for a log before
+    monkeypatch.setattr(logger, "handlers", [dasks])  # Dask adds this handler if nothing configures its log
     heard = io.StringIO()
     mine = logging.StreamHandler(heard)
     with colocate.connect("dask", cpus=1), colocate.connect("dask", cpus=1):
@@ -86,7 +86,7 @@ def test_logs_are_the_users(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_no_address_of_pages_that_nobody_serves(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever wants Dask's log isn't told of a dashboard, on an address of the network; another cluster's is."""
+    """Dask's log names no dashboard of a private cluster, which serves none; another cluster's line stays."""
     caplog.set_level(logging.INFO, "distributed")
     logger = logging.getLogger("distributed.scheduler")
     with colocate.connect("dask", cpus=1) as runtime, runtime.reserve(1):
@@ -100,7 +100,7 @@ def test_no_address_of_pages_that_nobody_serves(caplog: pytest.LogCaptureFixture
 
 
 def test_killed_driver() -> None:
-    """It goes with its driver."""
+    """The workers of a private cluster end when their driver is killed."""
     driver = script("""
         runtime = colocate.connect("dask")
         echo = runtime.reserve(2, cpus=0).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)

@@ -1,6 +1,6 @@
 """The parts of `distributed` that its documentation doesn't promise are as `colocate_dask` needs them.
 
-Its sockets are in test_joined.py, which has a cluster.
+The test of its sockets is in test_joined.py, which has a cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def parameters(function: Any) -> set[str]:
 
 
 def test_scheduler() -> None:
-    """How it is told that a worker gets no tasks, and how it talks to workers."""
+    """The scheduler has the methods by which `colocate_dask` pauses workers and sends to them."""
     assert list(inspect.signature(Scheduler.handle_worker_status_change).parameters)[1:] == [
         "status",
         "worker",
@@ -36,7 +36,7 @@ def test_scheduler() -> None:
 
 
 def test_adaptive_target() -> None:
-    """Adaptive clusters ask by its handler, pages by the method; what has no worker is in two collections."""
+    """Adaptive clusters use the scheduler's `adaptive_target`, which finds tasks without workers in two collections."""
     assert '"adaptive_target": self.adaptive_target' in inspect.getsource(Scheduler)
     assert parameters(Scheduler.adaptive_target) == {"self", "target_duration"}
     assert "self.scheduler.adaptive_target(" in inspect.getsource(Adaptive.target)
@@ -44,19 +44,19 @@ def test_adaptive_target() -> None:
 
 
 def test_client() -> None:
-    """It asks for news of the workers by itself, which can be stopped."""
+    """A client's periodic poll of the workers can be stopped."""
     assert 'self._periodic_callbacks["scheduler-info"]' in inspect.getsource(Client.__init__)
     assert hasattr(PeriodicCallback, "stop")
 
 
 def test_questions() -> None:
-    """A server has functions by names, by which clients ask for them; one of its own answers without doing anything."""
+    """A Dask server looks up its handlers by name, and has a handler `echo`."""
     assert "handler = self.handlers[op]" in inspect.getsource(Server)
     assert '"echo": self.echo' in inspect.getsource(Server)
 
 
 def test_plugin_hooks() -> None:
-    """Every hook that ours overrides is there, with these parameters."""
+    """Dask's scheduler plugin has every hook that `Reservations` overrides, with fitting parameters."""
     for name in (
         "add_worker",
         "remove_worker",
@@ -73,7 +73,7 @@ def test_plugin_hooks() -> None:
 
 
 def test_serialization() -> None:
-    """What the scheduler passes on unread can be read."""
+    """Values that the scheduler forwards unread can be deserialized."""
     parts: Any = (Serialize, Serialized, deserialize, serialize)
     wrapper, packed, unpack, write = parts
     assert wrapper(1).data == 1

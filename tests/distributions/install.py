@@ -1,4 +1,4 @@
-"""Really installing the distributions beside this file, each into a folder of its own."""
+"""Installation of the distributions beside this file, each into its own folder."""
 
 import fcntl
 import subprocess
@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 class Installed:
-    """Folders with an installed distribution each: `installed("acme")`. Made when first asked for, by any process."""
+    """Folders with one installed distribution each, made at the first request of any process: `installed("acme")`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""The code blocks of a Markdown page, and what the page promises about each."""
+"""The code blocks of a Markdown page, and the page's marks for each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _MARKER = re.compile(r"^<!-- (not run|wrong on purpose)(?:: (.+))? -->$")
 
 @attrs.frozen
 class Block:
-    """One fenced block.
+    """A fenced block.
 
     Attributes:
-        language: What its fence says.
-        text: What is in it, with a newline at its end.
-        line: The line of its first line, counted from 1.
+        language: The language of the fence.
+        text: The content, with a newline at the end.
+        line: The number of its first line, from 1.
         file: The file that its first line names, as in `# roles.py`.
-        not_run: Why it isn't run; None when it is.
-        wrong: Whether it shows what is refused.
-        output_of: The index of the block whose output it is; None for a block of its own.
+        not_run: The reason why the block isn't run; None if it is run.
+        wrong: Whether the block shows something that is refused.
+        output_of: The index of the block whose output this is; None for any other block.
     """
 
     language: str
@@ -40,7 +40,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All blocks of a page, in order."""
+    """Return all blocks of a page, in order."""
     found: list[Block] = []
     for language, lines, line, marker in _fenced(page.read_text(encoding="utf-8").splitlines()):
         named = _FILE.fullmatch(lines[0]) if lines else None
@@ -60,7 +60,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def _source(before: list[Block], language: str) -> int | None:
-    """A text block is what the Python block before it prints."""
+    """Return the index of the block whose output a text block shows."""
     if language != "text" or not before or before[-1].language != "python" or before[-1].file or before[-1].not_run:
         return None
     return len(before) - 1

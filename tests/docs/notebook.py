@@ -1,6 +1,6 @@
-"""Runs a notebook as its reader does, and says where it isn't true.
+"""Run a notebook as its reader does, and report wrong outputs.
 
-`python -m tests.docs.notebook` writes what really comes out into it. Then read it.
+`python -m tests.docs.notebook` writes the real outputs into the notebook. Read the notebook afterwards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NOTEBOOK = ROOT / "docs" / "examples" / "first-group.ipynb"
 
 
 def run(notebook: Path, folder: Path) -> list[tuple[NotebookNode, NotebookNode]]:
-    """Its cells of code, as they are there and as they come out."""
+    """Return the code cells, each as shown in the notebook and as run."""
     shown = [cell for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     with kernel(folder) as running:
         return [(cell, running.run(cell.source)) for cell in shown]
 
 
 def untrue(cells: Iterable[tuple[NotebookNode, NotebookNode]]) -> list[str]:
-    """Those that show something else than what comes out."""
+    """Describe the cells whose shown output differs from the real one."""
     return [
         f"{shown.id} shows\n{_text(shown)}\nbut this comes out:\n{_text(real)}"
         for shown, real in cells
@@ -43,7 +43,7 @@ def _text(cell: NotebookNode) -> str:
 
 
 def _kept(output: NotebookNode) -> dict[str, object]:
-    """What a reader sees of an output."""
+    """Return the parts of an output that a reader sees."""
     if output.output_type == "stream":
         return {"name": output.name, "text": output.text.splitlines()}
     assert output.output_type != "error", "\n".join(output.traceback)
@@ -51,7 +51,7 @@ def _kept(output: NotebookNode) -> dict[str, object]:
 
 
 def record(notebook: Path) -> None:
-    """Write what comes out into it, without this machine's name."""
+    """Write the real outputs into a notebook, without this machine's name."""
     found = nbformat.read(notebook, as_version=4)
     cells = [cell for cell in found.cells if cell.cell_type == "code"]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,23 +1,23 @@
-"""Whether what a page shows is what really comes out, but for what differs from run to run."""
+"""Comparison of a page's outputs with the real ones, without differences from run to run."""
 
 from __future__ import annotations
 
 import platform
 import re
 
-NODE = "laptop"  # what pages call the machine
+NODE = "laptop"  # the machine's name in pages
 
 _VARIES = (
-    (re.compile(r"^\[colocate\] group '[^']*' starts: .*\n", re.MULTILINE), ""),  # where the machine takes long for it
+    (re.compile(r"^\[colocate\] group '[^']*' starts: .*\n", re.MULTILINE), ""),  # on slow machines only
     (re.compile(r"\bpid \d+"), "pid N"),
-    (re.compile(r"\bdriver \d+"), "driver N"),  # its pid
+    (re.compile(r"\bdriver \d+"), "driver N"),  # a pid
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"), "DATE"),
     (re.compile(rf"\b{NODE}-\d+-\d+\b"), f"{NODE}-N-N"),  # the id of a runtime
-    (re.compile(r"(?<![\w./])/[^\s'\",:)\]]*/"), ""),  # where things lie on this machine
+    (re.compile(r"(?<![\w./])/[^\s'\",:)\]]*/"), ""),  # paths on this machine
     (re.compile(r"(\.(?:py|yaml):)\d+"), r"\1N"),
     (re.compile(r'(", line )\d+'), r"\1N"),
     (re.compile(r"\b\d+(?:\.\d+)?(?:e-\d+)? ?(s|ms|GiB)\b"), r"N \1"),
-    (re.compile(r"^(python|system|cpus|CPUs) .*$", re.MULTILINE), r"\1 N"),  # of the machine
+    (re.compile(r"^(python|system|cpus|CPUs) .*$", re.MULTILINE), r"\1 N"),  # facts of the machine
     (re.compile(r" \[(?:done on|not back from) rank [^]]*\]"), " [the other ranks]"),  # a race
     (re.compile(r"\b0x[0-9a-f]+"), "0xN"),
     (re.compile(r" +"), " "),
@@ -26,7 +26,7 @@ _VARIES = (
 
 
 def normal(text: str) -> str:
-    """The text without what differs from run to run."""
+    """Return a text without the parts that differ from run to run."""
     text = re.sub(rf"\b{re.escape(platform.node())}\b", NODE, text)
     for pattern, instead in _VARIES:
         text = pattern.sub(instead, text)
@@ -34,7 +34,7 @@ def normal(text: str) -> str:
 
 
 def matches(shown: str, real: str) -> bool:
-    """Whether a page shows what came out; `...` in it stands for anything, and a first line of it for no line, too."""
+    """Return whether a page shows the real output; `...` is any text, and as the first line also no line."""
     pattern = ".*".join(re.escape(part) for part in normal(shown).split("..."))
     pattern = re.sub(r"^\.\*\\\n", r"(?:.*\n)?", pattern)
     return re.fullmatch(pattern, normal(real), re.DOTALL) is not None

@@ -1,4 +1,4 @@
-"""Runs a page's blocks in a folder of their own and says where the page isn't true."""
+"""Run a page's blocks in a folder of their own, and report where the page is wrong."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.forked import Forks
 
 @attrs.frozen
 class Step:
-    """One thing to do, with the lines of the page that show what it prints.
+    """A step of trying a page, with the lines of the page that show its output.
 
     Attributes:
         do: python, write, config or command.
-        line: Where in the page it is.
-        text: What to run or to write.
-        file: The file it is written to.
-        wrong: Whether it must be refused.
-        shown: What the page shows of its output; None when it shows nothing.
-        at: First and last line of what it shows, counted from 0, the last one left out.
+        line: The line of the page.
+        text: The text to run or to write.
+        file: The file to write.
+        wrong: Whether the text must be refused.
+        shown: The output in the page; None if the page shows none.
+        at: The range of the output's lines, counted from 0, without its end.
     """
 
     do: str
@@ -39,7 +39,7 @@ class Step:
 
 
 def steps_of(page: Path) -> list[Step]:
-    """What has to be done to try a page."""
+    """Return the steps of trying a page."""
     blocks = blocks_of(page)
     outputs = {block.output_of: block for block in blocks if block.output_of is not None}
     steps: list[Step] = []
@@ -50,10 +50,10 @@ def steps_of(page: Path) -> list[Step]:
 
 
 def run(page: Path, folder: Path, forks: Forks) -> list[tuple[Step, str]]:
-    """Do what a page says, and give what each step printed.
+    """Run the steps of a page; return each with its output.
 
     Raises:
-        AssertionError: A step failed, or something was said on standard error that a reader shouldn't see.
+        AssertionError: A step failed, or standard error has a warning.
     """
     steps = steps_of(page)
     (folder / "docs").mkdir(parents=True)
@@ -74,7 +74,7 @@ def run(page: Path, folder: Path, forks: Forks) -> list[tuple[Step, str]]:
 
 
 def untrue(page: Path, folder: Path, forks: Forks) -> Iterator[str]:
-    """Every place where a page shows something else than what comes out."""
+    """Yield an error text for each place where a page shows another output than the real one."""
     for step, output in run(page, folder, forks):
         if not matches(step.shown or "", output):
             yield f"{page.name}, line {step.line} shows\n{step.shown}\nbut this comes out:\n{output}"
@@ -85,7 +85,7 @@ def _steps(block: Block, output: Block | None) -> list[Step]:
         return list(_commands(block))
     if block.file and block.file.startswith("docs/examples/"):
         assert block.text == (ROOT / block.file).read_text(), f"line {block.line} is not what {block.file} has"
-        return []  # such files are there already
+        return []  # The folder has these files already.
     do = {"yaml": "config", "toml": "write"}.get(block.language)
     if block.language == "python":
         do = "write" if block.file else "python"
@@ -96,7 +96,7 @@ def _steps(block: Block, output: Block | None) -> list[Step]:
 
 
 def _commands(block: Block) -> Iterator[Step]:
-    """Lines that begin with `$ ` are typed; what follows each is shown."""
+    """Yield a step for each line that begins with `$ `; the lines after it show its output."""
     lines = block.text.splitlines()
     assert lines[0].startswith("$ "), f"line {block.line}: a console block begins with a command"
     starts = [index for index, line in enumerate(lines) if line.startswith("$ ")]
@@ -111,7 +111,7 @@ def _commands(block: Block) -> Iterator[Step]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """A shell as a reader has it after installing colocate; what `pip install` adds goes into the page's folder."""
+    """Return a reader's environment after the installation; `pip install` installs into the page's folder."""
     site = folder / ".site"
     path = os.pathsep.join([str(site / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     pip = {"TARGET": str(site), "NO_DEPS": "1", "NO_BUILD_ISOLATION": "0", "NO_INDEX": "1", "QUIET": "1"}

@@ -1,6 +1,6 @@
-"""Writes what really comes out into the pages: `python -m tests.docs.record docs/first-group.md …`. Then read it.
+"""Write the real outputs into pages: `python -m tests.docs.record docs/first-group.md …`. Read the pages afterwards.
 
-With --fresh also where the page is true, for its ages, pids and line numbers; never where it has `...`.
+With --fresh, replace correct outputs, too, for new ages, pids and line numbers; never outputs with `...`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tests.forked import Forks
 
 
 def main(names: list[str], fresh: bool) -> None:
-    """Refresh the outputs of some pages."""
     forks = Forks()
     for page in [page for page in PAGES if not names or page.name in {Path(name).name for name in names}]:
         with tempfile.TemporaryDirectory() as folder:
@@ -39,8 +38,8 @@ def main(names: list[str], fresh: bool) -> None:
 
 
 def _tidy(output: str) -> str:
-    """The output as a page can have it: without this machine's name and paths."""
-    output = re.sub(r'(  File "/[^\n]*\n(    [^\n]*\n)*)+', "  ...\n", output)  # frames of others
+    """Return an output for a page, without this machine's name and paths."""
+    output = re.sub(r'(  File "/[^\n]*\n(    [^\n]*\n)*)+', "  ...\n", output)  # frames with absolute paths
     output = re.sub(r" +$", "", output, flags=re.MULTILINE)
     return re.sub(rf"\b{re.escape(platform.node())}\b", NODE, output).strip("\n")
 

@@ -1,6 +1,6 @@
-"""Runs the blocks of one page in order, as a reader would: `python session.py STEPS RESULTS`, in an empty folder.
+"""Run the blocks of a page in order, as a reader would: `python session.py STEPS RESULTS`, in an empty folder.
 
-Python blocks share one namespace, that of `__main__`, as if they were one script called page.py.
+Python blocks share the namespace of `__main__`, as if all were one script called page.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import Any
 from tests.forked import beside
 
 SCRIPT = "page.py"
-PATIENCE_S = 280  # nobody measures it: a page that hangs only has to end, and say where
+PATIENCE_S = 280  # no measure of speed: a page that hangs has to end, with its stacks
 
 
 def main() -> None:
-    """Take the steps, write what each gave."""
-    sys.dont_write_bytecode = True  # as the environment says to whatever it starts
+    sys.dont_write_bytecode = True  # The environment says so to child processes.
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     steps, results = map(Path, sys.argv[1:])
     module = types.ModuleType("__main__")
@@ -76,7 +75,7 @@ def _config(step: dict[str, Any], module: types.ModuleType) -> tuple[str, str | 
 
 
 def _command(step: dict[str, Any], module: types.ModuleType) -> tuple[str, str | None]:
-    if re.fullmatch(r"colocate [\w ./=\[\]:+-]+", step["text"]):  # nothing for a shell to do
+    if re.fullmatch(r"colocate [\w ./=\[\]:+-]+", step["text"]):  # no need for a shell
         done = beside(step["text"].split()[1:])
     else:
         done = subprocess.run(

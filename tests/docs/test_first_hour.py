@@ -1,4 +1,4 @@
-"""The README's first commands, as somebody types them who has nothing but Python; and what is in a wheel."""
+"""The README's first commands, in an environment that has only Python; and the content of a wheel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PACKAGES = {path.parent.name for top in ("core", "executors", "plugins") for pat
 
 
 def commands(reason: str, page: Path = ROOT / "README.md") -> list[str]:
-    """What a page has typed in the blocks that aren't run with it for a reason."""
+    """Return the commands in a page's blocks that aren't run for the given reason."""
     texts = [block.text for block in blocks_of(page) if block.not_run == reason]
     return [line.removeprefix("$ ") for text in texts for line in text.splitlines()]
 
 
 def typed(command: str, folder: Path, environment: Path, **variables: str) -> str:
-    """What a command prints in a folder, with the programs of an environment."""
+    """Run a command in a folder, with the programs of an environment; return its output."""
     path = os.pathsep.join([str(environment / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-c", command],
@@ -42,7 +42,7 @@ def typed(command: str, folder: Path, environment: Path, **variables: str) -> st
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of this checkout, as a clone would have them."""
+    """Copy the files of this checkout, as a clone has them."""
     folder = tmp_path_factory.mktemp("first") / "clone"
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -56,14 +56,14 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(clone: Path) -> Path:
-    """A folder with a wheel and an sdist of it."""
+    """Build a wheel and an sdist; return their folder."""
     build = "import sys; from hatchling import build; build.build_wheel(sys.argv[1]); build.build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(clone.parent)], cwd=clone, check=True, capture_output=True)
     return clone.parent
 
 
 def test_what_is_built(built: Path) -> None:
-    """A wheel has the types of each package and the examples, an sdist what the site is made of; the metadata fits."""
+    """A wheel has each package's types and the examples, an sdist has the site's config, and the metadata fits."""
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as found:
         names = set(found.namelist())
@@ -80,7 +80,7 @@ def test_what_is_built(built: Path) -> None:
 
 @pytest.mark.long
 def test_who_has_a_wheel(built: Path, tmp_path: Path) -> None:
-    """It has examples to copy and run; hints name what an extra consists of, as there is no checkout."""
+    """An installed wheel has examples to copy and run, and its hints name the packages of an extra."""
     (wheel,), site, work = built.glob("*.whl"), tmp_path / "site", tmp_path / "work"
     work.mkdir()
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
@@ -111,7 +111,7 @@ def test_who_has_a_wheel(built: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_first_command(clone: Path) -> None:
-    """In a fresh environment it installs little, and the example runs to its end."""
+    """The first command installs under 300 MB into a fresh environment, and the example runs to its end."""
     subprocess.run([sys.executable, "-m", "venv", str(clone / "fresh")], check=True)
     command, _ = commands(FRESH)
     assert command.startswith("pip install . && colocate run ")
@@ -122,7 +122,7 @@ def test_the_first_command(clone: Path) -> None:
 
 @pytest.mark.long
 def test_the_demo(clone: Path) -> None:
-    """With the packages that these tests have: those of its own environment are the extra that the Makefile names."""
+    """The demo trains with these tests' packages; the Makefile installs the extra `ppo` for it."""
     (command,) = commands(TRAINS)
     assert "\n.venv/demo/.installed: EXTRA := ppo\n" in (ROOT / "Makefile").read_text()
     printed = typed(f"{command} DEMO={Path(sys.executable).parents[1]}", clone, clone)
@@ -133,7 +133,7 @@ def test_the_demo(clone: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_verls_first_commands(clone: Path) -> None:
-    """In a fresh environment the extra has all that they import: pins say versions, and install nothing."""
+    """verl's first commands run in a fresh environment with the extra alone, at pinned versions."""
     subprocess.run([sys.executable, "-m", "venv", str(clone / "verl")], check=True)
     install, v0, v1 = commands(FRESH, ROOT / "docs" / "verl.md")
     assert install.startswith("pip install ")

@@ -1,6 +1,6 @@
-"""The manifests of the page Operations, held against the operators' own definitions.
+"""The manifests of the page Operations, checked against the operators' own definitions.
 
-What runs in their pods is tried in tests/clusters.
+The programs in their pods are tested in tests/clusters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def definition(name: str) -> dict[str, Any]:
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """As `kubectl --validate=strict` reads a definition: what it doesn't name is a mistake."""
+    """Return a definition as `kubectl --validate=strict` reads it: a key without a definition is a mistake."""
     schema = dict(schema)
     if schema.pop("x-kubernetes-int-or-string", False):
         return {"type": ["integer", "string"]}
@@ -61,7 +61,7 @@ def problems(name: str, given: dict[str, Any]) -> list[str]:
 
 
 def pods(name: str) -> dict[str, dict[str, Any]]:
-    """The pods of a manifest, by what they are."""
+    """Return the pods of a manifest, by their purpose."""
     spec = manifest(name)["spec"]
     if name == "daskjob.yaml":
         cluster = spec["cluster"]["spec"]
@@ -79,7 +79,7 @@ class TestManifests:
         assert problems(name, manifest(name)) == []
 
     def test_a_mistake_is_found(self, name: str) -> None:
-        """A misspelt key, at any depth, and a value of another type."""
+        """A misspelt key at any depth, and a value of another type, are reported."""
         given = manifest(name)
         containers = next(iter(_containers(given)))
 
@@ -96,7 +96,7 @@ class TestManifests:
         assert problems(name, {**given, "spec": {**given["spec"], "clusterSpecs": {}}})
 
     def test_gpus_are_the_workers_only(self, name: str) -> None:
-        """And each container says what it needs, lest a node have too many of them."""
+        """Only workers have GPUs, and each container requests CPUs and memory."""
         for what, pod in pods(name).items():
             (container,) = pod["containers"]
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
@@ -121,7 +121,7 @@ def _containers(given: Any) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("name", ["rayjob.yaml", "daskjob.yaml"])
 def test_a_driver_has_less_time_than_its_pod(name: str) -> None:
-    """Otherwise it is killed while it writes."""
+    """A driver's grace is shorter than its pod's: it could be killed while it writes."""
     pod = next(iter(pods(name).values()))
     told = {each["name"]: int(each["value"]) for each in pod["containers"][0]["env"]}
     assert all(value < pod["terminationGracePeriodSeconds"] for value in told.values())

@@ -1,4 +1,4 @@
-"""The configs of README, pages and examples learn, as much as is shown there."""
+"""The configs of README, pages and examples learn as much as is shown beside each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.docs.blocks import PAGES, ROOT, blocks_of
 
 EXAMPLES = ROOT / "docs" / "examples"
 README, ROLLOUTS = ROOT / "README.md", ROOT / "docs" / "rollouts.md"
-# By the metric that is shown beside a config, first and last.
+# The metric whose first and last values are shown beside a config.
 SHOWN = {
     (README, "grpo.yaml"): "eval_accuracy",
     (ROLLOUTS, "vowels.yaml"): "reward",
@@ -42,7 +42,7 @@ def trained() -> set[tuple[Path, str]]:
 
 
 def text_of(place: Path, name: str) -> tuple[str, str]:
-    """Return a config, and where its metrics are shown: a page goes on after it, an example has a head."""
+    """Return a config, and the text that shows its metrics: the rest of a page, or the whole example."""
     if place.is_dir():
         text = (place / name).read_text(encoding="utf-8")
         return text, text
@@ -56,7 +56,7 @@ def test_all_are_known() -> None:
 
 @pytest.mark.parametrize(("place", "name"), SHOWN, ids=lambda value: value if isinstance(value, str) else value.stem)
 def test_what_is_shown(place: Path, name: str) -> None:
-    """Each shows two numbers of its metric, of which the second one is much better."""
+    """Each config shows two numbers of its metric, and the second one is much better."""
     first, last = shown(place, name)
     assert last > first + 0.3
 
@@ -70,9 +70,9 @@ def shown(place: Path, name: str) -> tuple[float, float]:
 @pytest.mark.long
 @pytest.mark.parametrize(("place", "name"), SHOWN, ids=lambda value: value if isinstance(value, str) else value.stem)
 def test_it_learns(place: Path, name: str, tmp_path: Path) -> None:
-    """As it stands, and as much as is shown."""
+    """Each config, as it stands, learns as much as is shown beside it."""
     for block in blocks_of(place) if place.is_file() else ():
-        if block.file is not None and block.file.endswith(".py"):  # what a config names
+        if block.file is not None and block.file.endswith(".py"):  # modules that a config names
             (tmp_path / block.file).write_text(block.text, encoding="utf-8")
     (tmp_path / name).write_text(text_of(place, name)[0], encoding="utf-8")
     command = [sys.executable, "-m", "colocate", "run", name, "--set", "name=learns"]

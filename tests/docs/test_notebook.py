@@ -1,4 +1,4 @@
-"""The notebook runs, and shows what really comes out."""
+"""The notebook runs, and shows its real outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.docs.notebook import NOTEBOOK, run, untrue
 def test_it_is_true(tmp_path: Path) -> None:
     cells = run(NOTEBOOK, tmp_path)
     assert untrue(cells) == []
-    assert [path.name for path in tmp_path.iterdir()] == [".home"]  # which is the kernel's own
+    assert [path.name for path in tmp_path.iterdir()] == [".home"]  # the kernel's own folder
     (shown, real) = next(each for each in cells if each[0].source.startswith("writer.write("))
     wrong = deepcopy(shown)
     wrong.outputs[0].data["text/plain"] = "['ONE!']"
@@ -19,5 +19,5 @@ def test_it_is_true(tmp_path: Path) -> None:
 
 
 def test_it_is_small() -> None:
-    """One reads it in a minute."""
+    """The notebook can be read in a minute."""
     assert NOTEBOOK.stat().st_size < 20_000

@@ -1,4 +1,4 @@
-"""The files of the page Operations: linted, and what they run is run in a fresh environment."""
+"""The files of the page Operations: linted, and their commands run in a fresh environment."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.docs.blocks import ROOT
 
 FILES = ROOT / "docs" / "examples" / "operations"
 CONFIG = (ROOT / "docs" / "examples" / "words.yaml").read_text()
-# Of Slurm's commands, those by which a job comes to its end; tests/clusters has a whole Slurm.
+# Slurm's commands for the end of a job; tests/clusters has a whole Slurm.
 SLURM = {"srun": "exit 0", "squeue": "echo 2038-01-01T00:00:00"}
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's, with what follows them."""
+    """Return the Dockerfile's instructions with their arguments."""
     lines = [line for line in (FILES / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     return [(name, text) for name, _, text in (line.partition(" ") for line in lines)]
 
@@ -46,7 +46,7 @@ def test_what_the_dockerfile_copies_is_there() -> None:
 
 @pytest.mark.long
 def test_their_commands(tmp_path: Path) -> None:
-    """As root of the image: it installs colocate, and what the container and the batch job run goes well."""
+    """The commands of the Dockerfile, its container and the batch job succeed in a fresh environment."""
     (install,) = [text for name, text in instructions() if name == "RUN" and text.startswith("pip install ")]
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
     (tmp_path / "bin").mkdir()
@@ -68,7 +68,7 @@ def test_their_commands(tmp_path: Path) -> None:
             for source in text.split()[:-1]:
                 shutil.copy(ROOT / source, tmp_path)
     told = dict(instructions())
-    assert "ENTRYPOINT" not in told  # Kubernetes' operators give commands whole
+    assert "ENTRYPOINT" not in told  # Kubernetes' operators pass whole commands.
     assert run(*json.loads(told["CMD"])).endswith("2 workers, 4 roles\n")
     (tmp_path / "train.yaml").write_text(CONFIG)
     assert "train.yaml: works here" in run("env", "SLURM_JOB_ID=1", "bash", str(FILES / "train.sbatch"))

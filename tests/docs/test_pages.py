@@ -1,4 +1,4 @@
-"""Every example of every page is run, and prints what the page shows."""
+"""Every example of every page runs, and prints the output that the page shows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
 }
 
 
-# What they show takes half a minute each: training, a Ray, runs of pytest.
+# These pages take half a minute each: training, a Ray, runs of pytest.
 LONG = ("from-your-script.md", "a-run-that-doesnt-learn.md", "profile.md", "ray.md", "testing.md")
 
 
@@ -63,20 +63,20 @@ LONG = ("from-your-script.md", "a-run-that-doesnt-learn.md", "profile.md", "ray.
     ids=lambda page: page.name,
 )
 def test_page_is_true(page: Path, tmp_path: Path, forks: Forks) -> None:
-    """What a page says is done, and what it shows comes out."""
+    """The steps of a page run, and print the output that the page shows."""
     wrong = list(untrue(page, tmp_path / "page", forks))
     assert not wrong, "\n\n".join(wrong)
 
 
 def test_what_is_not_run_is_known() -> None:
-    """A block that isn't run says why, and is on the list here."""
+    """A block that isn't run gives a reason, which is in the list of this file."""
     found = Counter((page.name, block.not_run) for page in PAGES for block in blocks_of(page) if block.not_run)
     assert dict(found) == NOT_RUN
     assert all(block.not_run != "" for page in PAGES for block in blocks_of(page))
 
 
 def test_the_commands_of_the_demo() -> None:
-    """`make demo` runs the command that the README shows, and its config is sound."""
+    """`make demo` runs the README's command, and its config loads with the README's options."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     command = next(line.strip() for line in printed.splitlines() if "colocate run" in line)
@@ -102,7 +102,7 @@ def test_nothing_of_this_machine_is_shown(page: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("executor", ["local", "ray", "dask"])
 def test_a_transformers_model_under_fsdp2(executor: str, tmp_path: Path) -> None:
-    """The example learns, and a failed step doesn't stop it."""
+    """The example learns, and continues after a failed step."""
     example = str(ROOT / "docs" / "examples" / "fsdp2.py")
     done = subprocess.run([sys.executable, example, executor], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "step 10 failed on rank 1: a bad batch" in done.stdout
@@ -114,7 +114,7 @@ def test_a_transformers_model_under_fsdp2(executor: str, tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_the_config_of_the_readme_trains(tmp_path: Path) -> None:
-    """Trainer and engine in two processes, as it says."""
+    """The README's config trains, with trainer and engine in two processes."""
     (config,) = [block.text for block in blocks_of(ROOT / "README.md") if block.file == "grpo.yaml"]
     (tmp_path / "grpo.yaml").write_text(config)
     few = ["job.with.steps=2", "+job.with.warm_up_steps=0"]
@@ -132,7 +132,7 @@ def test_the_config_of_the_readme_trains(tmp_path: Path) -> None:
 
 
 def test_the_first_screen() -> None:
-    """What has run comes before the first example, and that one is run here, with what `pip install .` has."""
+    """The README's status precedes its first example, which is run here and imports colocate alone."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     first = blocks_of(ROOT / "README.md")[0]
     assert 0 < readme.index("**Status**") < readme.index("```")
@@ -143,7 +143,7 @@ def test_the_first_screen() -> None:
 
 
 def test_the_example_trains_in_two_processes(tmp_path: Path, forks: Forks) -> None:
-    """What the page says of its example: with two changes it is data-parallel."""
+    """The page's example is data-parallel after the two changes that the page names."""
     (example,) = [block.text for block in blocks_of(ROOT / "docs" / "first-group.md") if block.file == "example.py"]
     changed = example.replace("slots=1", "slots=2, processes=True")
     assert changed.count("slots=2, processes=True") == 1

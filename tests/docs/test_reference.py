@@ -1,4 +1,4 @@
-"""Reference pages can't drift: what they list is what the code has."""
+"""Reference pages list the names that the code has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTRIBUTING, CHANGELOG = ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 
 
 def tables(page: Path) -> dict[str, list[list[str]]]:
-    """The cells of the tables of a page, without their heads; those under one heading are one table."""
+    """Return the rows of a page's tables by heading, with head rows; tables under one heading are joined."""
     found: dict[str, list[list[str]]] = {}
     rows: list[list[str]] = []
     for line in page.read_text(encoding="utf-8").splitlines():
@@ -43,7 +43,7 @@ def test_what_a_job_gets_is_listed() -> None:
 
 
 def test_every_error_is_explained() -> None:
-    """The error table has each class that a caller can meet, and none that there isn't."""
+    """The error table has each class that a caller can meet, with its built-in base, and no other class."""
     there = {
         name
         for name, cls in vars(errors).items()
@@ -70,7 +70,7 @@ def test_every_command_and_option_is_described() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING, CHANGELOG], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Files exist, and so do the headings in them."""
+    """Links lead to files that exist, and to headings in these."""
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:
             continue
@@ -89,7 +89,7 @@ def test_pages_named_elsewhere_are_there() -> None:
 
 
 def test_the_index_has_every_page() -> None:
-    """The table of contents has those for users; the others, in a folder of their own, have their own."""
+    """The table of contents has each page for users, and the table of the internals each page of their folder."""
     internals = DOCS / "internals"
     users = [page for page in PAGES if page.is_relative_to(DOCS) and not page.is_relative_to(internals)]
     for index, pages in ((DOCS / "README.md", users), (internals / "README.md", internals.glob("*.md"))):
@@ -99,7 +99,7 @@ def test_the_index_has_every_page() -> None:
 
 
 def test_the_comparison_with_others() -> None:
-    """The README has it, with Ray, verl and TRL; the table of contents doesn't say it again."""
+    """The README compares colocate with plain Ray and verl, and the table of contents doesn't."""
     heading = "Beside others"
     compared = tables(ROOT / "README.md")[heading]
     assert {"plain Ray", "verl", "colocate"} <= {*compared[0]}
@@ -107,14 +107,14 @@ def test_the_comparison_with_others() -> None:
 
 
 def test_the_changelog_has_this_version() -> None:
-    """A version in development is what is unreleased."""
+    """The changelog has this version, or the version is in development."""
     headings = re.findall(r"^## (.+)$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert colocate.__version__ in headings or ".dev" in colocate.__version__
 
 
 def test_what_contributors_are_told_to_run_is_there() -> None:
-    """The folders and files of tests, the targets of make, the commands, and the names of mechanisms."""
+    """The tests, make targets, commands and functions that CONTRIBUTING names exist."""
     named = code(CONTRIBUTING.read_text(encoding="utf-8"))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "core").rglob("*.py"))
@@ -145,7 +145,7 @@ def test_what_newcomers_search_for_is_a_heading(words: str, page: str) -> None:
 
 
 def test_an_engine_generates() -> None:
-    """Pages about clusters call nothing else so: Ray, Dask and what third parties bring are clusters."""
+    """Pages about clusters don't use the word engine: an engine generates answers."""
     about = ["calls", "cli", "dask", "detached-pools", "operations", "ownership", "ray", "restart", "testing"]
     found = {}
     for name in [*about, "internals/chaos", "where", "write-an-executor"]:
@@ -157,12 +157,12 @@ def test_an_engine_generates() -> None:
 
 
 def code(cell: str) -> list[str]:
-    """What is set as code in a cell."""
+    """Return the code spans of a cell."""
     return re.findall(r"`([^`]+)`", cell)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

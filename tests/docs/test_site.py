@@ -32,7 +32,7 @@ CLASSES = {
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    """Built as `make docs` does, if anything has changed since."""
+    """Build the site as `make docs` does, if anything has changed."""
     made = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stdout + made.stderr
     return SITE
@@ -40,7 +40,7 @@ def site() -> Path:
 
 @pytest.fixture(scope="module")
 def entries(site: Path) -> set[str]:
-    """The names that have an entry in the reference."""
+    """Return the names that have an entry in the reference."""
     listed = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     return {line.split(" ", 1)[0] for line in listed.splitlines()}
 
@@ -82,7 +82,7 @@ def test_every_variable_that_a_config_of_others_may_set_is_listed(site: Path) ->
 
 
 def test_nothing_is_fetched(site: Path) -> None:
-    """No page asks another machine for anything."""
+    """No page loads anything from another machine."""
     loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//|url\(\"?(?:https?:)?//")
     asked = {
         file.relative_to(site).as_posix(): found[0]

@@ -13,7 +13,7 @@ PACKAGES = {"ray": "ray", "dask": "distributed"}
 
 @pytest.fixture
 def colocate(tmp_path: Path, installed: Installed, forks: Forks) -> CommandLine:
-    """The command in a folder of its own, with a config of a third party's role and one from beside it."""
+    """Return the command in a folder of its own, with a config of a third party's role and a local one."""
     command = CommandLine(tmp_path, installed, forks)
     command.write("demo.yaml", CONFIG)
     command.write("beside.py", BESIDE)

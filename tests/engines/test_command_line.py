@@ -1,4 +1,4 @@
-"""`colocate` on Ray and on Dask: a third party's roles from the same file, with one word changed."""
+"""The command line on Ray and on Dask: a third party's roles from the same config, with one word changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @attrs.frozen
 class Left:
-    """What a run leaves that has to be the same on every executor: numbers without times, tables, checkpoints."""
+    """The results that every executor must give: metrics without times, tables, owners and checkpoints."""
 
     metrics: list[Mapping[str, Any]]
     scores: list[str]
@@ -60,7 +60,7 @@ def run(colocate: CommandLine, *args: str) -> Left:
 
 @pytest.mark.parametrize("engine", [pytest.param("ray", marks=pytest.mark.long), "dask"], indirect=True)
 def test_the_same_results_everywhere(colocate: CommandLine, tmp_path: Path, engine: str) -> None:
-    """Numbers, tables and checkpoints; on the way nothing is printed by an engine."""
+    """Metrics, tables and checkpoints of a run are the same on every executor, which prints no error."""
     here = run(attrs.evolve(colocate, folder=_copy(colocate, "here")), "--set", "executor.with.processes=true")
     there = run(attrs.evolve(colocate, folder=_copy(colocate, "there")), "--executor", engine)
     assert there == here
@@ -80,7 +80,7 @@ def _copy(colocate: CommandLine, name: str) -> Path:
 
 
 def test_check(colocate: CommandLine, engine: str) -> None:
-    """The plan names the engine; the rest of it is the same, and nothing is started."""
+    """The plans of two executors differ only in the executor's line, and `check` starts no run."""
     plans = [
         colocate("check", "demo.yaml", "--executor", name, distributions=("acme",)).stdout for name in ("local", engine)
     ]
@@ -92,7 +92,7 @@ def test_check(colocate: CommandLine, engine: str) -> None:
 
 @pytest.mark.long
 def test_check_of_options(colocate: CommandLine, engine: str) -> None:
-    """Options are checked against those that the engine has."""
+    """`check` refuses an option that the executor doesn't have."""
     changes = ("--executor", engine, "--set", "executor.with.adress=auto")
     done = colocate("check", "demo.yaml", *changes, distributions=("acme",))
     assert done.returncode == 1
@@ -104,7 +104,7 @@ def test_check_of_options(colocate: CommandLine, engine: str) -> None:
     ("engine", "fits"), [pytest.param("ray", True, marks=pytest.mark.long), ("dask", False)], indirect=["engine"]
 )
 def test_doctor(colocate: CommandLine, engine: str, fits: bool) -> None:
-    """Its pools are really held for a moment: whether they fit is what the engine says."""
+    """`doctor` reserves the pools on the executor, and reports whether they fit."""
     changes = ("executor.with.cpus=2", f"pools.main.slots={2 if fits else 3}")
     options = [part for change in changes for part in ("--set", change)]
     done = colocate("doctor", "demo.yaml", "--executor", engine, *options, distributions=("acme",))
@@ -119,34 +119,34 @@ def test_doctor(colocate: CommandLine, engine: str, fits: bool) -> None:
     indirect=["engine"],
 )
 def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
-    """Ctrl-C, which a terminal sends to the driver and all its processes, or SIGINT to the driver alone.
+    """SIGINT to the driver, alone or with all processes, ends a run with a checkpoint from which another run resumes.
 
-    It ends with a checkpoint, quietly, leaves no process, and can go on.
+    No process is left, and nothing else is printed.
     """
     mark = uuid.uuid4().hex
     changes = ("--executor", engine, "--set", "job.with.steps=1000000")
     with colocate.start("run", "demo.yaml", *changes, distributions=("acme",), COLOCATE_TEST_MARK=mark) as running:
         assert running.stdout is not None
         next(line for line in running.stdout if line.startswith("step 2/"))
-        assert len(_marked(mark)) > 2  # the driver and the workers at least
+        assert len(_marked(mark)) > 2  # The driver and the workers run.
         (os.killpg if whom == "all" else os.kill)(running.pid, signal.SIGINT)
         out, err = running.communicate()
     assert running.returncode == 128 + signal.SIGINT
     said = f"{LOUD}SIGINT: stopping after a checkpoint (a second one ends it at once)\n"
-    heard = [line for line in err.splitlines() if not line.startswith("[colocate] connect(")]  # on a busy machine
-    assert sorted(heard) == sorted(said.splitlines())  # a worker's lines come by another way
+    heard = [line for line in err.splitlines() if not line.startswith("[colocate] connect(")]  # Busy machines add this.
+    assert sorted(heard) == sorted(said.splitlines())  # Worker lines come by another way, in any order.
     wait_until(lambda: _marked(mark) == [], "no process of it is left")
     (*_, last) = sorted((colocate.folder / "runs" / "demo" / "checkpoints").iterdir())
     step = int(last.name.partition("-")[2])
     assert out.splitlines()[-1] == f"stopped by SIGINT; saved up to step {step}, go on with --resume"
-    more = ("--executor", "dask", "--set", f"job.with.steps={step + 1}")  # where it began doesn't matter
+    more = ("--executor", "dask", "--set", f"job.with.steps={step + 1}")  # Any executor can resume.
     done = colocate("run", "demo.yaml", "--resume", *more, distributions=("acme",))
     assert (done.returncode, done.stderr) == (0, LOUD)
     assert f"going on after step {step}\nstep {step + 1}/{step + 1} " in done.stdout
 
 
 def _marked(mark: str) -> list[str]:
-    """The processes that have inherited the driver's environment."""
+    """Return the commands of the processes that have inherited the driver's environment."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""docs/reference/trust.md says what is listened on; and strangers get nowhere at any of our sockets."""
+"""docs/reference/trust.md lists all listening sockets, and strangers achieve nothing at ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S = 20.0
 
 
 def documented(executor: str) -> set[Listening]:
-    """The page's rows of an executor."""
+    """Return the page's rows for an executor."""
     rows = [[cell.strip() for cell in line.strip("|\n ").split(" | ")] for line in PAGE.read_text().splitlines()]
     return {Listening(*row[1:4]) for row in rows if len(row) == 6 and row[0] == executor}
 
@@ -33,12 +33,12 @@ def documented(executor: str) -> set[Listening]:
     "executor", [each if "local" in each else pytest.param(each, marks=pytest.mark.long) for each in MEASURED]
 )
 def test_the_page_is_what_is_measured(executor: str) -> None:
-    """Who listens, on what kind of socket, and from where it is reached."""
+    """The page lists who listens, on what kind of socket, and for whom."""
     assert MEASURED[executor]() == documented(executor)
 
 
 class Bomb:
-    """Unpickling it makes a file."""
+    """An object whose unpickling makes a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ def spawned(executor: str) -> Iterator[Runtime]:
 
 
 def ours() -> list[str]:
-    """The addresses of all listening sockets of colocate's below this process."""
+    """Return the addresses of colocate's listening sockets in this process and below it."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     names = {row[6]: row[7][1:] for row in rows if len(row) == 8 and row[7].startswith("@colocate-")}
     found: set[str] = set()
@@ -64,7 +64,7 @@ def ours() -> list[str]:
         for entry in Path(f"/proc/{process.pid}/fd").iterdir():
             try:
                 inode = os.readlink(entry).removeprefix("socket:[").removesuffix("]")
-            except FileNotFoundError:  # just closed
+            except FileNotFoundError:  # The file was just closed.
                 continue
             if inode in names:
                 found.add(names[inode])
@@ -73,15 +73,15 @@ def ours() -> list[str]:
 
 @pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.long), "dask"])
 def test_strangers(executor: str, tmp_path: Path) -> None:
-    """A stranger of this very user says nothing, sends a pickle, or has another key: it gets nowhere, nobody waits."""
+    """A stranger of the same user who is silent, sends a pickle or has another key achieves and blocks nothing."""
     pytest.importorskip({"local": "psutil", "ray": "ray", "dask": "distributed"}[executor])
     bomb = pickle.dumps(Bomb(tmp_path / "made"))
-    with encode((Bomb(tmp_path / "made"),)) as frame:  # as a driver would send it
+    with encode((Bomb(tmp_path / "made"),)) as frame:  # A driver would send this.
         well_formed = bytes(frame._inline)
     with spawned(executor) as runtime, ExitStack() as silent:
         echo = runtime.groups["target"].role("echo", Echo)
         with echo.first.keep(b"x" * (1 << 20)) as kept:
-            assert len(echo.first(kept.ref)) == 1 << 20  # the workers listen from now on
+            assert len(echo.first(kept.ref)) == 1 << 20  # From here on the workers listen.
             addresses = ours()
             if executor != "local":
                 assert len(addresses) >= 2, "each slot's keeper listens"
@@ -90,9 +90,9 @@ def test_strangers(executor: str, tmp_path: Path) -> None:
                     stranger = silent.enter_context(socket.socket(socket.AF_UNIX))
                     stranger.settimeout(WAIT_S)
                     stranger.connect(f"\0{address}")
-                    with suppress(BrokenPipeError):  # enough has been read to know it
+                    with suppress(BrokenPipeError):  # The server may have closed already.
                         stranger.sendall(words)
-                    if len(words) >= 64:  # a nonce, and no proof
+                    if len(words) >= 64:  # This is a nonce without a proof.
                         with suppress(ConnectionResetError):
                             while stranger.recv(100):
                                 pass
@@ -100,6 +100,6 @@ def test_strangers(executor: str, tmp_path: Path) -> None:
                     connect(f"unix:{address}", new_key(), WAIT_S)
             assert echo.echo(1) == [1, 1]
             assert len(echo.first(kept.ref)) == 1 << 20
-        with runtime.reserve(1, cpus=0) as pool:  # new keepers and workers come past those who say nothing
+        with runtime.reserve(1, cpus=0) as pool:  # Silent strangers don't delay new workers.
             assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(2) == [2]
     assert not (tmp_path / "made").exists()

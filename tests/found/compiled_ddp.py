@@ -1,4 +1,4 @@
-"""DDP under torch.compile, and a step that fails on one rank: the next step works, as without torch.compile.
+"""DDP under torch.compile works after a step that failed on one rank, as it does without torch.compile.
 
 Modes: processes, ray, dask.
 """

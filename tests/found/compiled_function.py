@@ -1,4 +1,4 @@
-"""A function of the script under torch.compile, called by a role: it goes along, and is compiled in the worker.
+"""A function under torch.compile that a role calls travels from the script, and is compiled in the worker.
 
 Modes: processes, ray, dask.
 """

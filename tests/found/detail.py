@@ -1,4 +1,4 @@
-"""A failed call under TORCH_DISTRIBUTED_DEBUG=DETAIL: the next one works, as without it.
+"""After a failed call under TORCH_DISTRIBUTED_DEBUG=DETAIL, the next call works.
 
 Modes: processes, ray, dask.
 """

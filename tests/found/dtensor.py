@@ -1,4 +1,4 @@
-"""A returned DTensor isn't taken for the whole: the error names it, and says what to return instead.
+"""A returned DTensor is refused: the error names its path, and says what to return instead.
 
 Modes: processes, ray, dask.
 """

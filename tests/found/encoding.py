@@ -1,4 +1,4 @@
-"""What a tokenizer gives is scattered, and joined, as it is; and so are other mappings.
+"""A tokenizer's batch is scattered and joined as its own type, and so are other mappings.
 
 Modes: threads, processes, ray, dask.
 """

@@ -1,4 +1,4 @@
-"""Role code forks; the child ends by sys.exit, an exception, or its return: it doesn't go on as if it were the worker.
+"""A child that role code forks ends by sys.exit, an exception, or its return; it never continues as the worker.
 
 Modes: threads, processes, ray, dask.
 """

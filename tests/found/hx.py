@@ -1,4 +1,4 @@
-"""Common to the scripts here: a runtime by mode, and a verdict for each thing that is looked at."""
+"""Helpers of the scripts here: a runtime by mode, and verdicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def connect(which: str | None = None, **options: Any) -> colocate.Runtime:
 
 
 def attempt(work: Any, *args: Any, **kwargs: Any) -> Any:
-    """The value of a call, or the error that it raised."""
+    """Return the value of a call, or the error that it raised."""
     try:
         return work(*args, **kwargs)
     except Exception as error:
@@ -40,5 +40,5 @@ def verdict(what: str, good: object, got: object = "") -> None:
 
 
 def end() -> None:
-    """End the script: with 1 if something was bad."""
+    """End the script, with status 1 after a bad verdict."""
     sys.exit(1 if _bad else 0)

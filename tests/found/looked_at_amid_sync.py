@@ -1,4 +1,4 @@
-"""Weights come while somebody looks at stacks (of calls that are late) and at memory: no sync is refused for that.
+"""No sync is refused because stacks (of late calls) or memory are inspected meanwhile.
 
 Modes: threads, strict, processes, ray, dask.
 """

@@ -1,6 +1,6 @@
-"""Sync role code asks for the event loop, as many libraries do: 42, and what its constructor made for it works.
+"""Sync role code has an event loop, as many libraries expect, and it is the loop of the constructor's futures.
 
-So it is after a role has closed that loop.
+After a role has closed that loop, role code gets another one.
 
 Modes: threads, strict, processes, ray, dask.
 """

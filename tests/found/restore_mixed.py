@@ -1,6 +1,6 @@
-"""A checkpoint that is replaced while others are restored from it: all ranks go on from one, or it is an error.
+"""A checkpoint that is replaced amid restores gives all ranks one version, or the restore is an error.
 
-And of two groups that share a folder, none comes back with the state of the other.
+Of two groups that share a folder, neither is restored with the state of the other.
 
 Modes: threads, strict, processes, ray, dask.
 """
@@ -52,7 +52,7 @@ WALKER = {"walker": colocate.role(Walker)}
 
 
 def looked_at(found, group, tag):
-    """Count how a group was restored: with the tag of a checkpoint, or with an error in its place."""
+    """Count the outcome of a restore: one checkpoint on all ranks, a mixture, or an error."""
     if isinstance(tag, Exception):
         found["refused" if "another one has taken its place" in str(tag) else repr(tag)] += 1
     else:

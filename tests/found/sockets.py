@@ -1,4 +1,4 @@
-"""A role begins to wait by asyncio just when gloo begins to: when its process group is cut, its connection isn't.
+"""A role's asyncio connection outlives a cut of its process group, even if gloo began at the same moment.
 
 Modes: processes, ray, dask.
 """
@@ -42,7 +42,7 @@ class Served(Role):
         self.ctx.process_group()
         if self.ctx.rank == bad:
             raise ValueError("bad")
-        dist.all_reduce(x)  # the first group that is made, with which gloo begins
+        dist.all_reduce(x)  # creates the first group, by which gloo begins
         return x.item()
 
     @method

@@ -1,4 +1,4 @@
-"""A start that takes long says what it does: which module is imported, whose constructor runs, on which workers.
+"""A slow start says what it does: the module that is imported, the constructor that runs, and the workers.
 
 Modes: processes, ray, dask.
 """
@@ -38,7 +38,7 @@ class Late(Role):
 
 
 def heard(words):
-    """Whether the script says so within a minute."""
+    """Return whether the words are on stderr within a minute."""
     until = time.time() + 60
     while words not in sys.stderr.getvalue() and time.time() < until:
         time.sleep(0.05)

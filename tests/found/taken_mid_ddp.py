@@ -1,4 +1,4 @@
-"""Another driver takes a detached pool amid a trainer's steps, again and again: all ranks come back with all they have.
+"""A detached pool that drivers take from each other amid training steps keeps all ranks and their steps.
 
 Modes: dask.
 """

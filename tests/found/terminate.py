@@ -1,6 +1,6 @@
-"""A process that a role starts and terminates at once: all of them end, and so does a pool at the end of its block.
+"""Processes that a role starts and terminates at once all end, and so does a process pool at the end of its block.
 
-A pool that is spawned hasn't what the script defines: that is an error, and it starts no processes for ever.
+A spawned process pool lacks the script's functions: the call fails, and starts no processes for ever.
 
 Modes: processes, ray, dask.
 """

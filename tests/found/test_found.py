@@ -1,6 +1,6 @@
 """Small programs that went wrong once, each run as a user would: `python tests/found/NAME.py MODE` prints a verdict.
 
-The first lines of a script say what is wanted, and in which modes it runs: "Modes: threads, strict, processes, ray,
+A script's docstring says what must hold, and in which modes the script runs: "Modes: threads, strict, processes, ray,
 dask.".
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent
-# What goes wrong yet, and why.
+# The scripts that still fail, and why.
 WRONG: dict[str, str] = {}
 
 

@@ -1,4 +1,4 @@
-"""A rank dies amid a collective, and its end is told late: the call fails of the death, not of a lost connection.
+"""A rank that dies amid a collective, and is reported late, fails the call by its death, not by a lost connection.
 
 Modes: processes.
 """
@@ -34,7 +34,7 @@ if __name__ == "__main__":
         net = pool.spawn({"net": colocate.role(Net)}).role("net", Net)
         net.add(0)
         pid = net.pid()[1]
-        supervisor = psutil.Process(pid).ppid()  # which tells of the end, when all that the worker had is gone
+        supervisor = psutil.Process(pid).ppid()  # reports the exit after all the worker's resources are gone
         call = net.add.submit(3600)
         os.kill(supervisor, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)

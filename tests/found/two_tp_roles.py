@@ -1,4 +1,4 @@
-"""Two roles with tensor-parallel models on equal meshes: a failed step of either costs the other one nothing.
+"""A failed step of one of two tensor-parallel roles on equal meshes costs the other role nothing.
 
 Modes: processes, ray, dask.
 """

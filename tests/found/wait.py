@@ -1,4 +1,4 @@
-"""asyncio.wait over calls, as over any futures: it answers, or raises a TypeError, at once.
+"""asyncio.wait over calls returns or raises TypeError at once, and over futures of calls it returns.
 
 Modes: threads, processes, ray, dask.
 """

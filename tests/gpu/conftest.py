@@ -1,6 +1,6 @@
-"""What tests/gpu/run.py reads: a line for each test that has ended, so that a run which is cut short counts.
+"""A line for each test that has ended, for tests/gpu/run.py: a run that is cut short counts, too.
 
-And CUDA's own pipes and the like, which are no test's to close.
+A fixture starts CUDA first, whose pipes and other files aren't a test's to close.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def cuda_is_in_use() -> None:
-    """This process uses the GPU before the first test looks at what is left behind: CUDA is there until its end."""
+    """Use the GPU before the first leak check: CUDA's files stay open until this process ends."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         return
@@ -26,12 +26,12 @@ def cuda_is_in_use() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note a test that has ended, or that couldn't begin or clean up."""
+    """Write a line for a test that has ended, or that couldn't begin or clean up."""
     path = os.environ.get("COLOCATE_GPU_RESULTS")
     if not path or (report.when != "call" and report.passed):
         return
     if "PYTEST_XDIST_WORKER" in os.environ:
-        return  # whoever has begun it hears of each, too
+        return  # The main process reports this test, too.
     reason = ""
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")

@@ -1,7 +1,7 @@
 """A step of PPO with models of a Llama's shape, by hand.
 
-`python -m tests.gpu.loop SIZE DEVICE CORE` makes one for each line that it reads, the step's number; test_figures.py
-makes the same step by roles that share a process, of the same functions.
+`python -m tests.gpu.loop SIZE DEVICE CORE` makes a step for each line of its input, the step's number; test_figures.py
+makes the same step by roles that share a process, with the same functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @attrs.frozen
 class Size:
-    """How large models and batches are; sequences in tokens."""
+    """The sizes of models and batches, with sequences in tokens."""
 
     hidden: int
     layers: int
@@ -40,7 +40,7 @@ class Size:
             num_attention_heads=self.heads,
             max_position_embeddings=self.prompt + self.response,
             tie_word_embeddings=True,
-            # To have equal losses: the backward passes of faster ones add in an order that isn't always the same.
+            # Losses must be equal: backward passes of faster attention add in a varying order.
             attn_implementation="eager",
         )
 
@@ -52,7 +52,7 @@ SIZES = {
 
 
 class Learner:
-    """A model in bfloat16 and what PPO does with it."""
+    """A model in bfloat16, and PPO's operations on it."""
 
     def __init__(self, size: Size, device: Any, seed: int) -> None:
         self.size = size
@@ -64,7 +64,7 @@ class Learner:
 
     @torch.no_grad()
     def generate(self, prompts: Tensor) -> Tensor:
-        """Prompts (batch, prompt) with what the model says to them: (batch, prompt + response)."""
+        """Return prompts (batch, prompt) with sampled responses: (batch, prompt + response)."""
         tokens, fed, cache = prompts, prompts, None
         for _ in range(self.size.response):
             out = self.model(fed, past_key_values=cache, use_cache=True)
@@ -81,7 +81,7 @@ class Learner:
 
     @torch.no_grad()
     def log_probs(self, tokens: Tensor) -> Tensor:
-        """Of the responses: (batch, response)."""
+        """Return the log-probabilities of the responses: (batch, response)."""
         return self._log_probs(tokens)
 
     def _values(self, tokens: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Learner:
 
     @torch.no_grad()
     def values(self, tokens: Tensor) -> Tensor:
-        """What is to be expected from each token on: (batch, response)."""
+        """Return the expected returns from each token on: (batch, response)."""
         return self._values(tokens)
 
     def _update(self, loss: Tensor) -> float:
@@ -100,17 +100,17 @@ class Learner:
         return loss.item()
 
     def learn_policy(self, tokens: Tensor, old: Tensor, advantages: Tensor) -> float:
-        """A step of the clipped loss (Schulman et al. 2017, equation 7)."""
+        """Make an update by the clipped loss (Schulman et al. 2017, equation 7)."""
         ratio = (self._log_probs(tokens) - old).exp()
         return self._update(-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean())
 
     def learn_values(self, tokens: Tensor, returns: Tensor) -> float:
-        """A step of the squared error."""
+        """Make an update by the squared error."""
         return self._update((self._values(tokens) - returns).square().mean())
 
 
 def advantages(old: Tensor, reference: Tensor, values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both (batch, response): even tokens are good, and to be far from the reference is bad."""
+    """Return advantages and returns, both (batch, response): rewards favour even tokens and the reference."""
     good = (tokens[:, -old.shape[1] :] % 2 == 0).float()
     rewards = good - 0.01 * (old - reference)
     returns = rewards.flip(1).cumsum(1).flip(1)
@@ -118,15 +118,15 @@ def advantages(old: Tensor, reference: Tensor, values: Tensor, tokens: Tensor) -
 
 
 def prompts(size: Size, step: int) -> Tensor:
-    """Those of a step, on the host."""
+    """Return the prompts of a step, on the host."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(size.vocabulary, (size.batch, size.prompt), generator=generator)
 
 
 def main(size: Size, device: str, core: int) -> None:
-    """Make a step for each number of one that is told; say its losses, of values and of the policy, and its seconds."""
+    """Make a step for each number in the input; print the losses of values and policy, and the seconds."""
     actor, critic, reference = (Learner(size, device, seed) for seed in (1, 2, 1))
-    torch.set_num_threads(1)  # on the host; several would be in each other's way on one core
+    torch.set_num_threads(1)  # One core has no room for several host threads.
     os.sched_setaffinity(0, {core})
     for line in sys.stdin:
         began = time.perf_counter()

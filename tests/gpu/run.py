@@ -1,10 +1,10 @@
-"""`python3 -m tests.gpu.run`: run tests/gpu on a machine with a GPU and no network, and write down what came out.
+"""`python3 -m tests.gpu.run`: run tests/gpu on a machine with a GPU and no network, and write the results.
 
-It needs nothing but Python 3.11 or later with torch, and the folder that `make gpu-wheels` has filled. It makes an
-environment of its own in a temporary folder, which sees the packages of the Python that runs this; what that one lacks
-comes from the wheels, and colocate is this checkout. Results go to $OUT, or to build/gpu: gpu.json, and gpu.md with the
-section for docs/internals/gpu.md. Where a machine is lent for less than all of it takes, each --part is a run of its
-own, and --join makes one of their results.
+The machine needs only Python 3.11 or later with torch, and the folder that `make gpu-wheels` has filled. The tests run
+in an environment in a temporary folder, which sees the packages of this Python; missing packages come from the wheels,
+and colocate is this checkout. Results go to $OUT, or to build/gpu: gpu.json, and gpu.md with the section for
+docs/internals/gpu.md. On a machine that is lent for less time than all tests take, run each --part by itself, and
+make one result of them with --join.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ PARTS = {
     "c": ("TestSleep", "TestTurns", "TestAddresses", "TestOverhead", "TestLlama"),
 }
 _OF_ALL = ("commit", "sources", "device", "python", "torch", "cuda", "driver")
-"""What parts have in common that are one run's."""
+"""The facts that all parts of a run have in common."""
 
 
 def main() -> int:
-    """Do it; the exit code."""
+    """Run the tests, or join results; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, default=ROOT / "gpu-wheels", help="where the wheels are")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build" / "gpu"))
@@ -99,7 +99,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
 
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The results of parts as those of one run; an exit with an error where they aren't of the same sources, say."""
+    """Return the results of parts as one run's; exit with an error if the parts' sources, say, differ."""
     first, *others = records
     for other in others:
         for fact in _OF_ALL:
@@ -115,8 +115,8 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def look(wheels: Path) -> dict[str, Any]:
-    """What this machine is, and what is about to be tested."""
-    # In a process of its own: this one must not hold a part of the GPU while the tests run.
+    """Return facts about this machine and the tested sources."""
+    # A separate process: this one must hold no part of the GPU while the tests run.
     found = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False)
     lines = found.stdout.splitlines()
     why = (found.stderr.splitlines() or [f"exit code {found.returncode}"])[-1]
@@ -150,9 +150,9 @@ print(json.dumps(found))
 
 
 def _commit(wheels: Path) -> str:
-    """The commit: that of whoever gathered the wheels, if it was for these sources; otherwise git's word.
+    """Return the commit noted with the wheels if the sources are the same, or else git's answer.
 
-    Where the files were brought, what git says there may be of another commit.
+    For copied files, git may describe another commit.
     """
     note = wheels / "commit"
     noted, _, sources = note.read_text().strip().partition(" ") if note.is_file() else ("unknown", "", "")
@@ -166,7 +166,7 @@ def _commit(wheels: Path) -> str:
 
 
 def digest() -> str:
-    """Tells one state of the sources from another, with or without git."""
+    """Return a digest of the sources, with or without git."""
     found = hashlib.sha256()
     for path in sorted(path for folder in (*SOURCES, "tests/gpu") for path in (ROOT / folder).rglob("*.py")):
         found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -174,7 +174,7 @@ def digest() -> str:
 
 
 def environment(folder: Path, wheels: Path) -> Path:
-    """An environment with what is installed here, what is missing, and this checkout; its Python."""
+    """Make an environment with this Python's packages, missing ones and this checkout; return its Python."""
     home = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin" / "python"
@@ -187,17 +187,17 @@ def environment(folder: Path, wheels: Path) -> Path:
 
 
 def _beside() -> list[str]:
-    """Where this Python has its packages, with what links there name. It may be an environment itself."""
+    """Return the folders of this Python's packages, and folders that are linked there. This may be an environment."""
     sites = [*site.getsitepackages(), sysconfig.get_path("purelib")]
     sites += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     links = [link for folder in sites for link in sorted(Path(folder).glob("*.pth"))]
     linked = [line for link in links for line in link.read_text().splitlines() if line.startswith("/")]
-    own = [str(ROOT / name) for name in SOURCES]  # a checkout that is installed here is not the one that is tested
+    own = [str(ROOT / name) for name in SOURCES]  # An installed checkout isn't the tested one.
     return [path for path in dict.fromkeys([*sites, *linked]) if Path(path).is_dir() and path not in own]
 
 
 def install(packages: Path, wheels: Path) -> None:
-    """Put what isn't installed here into the environment, without a network."""
+    """Install the packages that are missing here into the environment, without a network."""
     installed = {_plain(found.name) for found in importlib.metadata.distributions()}
     files = [file for file in sorted(wheels.glob("*")) if file.name.endswith((".whl", ".tar.gz"))]
     missing = [file for file in files if _plain(file.name.partition("-")[0]) not in installed]
@@ -208,7 +208,7 @@ def install(packages: Path, wheels: Path) -> None:
     if ready:
         subprocess.run([*pip, *ready], check=True)
     for source in (file for file in missing if file.suffix != ".whl"):
-        # What has to be compiled may not compile there: what needs it is skipped, with pip's reason here.
+        # A source may not compile there: pip prints the reason, and tests that need the package are skipped.
         subprocess.run([*pip, "--no-build-isolation", str(source)], check=False)
 
 
@@ -242,12 +242,12 @@ def link(packages: Path) -> None:
 def run(
     python: Path, folder: Path, more: list[str], within_s: float, cpu: bool
 ) -> tuple[int | str, list[dict[str, Any]]]:
-    """Run the tests; pytest's exit code, or that time was up, and what came out of each test."""
+    """Run the tests; return pytest's exit code, or the word of a timeout, and the result of each test."""
     results = folder / "results.jsonl"
     results.touch()
-    # Other versions than ours warn of other things, and a GPU is too rare to fail of that.
+    # Other versions than ours give other warnings, and a GPU is too rare to fail because of one.
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "tests/gpu"]
-    # It is no worker of whatever may have begun it.
+    # Pytest here is no worker of an outer pytest.
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
     env = {**outer, "COLOCATE_GPU_RESULTS": str(results), "COLOCATE_GPU_DRY": "1" if cpu else ""}
     env.pop("PYTHONPATH", None)
@@ -258,7 +258,7 @@ def run(
 
 
 def waves() -> list[list[str]]:
-    """What pytest is told: most tests go side by side, where it can do that, then those that want all of the GPU."""
+    """Return pytest's options of each run: tests in parallel, if xdist is there, then tests that need the GPU alone."""
     if importlib.util.find_spec("xdist") is None:
         return [[]]
     several = min(8, os.cpu_count() or 1)
@@ -278,7 +278,7 @@ def _pytest(command: list[str], env: dict[str, str], within_s: float) -> int | s
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End pytest with its fixtures, so that workers end too; and whatever then is left of it."""
+    """Interrupt pytest, so that its fixtures end the workers; after a while kill its process group."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(_ENDS_WITHIN_S)
@@ -291,7 +291,7 @@ KINDS = ("passed", "failed", "skipped")
 
 
 def section(record: dict[str, Any]) -> str:
-    """A run as a section of docs/internals/gpu.md."""
+    """Return a run as a section of docs/internals/gpu.md."""
     tests: list[dict[str, Any]] = record["tests"]
     device = record["device"] or "no GPU (--allow-cpu)"
     versions = [f"Python {record['python']}", f"torch {record['torch']}"]
@@ -327,6 +327,6 @@ def _table(head: tuple[str, ...], rows: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    # Whoever ends this by SIGTERM wants it tidy as well.
+    # SIGTERM is to be as tidy as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Memory of a GPU that keeps its addresses when it sleeps (`sleep="vmm"`), with CUDA graphs. See test_gpu.py."""
+"""Memory of a GPU that keeps its addresses in a sleep (`sleep="vmm"`), with CUDA graphs. See test_gpu.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = 1024  # a layer has 4 MiB, and a bias that torch packs with others
 
 
 class Graphed(Role):
-    """Has a model and a graph of its forward pass; what that reads and writes the constructor has made."""
+    """A role with a model and a graph of its forward pass, on tensors that the constructor makes."""
 
     def __init__(self, mib: int) -> None:
         device = self.ctx.device
@@ -46,7 +46,7 @@ class Graphed(Role):
 
     @method
     def capture(self) -> None:
-        """Capture the graph, after a few rounds on a stream of their own, as torch wants it."""
+        """Capture the graph, after a few rounds on a side stream, as torch requires."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -56,11 +56,11 @@ class Graphed(Role):
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads use the GPU, too
             self._forward()
-            self.twice = self.y * 2  # in the graph's own memory
+            self.twice = self.y * 2  # This is in the graph's own memory.
 
     @method
     def replay(self, seed: int) -> torch.Tensor:
-        """What comes of it."""
+        """Replay the graph; return its outputs."""
         self.x.copy_(torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed)))
         self.y.fill_(-1)
         self.graph.replay()
@@ -68,14 +68,13 @@ class Graphed(Role):
 
     @method(awake=())
     def addresses(self) -> list[int]:
-        """Of all that the constructor has made."""
         return [each.data_ptr() for each in (*self.net.parameters(), self.table, self.x, self.y)]
 
 
 class Filling(Role):
     @method
     def fill(self) -> int:
-        """Take what is free, but for 1 GiB, and write it; how much that was."""
+        """Fill the free memory but for 1 GiB; return the number of bytes."""
         size = torch.cuda.mem_get_info(self.ctx.device)[0] - 2**30
         self.taken = torch.full((size,), 255, dtype=torch.uint8, device=self.ctx.device)
         return size
@@ -87,7 +86,7 @@ class Filling(Role):
 
 
 class Wasteful(Role):
-    """Has much for a moment, as it is constructed, and little then."""
+    """A role that allocates much in its constructor, and keeps little."""
 
     def __init__(self) -> None:
         self.little = torch.full((2**20,), 3.0, device=self.ctx.device)
@@ -95,13 +94,13 @@ class Wasteful(Role):
 
     @method
     def reserved(self) -> int:
-        """What torch has of the GPU."""
+        """Return the bytes that torch has reserved on the GPU."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.ctx.device)
 
 
 class ByOthers(Role):
-    """Has another thread make its weights, as transformers does where it reads a model right onto a GPU."""
+    """A role whose weights are made by another thread, as in transformers' loading of a model right onto a GPU."""
 
     def __init__(self) -> None:
         thread = threading.Thread(target=self._load)
@@ -113,11 +112,11 @@ class ByOthers(Role):
 
     @method
     def nothing(self) -> None:
-        """A role has a method."""
+        """Do nothing: a role needs a method."""
 
 
 class Warm(Role):
-    """Trains a little as it is constructed: a thread of autograd's makes gradients."""
+    """A role that trains a little in its constructor: a thread of autograd's makes the gradients."""
 
     def __init__(self) -> None:
         self.net = torch.nn.Linear(WIDTH, WIDTH, device=self.ctx.device)
@@ -128,13 +127,12 @@ class Warm(Role):
 
     @method
     def addresses(self) -> list[int]:
-        """Of weights, and of what the optimizer has."""
         state = [each for held in self.optimizer.state.values() for each in held.values() if each.is_cuda]
         return [each.data_ptr() for each in (*self.net.parameters(), *state)]
 
 
 def taken() -> int:
-    """The bytes of the GPU that are in use, by anybody."""
+    """Return the bytes of the GPU that are in use by any process."""
     free, total = torch.cuda.mem_get_info(DEVICE)
     return total - free
 
@@ -142,7 +140,7 @@ def taken() -> int:
 class TestAddresses:
     @needs_cuda
     def test_what_other_threads_have_made(self) -> None:
-        """It would be elsewhere: the role isn't spawned. Gradients may be."""
+        """`sleep="vmm"` refuses weights that another thread has made, but not gradients."""
         with connect() as runtime, runtime.reserve() as pool:
             with pytest.raises(colocate.RoleStartError, match=r"4 MiB of weights and buffers on cuda:0 would"):
                 pool.spawn({"one": colocate.role(ByOthers).on(sleep="vmm")}, name="others")
@@ -155,7 +153,7 @@ class TestAddresses:
     @needs_cuda
     @pytest.mark.alone
     def test_a_graph_is_replayed(self) -> None:
-        """Bit for bit, after its weights were away and others had written where they had been."""
+        """A CUDA graph replays bit for bit after its weights slept, and another role wrote to the freed memory."""
         roles = {"graphed": colocate.role(Graphed, 256).on(sleep="vmm"), "filling": colocate.role(Filling)}
         with spawned(roles) as group:
             graphed, filling = group.role("graphed", Graphed), group.role("filling", Filling)
@@ -170,16 +168,16 @@ class TestAddresses:
                 assert graphed.addresses() == places
                 for seed, expected in enumerate(before):
                     assert torch.equal(graphed.replay(seed)[0].cpu(), expected)
-            group.sleep("graphed", ("weights",))  # the rest stays, in the same segments
+            group.sleep("graphed", ("weights",))  # The rest stays in the same segments.
             assert torch.equal(graphed.replay(1)[0].cpu(), before[1])
             group.sleep("graphed", ("cache",))
             group.sleep("graphed")
-            assert torch.equal(graphed.replay(2)[0].cpu(), before[2])  # the call wakes it
+            assert torch.equal(graphed.replay(2)[0].cpu(), before[2])  # The call wakes the role.
 
     @needs_cuda
     @pytest.mark.alone
     def test_wake_without_room(self) -> None:
-        """It sleeps on, as often as it is tried, and nothing has changed; its graph is replayed when there is room."""
+        """A wake without room fails without a change, however often, and the graph replays once there is room."""
         roles = {"graphed": colocate.role(Graphed, 2048).on(sleep="vmm"), "filling": colocate.role(Filling)}
         with spawned(roles) as group:
             graphed, filling = group.role("graphed", Graphed), group.role("filling", Filling)
@@ -202,7 +200,7 @@ class TestAddresses:
     @pytest.mark.parametrize("mib", [1024, 3584])
     @pytest.mark.alone
     def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
-        """The GPU has it, and 98 % of it at least; and the ledger's parts say so."""
+        """A sleep gives at least 98 % of a role's bytes back to the GPU, and the ledger agrees."""
         with spawned({"actor": colocate.role(Sleeper, mib).on(sleep="vmm")}) as group:
             actor = group.role("actor", Sleeper)
             actor.train()
@@ -224,7 +222,7 @@ class TestAddresses:
             assert actor.digest() == before
 
     def test_training_goes_on(self) -> None:
-        """With gradients and an optimizer's state, which were made later; alone, and in turns with others."""
+        """A role that keeps its addresses trains like a usual one, between sleeps of any tags and in turns."""
         orders: list[Any] = [None, ("optimizer",), ("weights", "grads"), ("cache",), None]
         with connect() as runtime:
             roles = {"kept": colocate.role(Dozing, 8).on(sleep="vmm"), "usual": colocate.role(Dozing, 8)}
@@ -245,7 +243,7 @@ class TestAddresses:
 
     @needs_cuda
     def test_what_a_constructor_lets_go_of(self) -> None:
-        """Others get that."""
+        """Memory that a constructor frees goes back to the GPU."""
         with connect() as runtime:
             role = colocate.role(Wasteful).on(sleep="vmm")
             wasteful = runtime.reserve().spawn({"wasteful": role}).role("wasteful", Wasteful)

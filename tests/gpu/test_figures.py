@@ -1,4 +1,4 @@
-"""What sharing a GPU costs and saves there: figures for docs/internals/gpu.md. See test_gpu.py."""
+"""Costs and savings of sharing a GPU: figures for docs/internals/gpu.md. See test_gpu.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Busy(Role):
 
     @method(collect=First())
     def small(self, kernels: int) -> float:
-        """The seconds that so many take."""
+        """Return the seconds that so many kernels take."""
         return small(self.x, kernels)
 
     @method
@@ -55,7 +55,7 @@ class Busy(Role):
 
     @method
     def work(self, rounds: int) -> torch.Tensor:
-        """For some time; what comes of it."""
+        """Compute for some time; return the result."""
         x = torch.eye(4096 if not DRY else 64, device=self.ctx.device)
         for _ in range(rounds):
             x = x @ x
@@ -66,7 +66,7 @@ def small(x: Any, kernels: int) -> float:
     began = time.perf_counter()
     for _ in range(kernels):
         x.add_(1)
-    float(x[0])  # waits for them
+    float(x[0])  # This waits for the kernels.
     return time.perf_counter() - began
 
 
@@ -82,10 +82,10 @@ for line in sys.stdin:
 
 class TestOverhead:
     def test_small_kernels(self, record_property: Any) -> None:
-        """What a method launches it launches as fast as a script, by several processes of either.
+        """Measure how fast methods launch kernels beside plain scripts, with several processes of both.
 
-        They take turns, a few milliseconds each, on one core: cores of a machine that others use differ by more than
-        is to be seen, and so do its seconds.
+        Methods and scripts take turns of a few milliseconds on one core: cores of a machine in use, and its seconds,
+        differ by more than the effect.
         """
         import inspect
 
@@ -118,7 +118,7 @@ class TestOverhead:
 
     @needs_cuda
     def test_a_fetch_waits_for_nobody(self) -> None:
-        """What is complete is copied while the lane computes something else."""
+        """A complete result is fetched while the lane computes another call."""
         with connect() as runtime:
             busy = runtime.reserve().spawn({"busy": colocate.role(Busy)}).role("busy", Busy)
             kept = busy.work.keep(1)
@@ -130,7 +130,7 @@ class TestOverhead:
 
 
 class Holder(Role):
-    """Has many bytes of weights, and takes as many."""
+    """A role with many bytes of weights, which can load as many."""
 
     def __init__(self, value: float, tensors: int, numbers: int) -> None:
         shape = {"dtype": torch.bfloat16, "device": self.ctx.device}
@@ -145,7 +145,7 @@ class Holder(Role):
 
     @method(collect=First())
     def seconds(self, rounds: int) -> float:
-        """Those of a copy of all of them into memory that is there, the least of several."""
+        """Return the least seconds of several copies of all weights into existing memory."""
         into, took = {name: torch.empty_like(each) for name, each in self.weights.items()}, []
         for _ in range(rounds):
             began = time.perf_counter()
@@ -167,10 +167,10 @@ def _finish() -> None:
 
 
 class TestSync:
-    """Weights from role to role of a slot."""
+    """Weight syncs between the roles of a slot."""
 
     def test_beside_copies(self, record_property: Any) -> None:
-        """14 GB, as fast as the device copies them."""
+        """A sync copies all weights; its speed is recorded beside plain copies on the device."""
         tensors, numbers = (4, 1 << 10) if DRY else (28, 1 << 28)
         actor, engine = (colocate.role(Holder, float(value), tensors, numbers) for value in range(2))
         with spawned({"actor": actor, "engine": engine}) as group:
@@ -190,11 +190,11 @@ class TestSync:
 
 
 class TestPinning:
-    """Memory of the host that the GPU copies from and to by itself, as a role's first sleep needs it."""
+    """Pinned memory of the host, as a role's first sleep needs it."""
 
     @needs_cuda
     def test_how_long_it_takes(self, record_property: Any) -> None:
-        """As torch does it, and as the memory to which a role's goes as it sleeps; the device copies by itself."""
+        """A device copy into memory pinned for a sleep is exact; the time is recorded beside torch's own pinning."""
         size = 2 * 2**30
         torch.cuda.init()
         began = time.perf_counter()
@@ -209,13 +209,13 @@ class TestPinning:
         torch.cuda.synchronize()
         assert torch.equal(memory.view(torch.int64).to(DEVICE), source)
         del source
-        torch.cuda.empty_cache()  # tests that come after this one look at who has how much
+        torch.cuda.empty_cache()  # Later tests measure the GPU's memory.
 
 
 class TestContexts:
     @needs_cuda
     def test_four_roles(self, record_property: Any) -> None:
-        """Beside four processes with one each: how much of the GPU is used."""
+        """Four roles in one process use less of the GPU than in four processes."""
         names = ("actor", "critic", "reference", "reward")
         used = []
         for together in (True, False):
@@ -231,10 +231,10 @@ class TestContexts:
 
 
 class TestGroups:
-    """Process groups that come and go."""
+    """Process groups that are made again and again."""
 
     def test_fifty(self, record_property: Any) -> None:
-        """A role's and the default one, each cut and made anew 25 times; the GPU's memory doesn't go with them."""
+        """A role's group and the default group are made anew 25 times, and the GPU loses less than 64 MiB."""
         role = colocate.role(Sharded, "ddp").on(default_group=True)
         with spawned({"sharded": role}, name="sharded") as group:
             sharded = group.role("sharded", Sharded)
@@ -262,7 +262,7 @@ class TestSpinning:
 
     @needs_cuda
     def test_it_is_given_up(self, record_property: Any) -> None:
-        """The call times out, its group is closed in time, and the GPU is free for others."""
+        """A call with an endless kernel times out, its group closes, and the GPU is free for another group."""
         with connect() as runtime:
             group = runtime.reserve().spawn({"busy": colocate.role(Busy)}, name="spinning")
             with pytest.raises(CallTimeout):
@@ -271,7 +271,7 @@ class TestSpinning:
             try:
                 group.close(grace=1, force=True)
             except* ColocateError:
-                pass  # that it had to be killed
+                pass  # The worker had to be killed.
             record_property(
                 "a worker with a spinning kernel is gone, beside 1 s of grace",
                 f"{time.perf_counter() - began - 1:.2f} s",
@@ -281,7 +281,7 @@ class TestSpinning:
 
 
 class Llama(Role):
-    """A model, as tests/gpu/loop.py has it."""
+    """A model with the operations of tests/gpu/loop.py."""
 
     def __init__(self, size: str, seed: int) -> None:
         from tests.gpu.loop import SIZES, Learner
@@ -310,7 +310,7 @@ class Llama(Role):
 
     @method
     def stay_on(self, core: int) -> None:
-        """Compute on one of the machine's from now on."""
+        """Compute on this core of the machine from now on."""
         os.sched_setaffinity(0, {core})
 
     @method(collect=First())
@@ -324,7 +324,7 @@ class TestLlama:
     """PPO with models of half a billion parameters in bfloat16."""
 
     def test_beside_a_loop_by_hand(self, record_property: Any) -> None:
-        """Equal losses; and how many tokens a second: in turns, step by step, on one core. See `test_small_kernels`."""
+        """Roles have the losses of a loop by hand; both speeds are recorded, in turns on one core."""
         from tests.gpu.loop import SIZES, prompts
 
         size = SIZES[SIZE]
@@ -358,7 +358,7 @@ class TestLlama:
             for step in range(STEPS):
                 first, second = (ask, ask_script) if step % 2 else (ask_script, ask)
                 assert first(step) == second(step)
-        # The first ones find out what is fastest.
+        # In the first pair kernels are still being chosen.
         pairs = list(zip(seconds["script"], seconds["roles"], strict=True))[1:]
         ratio = statistics.median(plain / ours for plain, ours in pairs)
         speed = size.batch * size.response / statistics.median(ours for _, ours in pairs)

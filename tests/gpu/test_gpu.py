@@ -1,7 +1,7 @@
-"""Slots with a GPU: the core of the executor suite, and what only CUDA shows. Needs one NVIDIA GPU.
+"""Slots with a GPU: the core of the executor suite, and behaviour that only CUDA shows. One NVIDIA GPU is needed.
 
 The slots of these tests share the machine's first GPU, so that two of them fit wherever there is one. With
-COLOCATE_GPU_DRY=1, what needs no CUDA runs on slots of the CPU: so these tests themselves are tried out.
+COLOCATE_GPU_DRY=1, tests that need no CUDA run on slots of the CPU, to try out the tests themselves.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ DEVICE = "cpu" if DRY else "cuda:0"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA")]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 SLOTS = 8
-ALL = Node(platform.node(), None, SLOTS)  # of one GPU
+ALL = Node(platform.node(), None, SLOTS)  # All slots are on one GPU.
 
 
 class OneGpu(LocalProcesses):
-    """Processes whose GPU is always the first one that the job has."""
+    """Processes whose GPU is always the job's first one."""
 
     def __init__(self) -> None:
         super().__init__(attrs.evolve(ALL, gpus=0))
@@ -94,7 +94,7 @@ class OneGpuOfThreads(LocalThreads):
 
 
 class GpuRuntime(Runtime):
-    """A runtime whose slots have a GPU each."""
+    """A runtime whose slots have a GPU each by default."""
 
     def reserve(self, slots: int = 1, gpus: int = 1, **options: Any) -> colocate.Pool:  # type: ignore[override]
         return super().reserve(slots, gpus, **options)
@@ -107,13 +107,13 @@ def connect(seed: int = 0, strict: bool = False, threads: bool = False) -> Runti
 
 @contextlib.contextmanager
 def spawned(roles: Any, threads: bool = False, **options: Any) -> Iterator[ColocatedGroup]:
-    """A group on one slot of its own runtime."""
+    """Spawn a group on one slot of its own runtime."""
     with connect(threads=threads) as runtime:
         yield runtime.reserve().spawn(roles, **options)
 
 
 class TestCore(Calls, Dispatching, Contexts, RandomNumbers, Residents, TensorResidents, Failures):
-    """The suite, on slots with a GPU."""
+    """The suite's core, on slots with a GPU."""
 
     device: ClassVar[str] = DEVICE
 
@@ -135,20 +135,20 @@ class TestChildren(ExecutorCase):
 
 
 class TestRows(Streams):
-    """Rows whose tensors lie on a GPU, and that draw there."""
+    """Rows whose tensors lie on a GPU, and whose random numbers are drawn there."""
 
     device: ClassVar[str] = DEVICE
-    test_ranks_that_work_on_the_same_rows = None  # NCCL has one rank on a GPU
+    test_ranks_that_work_on_the_same_rows = None  # NCCL allows one rank on a GPU.
 
     def connect(self, **more: Any) -> Runtime:
         return connect(**more)
 
 
 class TestWeights(WeightSyncs, WeightSyncsBetween):
-    """Weights in a slot with a GPU, and from one worker's GPU memory to another one's."""
+    """Weight syncs in a slot with a GPU, and from one worker's GPU memory to another worker's."""
 
     device: ClassVar[str] = DEVICE
-    test_sharded_weights = None  # NCCL has one rank on a GPU
+    test_sharded_weights = None  # NCCL allows one rank on a GPU.
 
     def connect(self, **more: Any) -> Runtime:
         return connect(**more)
@@ -158,15 +158,15 @@ class TestWeights(WeightSyncs, WeightSyncsBetween):
 
 
 class Spinner(Role):
-    """Computes for long, and beside that."""
+    """A role with a long kernel, and with a short one to run beside it."""
 
     def __init__(self) -> None:
         self.x = torch.zeros(64, device=self.ctx.device)
 
     @method(collect=First())
     def spin(self) -> float:
-        torch.cuda._sleep(4 * 10**9)  # some two seconds
-        return float(self.x[0])  # waits for its own stream
+        torch.cuda._sleep(4 * 10**9)  # This takes some two seconds.
+        return float(self.x[0])  # This waits for its own stream.
 
     @method(collect=Concat())
     def add(self, value: float) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Spinner(Role):
 
 
 class TestBackground(Background):
-    """Background roles: on a GPU each has a stream of its own."""
+    """Background roles, each with a stream of its own on a GPU."""
 
     device: ClassVar[str] = DEVICE
 
@@ -184,7 +184,7 @@ class TestBackground(Background):
 
     @needs_cuda
     def test_nobody_waits_for_it(self) -> None:
-        """Calls of the main lane, what they send and what becomes of their memory don't wait for its kernels."""
+        """Calls of the main lane, and fetches and releases of their results, don't wait for a background kernel."""
         roles = {"train": colocate.role(Spinner), "roll": colocate.role(Spinner).on(background=True)}
         with spawned(roles) as group:
             train, roll = group.role("train", Spinner), group.role("roll", Spinner)
@@ -213,13 +213,13 @@ class OnDevice(Trainer):
 
     @method
     def log_probs(self, prompts: Any, rows: Any) -> list[list[float]]:
-        """Of the tokens of rows, one for each prompt."""
+        """Return the log-probabilities of the tokens of rows, one row for each prompt."""
         host = copy.deepcopy(self.model).cpu()
         return [log_probs(host, prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
 
 
 class Halved(Role):
-    """Takes a copy of its state, on the host or on the device, and writes it beside its steps."""
+    """A role that copies its state, on the host or on the device, and writes the copy beside its steps."""
 
     def __init__(self, on_host: bool, mib: int) -> None:
         self.on_host = on_host
@@ -227,7 +227,7 @@ class Halved(Role):
 
     @method(collect=First())
     def step(self, times: int = 1) -> float:
-        """In place, as an optimizer does. Nothing waits for the device."""
+        """Change the state in place, as an optimizer does, without waiting for the device."""
         for _ in range(times):
             self.x.add_(1.0)
         return float(times)
@@ -256,7 +256,7 @@ class TestSaving(SavingBeside):
 
     @pytest.mark.parametrize("on_host", [True, False])
     def test_a_state_of_a_device(self, tmp_path: Path, on_host: bool) -> None:
-        """It is that between two steps, whatever the device had yet to compute, and computes meanwhile."""
+        """A checkpoint beside calls has the state between two steps, despite earlier and later kernels."""
         with spawned({"halved": colocate.role(Halved, on_host, 1 if DRY else 1024)}, name="halved") as group:
             halved = group.role("halved", Halved)
             for _ in range(3):
@@ -272,11 +272,11 @@ class TestSaving(SavingBeside):
 
 
 class TestEngines:
-    """The engine `transformers` beside a trainer: with a model of its own, and by the trainer's."""
+    """The engine `transformers` beside a trainer: with a model of its own, and with the trainer's."""
 
     @pytest.mark.parametrize("own", [True, False], ids=["own model", "the trainer's"])
     def test_beside_a_trainer(self, own: bool) -> None:
-        """Its rows' log-probabilities are the model's, before and after an update, and after its cache was asleep."""
+        """An engine's log-probabilities are the trainer's after each sync, and a sleep of its cache changes no row."""
         which = {"model": LLAMA} if own else {"role": "trainer"}
         engine = colocate.role("rollout.engine", engine="transformers", **which)
         with spawned({"trainer": colocate.role(OnDevice, LLAMA), "rollout": engine}) as group:
@@ -304,7 +304,7 @@ class TestSharing(Sharing):
         return connect(**more)
 
     def test_values_stay_on_the_gpu(self, runtime: Runtime) -> None:
-        """From the process of one group to that of another one on the same GPU they don't come to the host."""
+        """A value passes between the processes of two groups on one GPU without a copy on the host."""
         told: list[colocate.TransferRecord] = []
         count = 1 << 20
         with runtime.reserve(1, groups=2) as pool:
@@ -329,13 +329,13 @@ class Maker(Role):
 
     @method(collect=Concat())
     def make(self, rows: int) -> torch.Tensor:
-        # Not of floats: from 2**24 on those of a CPU depend on how many threads make them.
+        # A float arange of a CPU depends on its number of threads from 2**24 on.
         self.made = torch.arange(rows, device=self.ctx.device).float()
         return self.made
 
     @method(collect=Concat())
     def jagged(self, rows: int) -> torch.Tensor:
-        """Rows of lengths 0, 1, 2 ..., each of which holds its length."""
+        """Return rows of lengths 0, 1, 2 ..., each filled with its length."""
         lengths = torch.arange(rows, device=self.ctx.device)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return torch.nested.nested_tensor_from_jagged(lengths.repeat_interleave(lengths).double(), offsets)
@@ -346,7 +346,7 @@ class Maker(Role):
 
     @method(collect=Concat())
     def chain(self, x: torch.Tensor, steps: int) -> torch.Tensor:
-        """Work that the GPU is still at when the method has returned."""
+        """Start work that the GPU is still busy with when the method has returned."""
         for _ in range(steps):
             x = torch.tanh(x @ x)
         return x
@@ -369,7 +369,7 @@ class Maker(Role):
 
     @method
     def take(self, gib: float) -> int:
-        """Take so much of the GPU's memory; the process."""
+        """Take so much of the GPU's memory; return the pid."""
         self.taken.append(torch.empty(int(gib * 2**30), dtype=torch.uint8, device=self.ctx.device))
         return os.getpid()
 
@@ -389,7 +389,7 @@ class User(Role):
 
     @method(dispatch=Scatter("x", "lengths"), collect=Concat(), host=("lengths",))
     def packed(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """What torch does only with lengths on the host."""
+        """Call a function of torch that takes lengths only on the host."""
         assert x.device == self.ctx.device
         packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         padded, _ = torch.nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])
@@ -431,7 +431,7 @@ class TestDevices:
         assert processes.role("maker", Maker).device() == [("cuda:0", 1)]
 
     def test_a_resident_stays_where_it_is(self, processes: ColocatedGroup) -> None:
-        """Between roles of one slot it is the same memory; on the driver it arrives on the CPU."""
+        """A resident is the same memory for two roles of a slot, and arrives on the driver's CPU."""
         maker, user = processes.role("maker", Maker), processes.role("user", User)
         kept = maker.make.keep(8)
         assert user.seen(kept.ref) == [(maker.pointer()[0], DEVICE)]
@@ -440,11 +440,11 @@ class TestDevices:
         assert torch.equal(fetched, torch.arange(8.0))
 
     def test_digests_are_those_of_the_host(self) -> None:
-        """By them weights of a GPU are compared with those of a CPU, converted ones, too."""
+        """Digests of tensors, also of converted ones, are equal on a GPU and on the host."""
         from colocate.features.weights.digests import TensorDigests
 
         generator = torch.Generator().manual_seed(0)
-        for size in (1, 7, 1000, (1 << 23) + 5):  # more than is mixed at once
+        for size in (1, 7, 1000, (1 << 23) + 5):  # The last size takes several rounds.
             numbers = torch.randn(size, generator=generator)
             for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8):
                 found = TensorDigests("one")
@@ -457,7 +457,7 @@ class TestDevices:
                 assert told["device, converted"].content == told["host, converted"].content
 
     def test_arguments_arrive_where_they_are_used(self, group: ColocatedGroup) -> None:
-        """By value as by `.ref`, and what came back to the driver before."""
+        """Arguments arrive on the slot's device, by value, by `.ref`, and after a fetch."""
         maker, user = group.role("maker", Maker), group.role("user", User)
         out = maker.forward(torch.ones(6, 4))
         assert out.shape == (6, 4)
@@ -467,7 +467,7 @@ class TestDevices:
                 assert user.places(x, torch.ones(1)) == [[DEVICE, DEVICE]]
 
     def test_some_stay_on_the_host(self, group: ColocatedGroup) -> None:
-        """`host=` is for what torch wants there."""
+        """Arguments named in `host=` stay on the host, where torch needs them."""
         x, lengths = torch.rand(3, 5, 2), torch.tensor([5, 2, 1])
         out = group.role("user", User).packed(x, lengths).cpu()
         for row, length in enumerate(lengths):
@@ -475,7 +475,7 @@ class TestDevices:
             assert not out[row, length:].any()
 
     def test_collections_and_modules(self, group: ColocatedGroup) -> None:
-        """They arrive there whole; the driver's own stay where they are."""
+        """Collections and modules arrive on the device, and the driver's own module stays on the CPU."""
         user = group.role("user", User)
         net = torch.nn.Linear(4, 1)
         with torch.no_grad():
@@ -489,7 +489,7 @@ class TestDevices:
         assert user.places(ragged) == [[DEVICE]]
 
     def test_processes_and_threads_on_one_gpu(self) -> None:
-        """They use it at the same time, and values pass between them by the driver."""
+        """Processes and threads use one GPU at the same time, and values pass through the driver."""
         with connect() as one, connect(threads=True) as other:
             groups = [runtime.reserve().spawn({"maker": colocate.role(Maker)}) for runtime in (one, other)]
             makers = [group.role("maker", Maker) for group in groups]
@@ -500,7 +500,7 @@ class TestDevices:
             assert torch.allclose(makers[1].chain(makers[0].chain(x, 1), 1).cpu(), makers[0].chain(x, 2).cpu())
 
     def test_forks_of_a_template_that_has_torch(self) -> None:
-        """They use the GPU, one after the other, and two at the same time; the template has never asked for it."""
+        """Forks of a template with torch use the GPU, in turn and two at a time; the template never opens it."""
         x = torch.eye(64) * 0.5
         with connect() as runtime:
             for slots in (1, 1, 2):
@@ -518,7 +518,7 @@ class TestDevices:
 
 
 def _begin_of_code(pid: int) -> str:
-    """The same in a fork, and another in a process that was started by itself."""
+    """Return the address of a process's code: equal in a fork, different in another process."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[23]
 
@@ -526,14 +526,14 @@ def _begin_of_code(pid: int) -> str:
 class TestChoice:
     @needs_cuda
     def test_count(self) -> None:
-        """What is counted without CUDA is what CUDA counts."""
+        """The number of GPUs that is counted without CUDA is CUDA's number."""
         code = "import torch; print(torch.cuda.device_count())"
         assert gpus.count_gpus() == int(subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1])
 
     @needs_cuda
     @pytest.mark.parametrize("by", ["number", "uuid"])
     def test_a_job_with_one_gpu(self, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-        """By whatever name a job was given its GPU, a slot has that one."""
+        """A job whose one GPU is given by number or UUID has a slot with that GPU."""
         uuids = gpus.machine_gpus()
         if by == "uuid" and not all(uuids):
             pytest.skip("NVML tells no UUIDs here")
@@ -552,7 +552,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("engine", ["ray", "dask"])
     def test_engines(self, engine: str) -> None:
-        """A private Ray, and a private Dask, find it and give it to a slot."""
+        """A private Ray and a private Dask give a slot the GPU."""
         pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
         with colocate.connect(engine) as runtime, runtime.reserve(gpus=0 if DRY else 1, cpus=1) as pool:
             maker = pool.spawn({"maker": colocate.role(Maker), "user": colocate.role(User)}).role("maker", Maker)
@@ -561,11 +561,11 @@ class TestChoice:
 
 
 class Sharded(Renewing):
-    """A model whose process groups are cut and made again, as after a failure of a rank that there isn't here."""
+    """A model whose process groups are cut and made again, as after a failure of another rank."""
 
     @method
     def cut(self) -> tuple[str, list[str]]:
-        """The backends of the default group; and which groups are held after they were cut and the model renewed."""
+        """Cut the groups and renew the model; return the default group's backends, and the groups held then."""
         backends = str(dist.get_backend_config())
         groups: Any = self.ctx._groups()
         groups.drop(["sharded/default"])
@@ -578,11 +578,11 @@ class Sharded(Renewing):
 
 
 class TestTrainers:
-    """Models that ranks share; here there is one."""
+    """Models that ranks share; here there is one rank."""
 
     @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group", "fsdp2", "tp"])
     def test_a_model_goes_on_with_new_groups(self, kind: Kind) -> None:
-        """What is trained before and after its groups were cut is as by a plain script."""
+        """A model whose process groups are cut and made again trains like a plain script."""
         role = colocate.role(Sharded, kind).on(default_group=True)
         with spawned({"sharded": role}, name="sharded") as group:
             sharded = group.role("sharded", Sharded)
@@ -596,7 +596,7 @@ class TestTrainers:
     @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group", "fsdp2", "tp"])
     @pytest.mark.parametrize("where", ["forward", "backward", "after"])
     def test_a_failed_step_is_done_again(self, kind: Kind, where: Where) -> None:
-        """A call has failed in the middle of a step: with the next one it is as if it hadn't been."""
+        """A step that has failed in its middle is repeated, and the losses are a plain script's."""
         with spawned({"trainer": colocate.role(Renewing, kind).on(default_group=True)}) as group:
             trainer = group.role("trainer", Renewing)
             losses = trainer.step(0)
@@ -607,7 +607,7 @@ class TestTrainers:
 
 
 def fingerprint(*tensors: Any) -> str:
-    """A number that depends on each word of tensors and its place, worked out where they are.
+    """Return a number that depends on each word of tensors and its place, computed on their device.
 
     To hash gigabytes on the host takes minutes.
     """
@@ -620,7 +620,7 @@ def fingerprint(*tensors: Any) -> str:
 
 
 def pinned_speed(nbytes: int) -> float:
-    """Bytes a second between the device and pinned memory, there and back."""
+    """Return the bytes per second between the device and pinned memory, there and back."""
     here = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
     there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     seconds = []
@@ -635,7 +635,7 @@ def pinned_speed(nbytes: int) -> float:
 
 
 class Sleeper(Dozing):
-    """Fills the rest of the GPU, too."""
+    """A sleeper that can also fill the rest of the GPU."""
 
     @method
     def digest(self) -> tuple[str, str]:
@@ -648,28 +648,28 @@ class Sleeper(Dozing):
 
     @method(awake=())
     def fill(self, gib: float) -> None:
-        """Take so much; 0 to give it back."""
+        """Take so much of the GPU; 0 to free all."""
         self._filling = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=self.ctx.device) if gib else None
-        self._hidden = lambda: self._filling  # where nobody looks for it
+        self._hidden = lambda: self._filling  # The search for tensors can't see this.
 
     @method(awake=())
     def used(self) -> tuple[int, int]:
-        """What torch has of the GPU in this process, and all that is in use there."""
+        """Return the bytes that torch has reserved in this process, and the bytes in use on the GPU."""
         free, total = torch.cuda.mem_get_info(self.ctx.device)
         return torch.cuda.memory_reserved(self.ctx.device), total - free
 
     @method(awake=())
     def copy_speed(self, mib: int) -> float:
-        """As `pinned_speed`, in the worker."""
+        """Return `pinned_speed` in the worker."""
         return pinned_speed(mib * 2**20)
 
 
 class Computing(Sleeper):
-    """Computes for longer than its memory takes to come and go."""
+    """A sleeper that computes for longer than its memory takes to move."""
 
     @method
     def compute(self, rounds: int) -> str:
-        """A step, and some that nobody needs; as in a loop that draws tokens, nothing is begun far ahead."""
+        """Compute some rounds, each to its end, as a loop that draws tokens does; then train a step."""
         x = torch.eye(64 if DRY else 4096, device=self.ctx.device)
         for _ in range(rounds):
             x = x @ x
@@ -682,7 +682,7 @@ STEP = ["one", "two", "one", "three"]
 
 @contextlib.contextmanager
 def in_turns(role: Any, mib: int, name: str, budget: str | None) -> Iterator[ColocatedGroup]:
-    """Three roles that take turns within a budget, or none without."""
+    """Spawn three roles that take turns within a budget, or without turns for None."""
     more: Any = {} if budget is None else {"residency": "swap", "device_memory": budget, "step": STEP}
     with connect() as runtime:
         roles = {each: colocate.role(role, mib) for each in ("one", "two", "three")}
@@ -690,7 +690,7 @@ def in_turns(role: Any, mib: int, name: str, budget: str | None) -> Iterator[Col
 
 
 class Kernels(Role):
-    """Has the device work, and doesn't wait for that."""
+    """A role that launches kernels without waiting for the device."""
 
     def __init__(self) -> None:
         self.x = torch.ones(2048, 2048, device=self.ctx.device)
@@ -712,7 +712,7 @@ class Kernels(Role):
 
     @method
     def list_ranges(self) -> list[str | None]:
-        """The ranges of NVTX that began here since the last time, with a None for each end."""
+        """Return the NVTX ranges that have begun here since the last call, with a None for each end."""
         nvtx, (found, self.ranges) = torch.cuda.nvtx, (self.ranges, [])
         nvtx.range_push = lambda name: self.ranges.append(name)
         nvtx.range_pop = lambda: self.ranges.append(None)
@@ -720,17 +720,17 @@ class Kernels(Role):
 
 
 class TestProfiles(Profiling):
-    """Profiles of workers with a GPU, as elsewhere; and what only kernels show."""
+    """The suite of profiles with a GPU, and tests that only kernels allow."""
 
     device: ClassVar[str] = DEVICE
-    test_what_cant_be_profiled = None  # here memory can be
+    test_what_cant_be_profiled = None  # On a GPU memory can be profiled.
 
     def connect(self, **more: Any) -> Runtime:
         return connect(**more)
 
     @needs_cuda
     def test_kernels_lie_in_their_calls(self) -> None:
-        """Though a method returns while they run: none is another call's, and their time is that call's."""
+        """Kernels that run on after their method has returned count for their own call, in place and in time."""
         with spawned({"kernels": colocate.role(Kernels)}, name="gpu") as group:
             kernels = group.role("kernels", Kernels)
             kernels.multiply(3)
@@ -758,11 +758,11 @@ class TestProfiles(Profiling):
         assert profile.parts["kernels.spin"].seconds["compute"] >= 0.9 * spin["dur"] / 1e6
         (snapshot,) = profile.snapshots
         with snapshot.open("rb") as file:
-            assert any(pickle.load(file)["device_traces"])  # its own, of a worker of this test
+            assert any(pickle.load(file)["device_traces"])  # This file is a worker's of this test.
 
     @needs_cuda
     def test_ranges_of_nvtx(self) -> None:
-        """Each call has one, which ends with it; without a tool that listens NVTX counts none, so they are listed."""
+        """Each profiled call has an NVTX range that ends with the call, and other calls have none."""
         with spawned({"kernels": colocate.role(Kernels)}, name="gpu") as group:
             kernels = group.role("kernels", Kernels)
             kernels.list_ranges()
@@ -778,7 +778,7 @@ class TestProfiles(Profiling):
 
 class TestTurns:
     def test_roles_take_turns(self) -> None:
-        """They compute what they do without, within what they may have."""
+        """Roles that take turns within a budget compute the same as without one."""
         names = ("one", "two", "three")
         roles = {name: colocate.role(Dozing, 8) for name in names}
         with spawned(roles, name="turns", residency="swap", device_memory="72MiB") as turns:
@@ -795,7 +795,7 @@ class TestTurns:
 
     @needs_cuda
     def test_a_budget_beside_the_allocator(self) -> None:
-        """What torch has allocated is what the ledger says, and no more than the budget."""
+        """Torch has allocated no more than the budget, up to 2 %, while roles take turns."""
         roles = {name: colocate.role(Sleeper, 256) for name in ("one", "two", "three")}
         with spawned(roles, residency="swap", device_memory="2304MiB") as turns:
             for name in ("one", "two", "three") * 3:
@@ -806,7 +806,7 @@ class TestTurns:
 
     @pytest.mark.alone
     def test_steps_with_turns(self, record_property: Any) -> None:
-        """How much longer a step takes; and results are the same."""
+        """Steps with turns give the same results; the additional time is recorded."""
         mib, rounds, steps = (8, 1, 4) if DRY else (512, 100, 6)
         seconds, digests = {}, {}
         for name, budget in (("free", None), ("turns", f"{9 * mib}MiB")):
@@ -826,9 +826,9 @@ class TestTurns:
     @needs_cuda
     @pytest.mark.alone
     def test_roles_of_which_two_do_not_fit(self) -> None:
-        """Each has more than half of the GPU: one makes room before the other is constructed, and for each call."""
+        """Two roles with more than half of the GPU each take turns, and both keep their memory's contents."""
         _, total = torch.cuda.mem_get_info(DEVICE)
-        mib = int(0.28 * total / 2**20)  # a role has its weights, and a cache as large
+        mib = int(0.28 * total / 2**20)  # A role has weights, and a cache as large.
         roles = {name: colocate.role(Sleeper, mib) for name in ("one", "two")}
         budget = f"{int(0.7 * total / 2**20)}MiB"
         with spawned(roles, residency="swap", device_memory=budget) as group:
@@ -837,7 +837,7 @@ class TestTurns:
             assert (one.digest(), two.digest()) == before
 
     def test_more_than_it_may(self) -> None:
-        """The error says who has what, and the group goes on."""
+        """A role beyond its budget fails with an error that lists its memory, and calls succeed after a sleep."""
         with spawned({"one": colocate.role(Dozing, 8).on(device_memory="24MiB")}) as group:
             with pytest.raises(colocate.MemoryBudgetError, match=r"one 32 MiB \(parameters 8 MiB, gradients 8 MiB"):
                 group.role("one", Dozing).train()
@@ -846,7 +846,7 @@ class TestTurns:
 
 
 def record_naps(record_property: Any, group: ColocatedGroup, what: str, size: int, first: float) -> None:
-    """Note how fast the memory of a `Sleeper` goes and comes, five times; the first time took so many seconds."""
+    """Record the speed of five sleeps and wakes of a `Sleeper`, and the seconds of its first sleep."""
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -863,14 +863,14 @@ def record_naps(record_property: Any, group: ColocatedGroup, what: str, size: in
 
 class TestSleep:
     def test_sleep_and_wake(self) -> None:
-        """All comes back as it was, and training goes on as where nothing has slept."""
+        """A sleep and a wake restore all memory, and training continues as without a sleep."""
         roles = {name: colocate.role(Dozing, 8) for name in ("actor", "other")}
         with spawned(roles, name="sleepy") as group:
             actor, other = group.role("actor", Dozing), group.role("other", Dozing)
             for tags in (None, ("weights",), ("optimizer", "grads"), ("cache",)):
                 before, objects = actor.digest(), actor.objects()
                 gone = group.sleep("actor", tags)
-                assert gone > 0 or actor.digest() == before  # no gradients yet
+                assert gone > 0 or actor.digest() == before  # There may be no gradients yet.
                 assert group.memory().slots[0].roles[0].asleep >= gone * 0.98
                 group.wake("actor", tags)
                 assert (actor.digest(), actor.objects()) == (before, objects)
@@ -878,12 +878,12 @@ class TestSleep:
                 assert actor.train() == other.train()
 
     def test_a_graph_and_hooks(self) -> None:
-        """A loss whose graph has saved weights; hooks of modules, tensors and optimizers."""
+        """A sleep keeps a loss's graph with its saved weights, and hooks of modules, tensors and optimizers."""
         with connect() as runtime:
             SleepingAmidSteps().test_a_graph_and_hooks(runtime.reserve().spawn)
 
     def test_discard(self) -> None:
-        """What nobody needs comes back as zeros, whether it slept already or not, and all else as it was."""
+        """Discarded memory comes back as zeros, asleep before or not, and other memory is unchanged."""
         with spawned({"actor": colocate.role(Dozing, 8)}, name="forgetful") as group:
             actor = group.role("actor", Dozing)
             for slept in (False, True):
@@ -899,7 +899,7 @@ class TestSleep:
     @pytest.mark.alone
     @pytest.mark.parametrize("mib", [1024, 3584])
     def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
-        """The GPU has it, and 98 % of it at least."""
+        """A sleep gives at least 98 % of a role's bytes back to the GPU."""
         with spawned({"actor": colocate.role(Sleeper, mib)}) as group:
             actor = group.role("actor", Sleeper)
             actor.train()
@@ -924,7 +924,7 @@ class TestSleep:
     @needs_cuda
     @pytest.mark.alone
     def test_wake_without_room(self) -> None:
-        """It sleeps on, as often as it is tried; and wakes when there is room."""
+        """A wake without room fails, however often, and the role wakes once there is room."""
         with spawned({"actor": colocate.role(Sleeper, 1024), "other": colocate.role(Sleeper, 1)}) as group:
             actor, other = group.role("actor", Sleeper), group.role("other", Sleeper)
             before = actor.digest()
@@ -941,7 +941,7 @@ class TestSleep:
 
 
 class Spoiler(Role):
-    """Does what a device complains of later, has much at once, and captures a graph."""
+    """A role that spoils its device, allocates much at once, and captures graphs."""
 
     def __init__(self) -> None:
         torch.zeros(1, device=self.ctx.device)
@@ -949,7 +949,7 @@ class Spoiler(Role):
 
     @method
     def spoil(self) -> str:
-        """Reads beyond the end of a tensor, which the device finds when this has returned."""
+        """Read beyond the end of a tensor, which the device finds after the return."""
         self.read = torch.zeros(1, device=self.ctx.device)[torch.tensor([5], device=self.ctx.device)]
         return "begun"
 
@@ -959,7 +959,7 @@ class Spoiler(Role):
 
     @method
     def replay(self, value: float) -> torch.Tensor:
-        """Runs a graph, whose output is always in the same place."""
+        """Run a graph, whose output is always in the same place."""
         if self.graph is None:
             self.x = torch.zeros(1024, device=self.ctx.device)
             self.graph = torch.cuda.CUDAGraph()
@@ -971,7 +971,7 @@ class Spoiler(Role):
 
     @method
     def capture_until(self, path: str) -> float:
-        """Captures a graph, in torch's default mode, from when there is a file `path`.begun until there is `path`."""
+        """Capture a graph in torch's default mode, from the creation of `path`.begun until `path` exists."""
         x = torch.ones(1024, device=self.ctx.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -985,24 +985,24 @@ class Spoiler(Role):
 
     @method
     def begin(self) -> None:
-        """Has the device be busy for half a second, and doesn't wait."""
+        """Keep the device busy for half a second, without waiting."""
         torch.cuda._sleep(10**9)
 
     @method
     def is_idle(self) -> bool:
-        """Whether nothing is left to do on its stream."""
+        """Return whether the current stream has nothing left to do."""
         return torch.cuda.current_stream().query()
 
     @method
     def stream(self) -> int:
-        """On which it computes; it leaves another one."""
+        """Return the current stream, and set another one."""
         found = torch.cuda.current_stream().stream_id
         torch.cuda.set_stream(torch.cuda.Stream())
         return found
 
     @method(collect=First())
     def late(self, value: float) -> torch.Tensor:
-        """A tensor whose values come when the device has been busy for a while."""
+        """Return a tensor whose values are written after the device has been busy for a while."""
         made = torch.zeros(2**20, device=self.ctx.device)
         torch.cuda._sleep(10**6)
         return made.fill_(value)
@@ -1013,7 +1013,7 @@ class Spoiler(Role):
 
     @method
     def is_all(self, tensor: torch.Tensor, value: float) -> bool:
-        """Whether it has no other values, as its own stream sees it; what it used is free before that has looked."""
+        """Return whether a tensor has only this value on this role's stream, with a delay before the answer."""
         found = (tensor * 2 == 2 * value).all()
         torch.cuda._sleep(10**5)
         return bool(found)
@@ -1028,7 +1028,7 @@ class OnASide(Spoiler):
 class TestErrors:
     @needs_cuda
     def test_a_lost_context(self) -> None:
-        """The call that has caused it fails, and then the group, whose process can't go on; another group can."""
+        """A call that spoils the CUDA context fails, and so does its group; another group still works."""
         with connect() as runtime:
             roles = {"spoiler": colocate.role(Spoiler), "maker": colocate.role(Maker)}
             other = runtime.reserve().spawn({"maker": colocate.role(Maker)}, name="other")
@@ -1057,7 +1057,7 @@ class TestErrors:
 
     @needs_cuda
     def test_peaks(self) -> None:
-        """What a method has had at most is known beside what its role holds."""
+        """The memory report has the peak of each method, beside the bytes that the role holds."""
         with spawned({"spoiler": colocate.role(Spoiler)}) as group:
             group.role("spoiler", Spoiler).fill(256)
             group.role("spoiler", Spoiler).fill(64)
@@ -1068,7 +1068,7 @@ class TestErrors:
 
     @needs_cuda
     def test_outputs_of_graphs(self) -> None:
-        """A replay changes none that was returned before."""
+        """A replay of a graph doesn't change outputs that were returned before."""
         with spawned({"spoiler": colocate.role(Spoiler)}) as group:
             spoiler = group.role("spoiler", Spoiler)
             kept = [spoiler.replay.keep(float(value)) for value in range(4)]
@@ -1077,7 +1077,7 @@ class TestErrors:
 
     @needs_cuda
     def test_what_others_do_while_one_captures(self, tmp_path: Path) -> None:
-        """Results are fetched, by the driver and by another process, and memory is looked at: no graph ends of it."""
+        """A graph is captured while the driver and another process fetch results, and memory is reported."""
         with connect() as runtime:
             roles = {"spoiler": colocate.role(Spoiler), "maker": colocate.role(Maker)}
             group = runtime.reserve().spawn(roles, name="captures")
@@ -1096,7 +1096,7 @@ class TestErrors:
 
     @needs_cuda
     def test_streams(self) -> None:
-        """Each role computes on its own, for which its calls wait, too; what a method leaves is forgotten."""
+        """Calls run on the constructor's stream and wait for its end; a stream that a method sets is dropped."""
         roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler), "other": colocate.role(Spoiler)}
         with spawned(roles) as group:
             for name in roles:
@@ -1111,7 +1111,7 @@ class TestErrors:
     @needs_cuda
     @pytest.mark.parametrize("threads", [False, True])
     def test_residents_between_streams(self, threads: bool) -> None:
-        """Two hundred times: who uses one sees what was made on another stream, also where memory was used before."""
+        """A resident is complete for a role on another stream, two hundred times, also in reused memory."""
         roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler)}
         with spawned(roles, threads=threads) as group:
             side, one = group.role("side", Spoiler), group.role("one", Spoiler)
@@ -1124,7 +1124,7 @@ class TestErrors:
 
     @needs_cuda
     def test_rows_that_are_joined_for_a_stream(self) -> None:
-        """Those of several ranks are joined on the usual stream: a role that has one of its own sees all of them."""
+        """Rows of several ranks that are joined on the usual stream are complete for a role with its own stream."""
         with connect() as runtime:
             group = runtime.reserve(2).spawn({"side": colocate.role(OnASide), "one": colocate.role(Spoiler)})
             side, one = group.role("side", Spoiler), group.role("one", Spoiler)
@@ -1136,8 +1136,8 @@ class TestErrors:
 class TestPpo:
     @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
     def test_an_update_is_that_of_a_cpu(self, parallel: str, tmp_path: Path) -> None:
-        """From the same weights; and it goes on from its checkpoint."""
-        # Its tasks import what draws, and what a compiler has to be there for.
+        """An update's losses are the CPU's, and a checkpoint restores its weights."""
+        # These tasks import packages that need a compiler.
         pytest.importorskip("reasoning_gym", exc_type=ImportError)
         from tests.ppo.test_parallel import SMALL, learn
 
@@ -1170,11 +1170,11 @@ class TestPpo:
 
 
 class TestLending:
-    """A kept result from one worker's GPU to another one's, which may be the same."""
+    """A kept result from one worker's GPU to another worker's, which may be the same GPU."""
 
     @staticmethod
     def read(count: int, turns: int, env: dict[str, str] | None = None) -> list[colocate.TransferRecord]:
-        """What was told of so many of such a size, all of which arrive as they were made."""
+        """Return the transfers of so many results of this size, all of which must arrive unchanged."""
         told: list[colocate.TransferRecord] = []
         with connect() as runtime:
             pool = runtime.reserve(2, env=env)
@@ -1191,7 +1191,7 @@ class TestLending:
 
     @pytest.mark.alone
     def test_from_gpu_to_gpu(self, record_property: Any) -> None:
-        """Its bytes don't come to the host."""
+        """A kept result is lent from GPU to GPU without passing through the host."""
         count = 1 << 16 if DRY else 1 << 26
         told = self.read(count, 5)
         assert [each.refusal for each in told] == [""] * 5
@@ -1201,11 +1201,11 @@ class TestLending:
         record_property("256 MiB from one process's GPU memory to another one's", speed)
 
     def test_two_hundred(self) -> None:
-        """One after the other, in memory that is used again."""
+        """Two hundred results arrive unchanged in reused memory."""
         assert len(self.read(1 << 18, 5 if DRY else 200)) == (5 if DRY else 200)
 
     def test_jagged_rows_beside_work(self) -> None:
-        """Their offsets are those of the rows, also while the GPU is at something else of their maker's."""
+        """Jagged rows arrive whole, also while the GPU runs other work of their maker."""
         count, steps = 64, 3 if DRY else 100
         with connect() as runtime:
             roles = {"maker": colocate.role(Maker).on(slots=[0]), "user": colocate.role(User).on(slots=[1, 2])}
@@ -1223,7 +1223,7 @@ class TestLending:
     @needs_cuda
     @pytest.mark.alone
     def test_an_allocator_that_maps_pieces(self, record_property: Any) -> None:
-        """What can't be lent goes by the host, and the first transfer tells why."""
+        """Memory that can't be lent passes through the host, and only the first transfer says why."""
         told = self.read(1 << 26, 3, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
         assert [each.lent for each in told] == [0, 0, 0]
         assert [bool(each.refusal) for each in told] == [True, False, False]
@@ -1241,7 +1241,7 @@ class TestWork:
         assert drawn[0] == drawn[1]
 
     def test_unfinished_work_is_waited_for(self, group: ColocatedGroup) -> None:
-        """A resident is used while the GPU is still at it, 200 times: by a role, and by the driver."""
+        """A resident whose kernels still run is complete for a role and for the driver, 200 times."""
         maker, user = group.role("maker", Maker), group.role("user", User)
         x = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 16
         expected = user.total(maker.chain(x, 10))[0]
@@ -1252,7 +1252,7 @@ class TestWork:
 
     @needs_cuda
     def test_spans_are_the_gpus_time(self) -> None:
-        """A call has taken as long as what it has begun, which is waited for when the method has returned."""
+        """A call's span includes the kernels that it has launched, which may end after the method's return."""
         told: list[colocate.CallRecord] = []
 
         class Listening:
@@ -1269,7 +1269,7 @@ class TestWork:
 
     @needs_cuda
     def test_out_of_memory(self, group: ColocatedGroup) -> None:
-        """It is an error of the call, which names itself, and the group goes on."""
+        """An out-of-memory error is the call's, and names the worker's memory; the next call succeeds."""
         maker = group.role("maker", Maker)
         with pytest.raises(RoleError, match=r"(?s)out of memory.*memory of this worker") as caught:
             maker.take(4096.0)
@@ -1278,7 +1278,7 @@ class TestWork:
 
     @needs_cuda
     def test_a_killed_worker_gives_its_memory_back(self) -> None:
-        """Most of the GPU's memory, five times."""
+        """Most of the GPU's memory is free again after a worker was killed, five times."""
         _, total = torch.cuda.mem_get_info()
         amount = 0.6 * total / 2**30
         for _ in range(5):
@@ -1292,7 +1292,7 @@ class TestWork:
 
     @needs_cuda
     def test_nccl_with_one_rank(self, processes: ColocatedGroup, record_property: Any) -> None:
-        """What it has of the GPU, where torch tells that; and one that a failed call hasn't used goes on, ten times."""
+        """NCCL works with one rank, also after failed calls, and its memory is recorded."""
         maker = processes.role("maker", Maker)
         assert maker.reduced(3.0) == [("cpu:gloo,cuda:nccl", 3.0)]
         parts = processes.memory().slots[0].unowned
@@ -1307,7 +1307,7 @@ class TestWork:
     @needs_cuda
     @pytest.mark.alone
     def test_copies(self, processes: ColocatedGroup, record_property: Any) -> None:
-        """How fast values get to the GPU and back: of a process, from and to the driver."""
+        """Record how fast values are copied between the driver and a process's GPU."""
         maker, user = processes.role("maker", Maker), processes.role("user", User)
         amount = 2**28
         x = torch.ones(amount // 4)
@@ -1331,7 +1331,7 @@ class TestWork:
 
     @pytest.mark.parametrize("chunks", [0.4, 1.0, 3.0, 7.3])
     def test_through_the_ring(self, group: ColocatedGroup, chunks: float) -> None:
-        """Each bit of what goes there and comes back, around the sizes of its buffers; twenty times."""
+        """Values of sizes around the ring's buffers arrive and return unchanged, twenty times."""
         user = group.role("user", User)
         count = int(chunks * (4 << 20) / 4) + 1
         for turn in range(20):
@@ -1340,7 +1340,7 @@ class TestWork:
             assert torch.equal(user.echo(x).cpu(), x)
 
     def test_one_copy_for_all(self, processes: ColocatedGroup) -> None:
-        """A resident that is fetched comes to the host once; its copy counts there, and goes with it."""
+        """A resident has one copy on the host for all fetches, which counts there until the resident is freed."""
         maker = processes.role("maker", Maker)
         count = 1 << 20
 

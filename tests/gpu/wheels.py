@@ -1,7 +1,7 @@
-"""`python -m tests.gpu.wheels FOLDER`: gather what a machine with a GPU and without a network lacks.
+"""`python -m tests.gpu.wheels FOLDER`: gather the packages that a machine with a GPU and no network lacks.
 
-For Python 3.12 on x86-64 unless told otherwise, whatever this is run by. The folder and the checkout together have to
-fit into what such a machine takes at once; more is an error.
+By default for Python 3.12 on x86-64, whatever Python runs this. The folder and the checkout together must fit into an
+upload to such a machine; more is an error.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from tests.gpu.run import digest
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 LIMIT_BYTES = 64 * 2**20
-_A_FILE_BYTES = 1024  # what a file takes beside its contents, in an archive
+_A_FILE_BYTES = 1024  # A file in an archive has this overhead.
 _MANYLINUX = tuple(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17, 12, 5))
 _PLATFORMS = (*_MANYLINUX, "manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64")
-# Those without wheels: of pure Python, so that a wheel made here is good there; and one to be compiled there.
+# Packages without wheels: pure Python, whose wheels can be made here; and one to be compiled there.
 PURE_SOURCES = ("cellpylib", "zss")
 SOURCES = ("pycosat",)
-# Ray's are larger than all others together; nothing of ours needs these parts.
+# Ray's wheel is larger than all others together; our code needs none of these parts.
 _NOT_OF_RAY = ("ray/jars/", "ray/rllib/", "ray/dashboard/client/", "ray/cpp/", "ray/llm/")
 
 
 def main() -> None:
-    """Gather them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python-version", default="3.12", help="that of the machine (default: 3.12)")
@@ -38,7 +37,7 @@ def main() -> None:
 
 
 def gather(folder: Path, version: str) -> None:
-    """Fill a folder, and say what is in it; an exit with an error when it is too much."""
+    """Fill a folder and print its files; exit with an error above the limit."""
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
@@ -53,7 +52,7 @@ def gather(folder: Path, version: str) -> None:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
     )
-    (folder / "commit").write_text(f"{commit.stdout.strip()} {digest()}\n")  # the machine may get files without git
+    (folder / "commit").write_text(f"{commit.stdout.strip()} {digest()}\n")  # The machine may have no git.
     wrong = [wheel.name for wheel in folder.glob("*.whl") if not _fits(wheel.name, version)]
     if wrong:
         sys.exit(f"these are not for Python {version} on x86-64: {', '.join(wrong)}")
@@ -67,7 +66,7 @@ def requirements(text: str) -> Iterator[str]:
 
 
 def trim(wheel: Path, parts: tuple[str, ...]) -> None:
-    """Leave parts of a wheel out, and pack the rest closely: pip reads whatever `zipfile` does."""
+    """Leave parts of a wheel out, and compress the rest with LZMA, which pip can read."""
     whole = wheel.with_suffix(".whole")
     wheel.rename(whole)
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(wheel, "w") as new:
@@ -83,7 +82,7 @@ def trim(wheel: Path, parts: tuple[str, ...]) -> None:
 
 
 def tell(folder: Path) -> None:
-    """Print what there is; an exit with an error when it is too much."""
+    """Print the files; exit with an error above the limit."""
     files = sorted(folder.iterdir(), key=lambda file: -file.stat().st_size)
     for file in files:
         print(f"{file.stat().st_size / 2**20:8.2f} MiB  {file.name}")

@@ -1,4 +1,4 @@
-"""Programs of a few files, run as a user runs them: what they define is the script's own, or lies beside it."""
+"""Programs of a few files, run as a user runs them: a script, and modules beside it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ Program = Callable[..., str]
 
 @pytest.fixture(params=[*BUILT_IN, *(pytest.param(name, marks=pytest.mark.long) for name in ("strict", "ray", "dask"))])
 def executor(request: pytest.FixtureRequest) -> str:
-    """The name of one."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def program(tmp_path: Path, forks: Forks) -> Program:
-    """Writes a script and the files beside it, runs it elsewhere, and returns what it printed.
+    """Return a function that writes a script and its files, runs it elsewhere, and returns its output.
 
-    In a fork of what has imported colocate, or else by an interpreter of its own.
+    The script runs in a fork of a process with colocate imported, or in the given interpreter.
     """
 
     def run(script: str, executor: str = "processes", code: int = 0, python: str | None = None, **files: str) -> str:

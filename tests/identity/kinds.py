@@ -1,10 +1,10 @@
-"""Kinds of classes: the code that defines `NAME`, and an expression that makes a value of it."""
+"""Kinds of classes: the code that defines `NAME`, and an expression that makes a value of the class."""
 
 from __future__ import annotations
 
 import sys
 
-# The last line of each is what a value is made by; GLOBAL is a global that its methods name.
+# The last line of each kind is the expression for a value; GLOBAL is a global that the methods name.
 KINDS = {
     "plain": "class NAME:\n    def seen(self): return GLOBAL, NAME\nNAME()",
     "slots": "class NAME:\n    __slots__ = ('__x', 'y')\n    def __init__(self): self.__x, self.y = 1, 2\n"
@@ -78,7 +78,7 @@ IMPORTS = "import abc, attrs, dataclasses, enum, functools, typing\n"
 
 
 def code(kind: str, name: str, value: int) -> tuple[str, str]:
-    """The code of a kind under a name, with its global, and how a value is made."""
+    """Return the code of a kind under a name, with its global, and the expression for a value."""
     imports = IMPORTS + ("import pydantic\n" if "pydantic" in KINDS[kind] else "")
     *lines, made = KINDS[kind].replace("NAME", name).replace("GLOBAL", f"G_{name}").splitlines()
     return "\n".join([imports, f"G_{name} = {value}", *lines, ""]), made

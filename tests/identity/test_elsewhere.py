@@ -1,4 +1,4 @@
-"""Workers that lack the project's files, as those of another machine do; what they are sent, and how often."""
+"""Workers without the project's files, as on another machine: the source that the driver sends, and how often."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.identity.conftest import Program
 
-# Nothing is imported from the project's folder in a process that starts with this.
+# A process that starts with this imports nothing from the project's folder.
 BLIND = """
 import sys
 
@@ -28,7 +28,7 @@ PROCESSES = ["processes", *(pytest.param(each, marks=pytest.mark.long) for each 
 
 @pytest.fixture
 def blind(tmp_path: Path) -> str:
-    """A folder that makes processes blind for the project's files, if they have it in their PYTHONPATH."""
+    """Return a folder that, in PYTHONPATH, hides the project's files from a process."""
     there = tmp_path / "there"
     there.mkdir()
     (there / "sitecustomize.py").write_text(BLIND.format(project=str(tmp_path / "project")))
@@ -37,7 +37,7 @@ def blind(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("executor", PROCESSES)
 def test_modules_come_from_the_driver(program: Program, blind: str, executor: str) -> None:
-    """Modules beside the script, packages, what they import in turn, late imports, and folders that are added later."""
+    """Workers import modules of the driver: beside the script, in packages, late, and from folders added later."""
     program(
         f"""
 import os, pathlib, sys
@@ -73,7 +73,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120, env={{"PYTHONPATH": {bl
 
 
 def test_bound_of_the_source(program: Program, blind: str) -> None:
-    """So much source isn't sent, which is told as that."""
+    """Source above the limit isn't sent, and the error says so."""
     program(
         f"""
 from colocate._definitions import sources
@@ -99,7 +99,7 @@ with CONNECT as runtime, runtime.reserve(1, env={{"PYTHONPATH": {blind!r}}}) as 
 
 
 def test_source_travels_once(program: Program, blind: str) -> None:
-    """A module comes with all that it imports: a worker asks once, however many messages name something of it."""
+    """A module comes with all its imports: a worker asks once, however many messages name the module."""
     program(
         f"""
 from colocate._definitions import sources
@@ -129,7 +129,7 @@ with CONNECT as runtime, runtime.reserve(1, env={{"PYTHONPATH": {blind!r}}}) as 
 
 @pytest.mark.parametrize("executor", PROCESSES)
 def test_class_that_only_another_worker_knows(program: Program, executor: str) -> None:
-    """A resident brings a class of the script to a worker which has never been sent that."""
+    """A resident brings a class of the script to a worker that was never sent the class."""
     program(
         """
 class Batch:

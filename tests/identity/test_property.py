@@ -1,4 +1,4 @@
-"""A class is one class everywhere: whatever it is, wherever it is defined, however its values travel."""
+"""A class is one class everywhere, for all kinds of classes, places of definition, and ways of values."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ print("agreed")
 
 
 def environment(folder: Path) -> None:
-    """An environment with all that this one has, and room for more."""
+    """Make an environment with all packages of this one, and room for more."""
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.startswith("/")))
 
 
 def write(folder: Path, drawn: Sequence[Drawn], executor: str) -> Path:
-    """A script with classes of some kinds, each in its place, whose values go their ways."""
+    """Write a script with classes of the drawn kinds, each in its place, whose values travel their ways."""
     definitions, things, again = [], [], []
     for number, (kind, place, way) in enumerate(drawn):
         name = f"Thing{number}"
@@ -192,7 +192,7 @@ def write(folder: Path, drawn: Sequence[Drawn], executor: str) -> Path:
 
 
 def agrees(drawn: Sequence[Drawn], executor: str, forks: Forks) -> None:
-    """Whether the script says so."""
+    """Assert that the script of the drawn classes agrees."""
     with tempfile.TemporaryDirectory() as folder:
         installed = any(place == "installed" for _, place, _ in drawn)
         if installed:
@@ -216,11 +216,13 @@ def agrees(drawn: Sequence[Drawn], executor: str, forks: Forks) -> None:
         max_size=5,
     )
 )
-@hypothesis.example(drawn=[("parametrised", "beside", "result"), ("enum", "package", "error")])  # each names it first
+@hypothesis.example(drawn=[("parametrised", "beside", "result"), ("enum", "package", "error")])  # all name these first
 @hypothesis.example(drawn=[(kind, "script", "argument") for kind in ("parameters", "names_of_types") if kind in KINDS])
 def test_a_class_is_one_class(executor: str, forks: Forks, drawn: list[Drawn]) -> None:
-    """Drawn: kinds of classes, the places of their definitions, and the way that values of each go first; then they go
-    all others."""
+    """Values of the drawn classes have one class on every way.
+
+    Drawn are kinds of classes, the places of their definitions, and each class's first way.
+    """
     agrees(drawn, executor, forks)
 
 
@@ -228,6 +230,6 @@ def test_a_class_is_one_class(executor: str, forks: Forks, drawn: list[Drawn]) -
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.long
 def test_all_kinds(executor: str, place: str, forks: Forks) -> None:
-    """All kinds, in each of the places, by other ways first in each."""
+    """Classes of all kinds are one class each, in each of the places."""
     ways = WAYS[PLACES.index(place) :] + WAYS
     agrees([(kind, place, ways[number % len(WAYS)]) for number, kind in enumerate(sorted(KINDS))], executor, forks)

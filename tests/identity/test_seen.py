@@ -1,4 +1,4 @@
-"""What was seen to go wrong with classes and functions of a script, and of modules beside it, one test each."""
+"""Faults once seen with classes and functions of a script, and of modules beside it, one test each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.identity.conftest import Program
 
 
 def test_globals_do_not_travel_with_each_value(program: Program) -> None:
-    """A second value of a class costs its own bytes, not those of the globals that its methods name."""
+    """A second value of a class costs its own bytes, without the globals that the methods name."""
     program(
         """
 import numpy
@@ -50,7 +50,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
 
 
 def test_colocate_importable_but_not_installed(tmp_path: Path) -> None:
-    """With colocate on the path only, a role of the script works."""
+    """A role of the script works if colocate is on the path only."""
     root = Path(__file__).parents[2]
     folders = [root / "core", root / "executors"]
     site = Path(attrs.__file__).parents[1]
@@ -65,7 +65,7 @@ def test_colocate_importable_but_not_installed(tmp_path: Path) -> None:
         "    assert not names.is_installed(colocate)\n"
         "    assert pool.spawn({'actor': colocate.role(Actor)})['actor'].rank() == [0]\n"
     )
-    # The environment's packages without its .pth files, which are what makes colocate an installed distribution.
+    # The environment's packages without its .pth files, which make colocate an installed distribution.
     links = tmp_path / "site"
     links.mkdir()
     for entry in site.iterdir():
@@ -88,16 +88,16 @@ def test_colocate_importable_but_not_installed(tmp_path: Path) -> None:
 def test_distributions_outside_the_environment(
     way: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a folder in PYTHONPATH, or of an environment below the driver's (`uv run --with`), go by name, too."""
+    """Modules of distributions in PYTHONPATH, or in an environment below the driver's (`uv run --with`), go by name."""
     packages, overlay, cached = tmp_path / "packages", tmp_path / "overlay", tmp_path / "cache" / "acme"
     packages.mkdir()
     cached.mkdir(parents=True)
     (cached / "__init__.py").write_text("from acme.words import WORDS\n")
     (cached / "words.py").write_text("WORDS = 2\n")
-    (packages / "acme").symlink_to(cached)  # as uv has it if it's told to
+    (packages / "acme").symlink_to(cached)  # a link, as uv can make it
     (packages / "acme-1.0.dist-info").mkdir()
     (packages / "acme-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (packages / "linked.pth").write_text("../linked\n")  # an editable one, as some tools write it
+    (packages / "linked.pth").write_text("../linked\n")  # an editable distribution, as some tools write it
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "linked_in.py").write_text("")
     python = None
@@ -129,7 +129,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
 
 
 def test_no_global_is_reset(program: Program) -> None:
-    """What a role has set stays when the script's other names change; what the script rebinds is followed."""
+    """A global that role code has set stays when the script's other globals change; rebound globals are followed."""
     program(
         """
 FOLLOWED, COUNT = 1, 0
@@ -152,7 +152,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
 
 
 def test_class_whose_name_is_anothers(program: Program) -> None:
-    """What a module has called so before stays what it is, beside the one that it calls so now."""
+    """A class whose name in its module is now another class's stays the same class in a worker."""
     program(
         """
 import shapes
@@ -185,7 +185,7 @@ def change():
 
 @pytest.mark.parametrize("saved", ["pickle", "torch"])
 def test_plain_pickle_in_a_role(program: Program, saved: str) -> None:
-    """In a worker the script's classes are found in `__main__`, as plain pickle and `torch.save` want it."""
+    """The script's classes are in a worker's `__main__`, so plain pickle and `torch.save` work there."""
     use = {
         "pickle": "import pickle; return type(pickle.loads(pickle.dumps(batch))) is type(batch)",
         "torch": "import io, torch; file = io.BytesIO(); torch.save(batch, file); file.seek(0); "
@@ -208,7 +208,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
 
 
 def test_class_that_a_generic_one_makes(program: Program, executor: str) -> None:
-    """pydantic's `Box[int]` is one class here and there, whoever made it first, also where models name each other."""
+    """pydantic's `Box[int]` is one class everywhere, whoever made it first, also in models with mutual references."""
     program(
         """
 import typing, pydantic

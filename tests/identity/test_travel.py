@@ -1,4 +1,4 @@
-"""How code gets to the workers: peers, restarts, late imports, and what can't travel, which is told in words."""
+"""Code on its way to the workers: restarts, edits, late imports, and the errors of code that can't travel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Other(Role):
 
 
 def test_restart(program: Program) -> None:
-    """The workers of the next generation are sent everything anew."""
+    """The workers of the next generation get the script's classes again."""
     program(
         MAKER
         + """
@@ -61,7 +61,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
 
 
 def test_a_module_that_is_edited(program: Program) -> None:
-    """Workers go on with what the driver has, after a restart and in a further group, until the driver reloads it."""
+    """Workers keep the driver's version of an edited module, also after restarts, until the driver reloads it."""
     program(
         """
 import importlib, os, pathlib, rules, sys
@@ -99,7 +99,7 @@ with CONNECT as runtime, runtime.reserve(2) as pool:
 
 
 def test_late_import(program: Program, executor: str) -> None:
-    """What role code imports later is found beside the driver's script, in packages too."""
+    """A late import of role code finds modules beside the driver's script, also in packages."""
     program(
         """
 import package
@@ -122,8 +122,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
 
 
 def test_other_content_under_one_name(program: Program, tmp_path: Path) -> None:
-    """A module that a worker has imported already, with other content than the driver's, keeps the group from starting;
-    the error names both files."""
+    """A group doesn't start if a worker has imported a module with other content; the error names both files."""
     there = tmp_path / "there"
     there.mkdir()
     (there / "sneaky.py").write_text("X = 2\n")
@@ -149,7 +148,7 @@ with CONNECT as runtime, runtime.reserve(1, env={{"PYTHONPATH": {str(there)!r}}}
 
 
 def test_name_that_was_set_after_the_import(program: Program) -> None:
-    """The driver sets a name of a module that its roles use: that is told when the group is spawned."""
+    """A name that the driver has set in a module after the import is reported at a spawn, if roles use the name."""
     told = program(
         """
 import settings, sys, warnings
@@ -178,8 +177,10 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
 
 
 def test_what_workers_have_otherwise(program: Program) -> None:
-    """A base of a module hears of the script's classes, in the workers too, but not of the options in their statements;
-    of that the driver warns, and of a module that it has imported anew with other content: each once."""
+    """A class with options for a module's base, and a module imported anew, are warned of, the latter once.
+
+    The base is notified of the script's classes in the workers, too, but not of the options in their statements.
+    """
     program(
         """
 import beside, importlib, warnings
@@ -231,7 +232,7 @@ class Base:
 
 
 def test_module_in_the_place_of_the_standard_librarys(program: Program, executor: str) -> None:
-    """A module beside the script that is named as one of Python's is the workers', too."""
+    """A module beside the script with the name of one of Python's is the workers' module, too."""
     told = program(
         """
 import cmd, profile
@@ -246,7 +247,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=60) as pool:
     print(is_one, who, type(batch) is profile.Batch)
 """,
         executor,
-        python=sys.executable,  # as below: a fork has what its parent has imported
+        python=sys.executable,  # a fork would have its parent's imports
         profile="class Batch: pass\n",
         cmd="WHO = 'mine'\n",
     )
@@ -254,7 +255,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=60) as pool:
 
 
 def test_module_of_pythons_that_is_there_already(program: Program) -> None:
-    """One that the worker has imported from Python itself keeps the group from starting; the error names both files."""
+    """A group doesn't start if its worker has imported Python's module of that name; the error names the driver's."""
     told = program(
         """
 import calendar
@@ -278,7 +279,7 @@ with CONNECT as runtime, runtime.reserve(1, env={"PYTHONPATH": HERE + "/there"})
 
 
 def test_module_that_connects_when_it_is_imported(program: Program) -> None:
-    """A worker that imports it begins no workers of its own, which would import it in turn; the error says where."""
+    """A worker that imports a module with a `connect` at the top starts no workers, and the error names the line."""
     told = program(
         "import train\n",
         code=1,
@@ -302,9 +303,9 @@ with {EXECUTORS["processes"]} as runtime, runtime.reserve(1) as pool:
     "processes", ["processes", *(pytest.param(each, marks=pytest.mark.long) for each in ("ray", "dask"))]
 )
 def test_definition_that_cannot_be_made_there(program: Program, processes: str) -> None:
-    """What was to be made is told, at a start and at a call; not as if the constructor or the method had raised it.
+    """A definition that fails in a worker is named in the error, at a start and at a call, and is sent again later.
 
-    It is sent again when it is needed again.
+    The constructor or method isn't blamed.
     """
     program(
         """
@@ -358,7 +359,7 @@ print("told")
 
 
 def test_lines_of_the_script_in_a_workers_traceback(program: Program) -> None:
-    """A method of the script tells its file and its line, as do functions in it, whatever release cloudpickle is."""
+    """A worker's traceback has the script's file and line, for methods and for functions inside these."""
     told = program(
         """
 class Faulty(Role):

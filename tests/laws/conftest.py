@@ -1,4 +1,4 @@
-"""What the tests of the laws share: a bounded, repeatable search, on one thread of torch."""
+"""Settings of the law tests: a bounded, repeatable search, on one thread of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# For a longer search: COLOCATE_LAWS=10 tries ten times as many examples, other ones each time; `make suites` takes 3.
+# COLOCATE_LAWS=10 searches longer: ten times as many examples, new ones each time; `make suites` takes 3.
 TIMES = int(os.environ.get("COLOCATE_LAWS", "1"))
 settings.register_profile(
     "laws",
@@ -24,7 +24,7 @@ settings.load_profile("laws")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more threads."""
+    """Limit torch to one thread: small tensors gain nothing from more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,5 +33,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def examples() -> dict[str, int]:
-    """How many examples are tried on which executor."""
+    """Return the number of examples for each executor."""
     return {"threads": 20 * TIMES, "strict": 10 * TIMES, "processes": 4 * TIMES}

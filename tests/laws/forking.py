@@ -1,4 +1,4 @@
-"""What a forked child is refused."""
+"""Operations that a forked child is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE_S = 30
 
 
 def refusals(runtimes: Sequence[OneRuntime]) -> list[str]:
-    """Fork, try everything in the child, and say what wasn't refused there as it should be."""
+    """Fork, try every operation in the child, and return a line for each that isn't refused correctly."""
     reading, writing = os.pipe()
     child = fork()
     if child == 0:
@@ -50,7 +50,7 @@ def _not_refused(runtimes: Sequence[OneRuntime]) -> Iterator[str]:
         else:
             yield f"{what} worked"
     for each in runtimes:
-        each.runtime.__exit__(None, None, None)  # leaving a with block closes nothing, and says nothing
+        each.runtime.__exit__(None, None, None)  # Leaving a with block in a fork closes nothing.
         if each.runtime._node.closed_by is not None:
             yield f"{each.runtime!r} was closed by leaving its with block"
 

@@ -1,4 +1,4 @@
-"""What a program that opens and closes things should see: a model of the law of ownership."""
+"""A model of the law of ownership: the expected state of all that a program opens and closes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tenants import Tenant
 
 @attrs.define(eq=False)
 class OneCall:
-    """A call that hasn't ended: it waits at a gate, or behind one that does."""
+    """An unfinished call, at a gate or behind a call at a gate."""
 
     group: Group
     call: Call[Any]
@@ -28,7 +28,7 @@ class OneCall:
 
 @attrs.define(eq=False)
 class OneResident:
-    """A kept result, while there is a name for it or a use of it."""
+    """A kept result that has a name or a use."""
 
     group: Group
     resident: Resident[Any] | None
@@ -42,7 +42,7 @@ class OneResident:
 
 @attrs.define(eq=False)
 class Group:
-    """A group that was spawned."""
+    """A spawned group."""
 
     pool: OnePool
     group: ColocatedGroup
@@ -56,31 +56,30 @@ class Group:
 
     @property
     def tenant(self) -> Tenant:
-        """The view of its role."""
         return self.group.role("tenant", Tenant)
 
     def is_used(self, resident: OneResident) -> bool:
-        """Whether an unfinished call uses a resident."""
+        """Return whether an unfinished call uses a resident."""
         everyone = itertools.chain.from_iterable(group.calls for group in self.pool.runtime.groups())
         return any(call.uses is resident for call in everyone)
 
     def held(self) -> int:
-        """How many residents its workers hold."""
+        """Return how many residents the group's workers hold."""
         return sum(1 for each in self.residents if (each.resident is not None and not each.freed) or self.is_used(each))
 
     def leased(self) -> list[OneResident]:
-        """The residents that somebody can still name."""
+        """Return the residents that still have a name or a use."""
         return [r for r in self.residents if not r.freed and (r.resident is not None or self.is_used(r))]
 
     def borrowers(self) -> set[Group]:
-        """The other groups that use its residents now."""
+        """Return the other groups that use the group's residents now."""
         groups = [group for group in self.pool.runtime.groups() if group is not self]
         return {g for g in groups if any(c.uses is not None and c.uses.group is self for c in g.calls)}
 
 
 @attrs.define(eq=False)
 class OnePool:
-    """A pool that was reserved."""
+    """A reserved pool."""
 
     runtime: OneRuntime
     pool: Pool
@@ -92,7 +91,7 @@ class OnePool:
 
 @attrs.define(eq=False)
 class OneRuntime:
-    """A runtime that was opened, with so many CPUs."""
+    """An open runtime with a number of CPUs."""
 
     runtime: Runtime
     cpus: int
@@ -101,15 +100,15 @@ class OneRuntime:
 
     @property
     def free(self) -> int:
-        """The CPUs that no pool has."""
+        """The number of CPUs outside all pools."""
         return self.cpus - sum(pool.slots for pool in self.pools)
 
     def groups(self) -> Iterator[Group]:
-        """Its living groups."""
+        """Return the living groups."""
         return (pool.group for pool in self.pools if pool.group is not None)
 
     def below(self) -> list[tuple[str, str]]:
-        """Kind and name of everything that lives in it, itself included, but for the roles."""
+        """Return kind and name of everything that lives in the runtime, itself included."""
         found = [("runtime", "local")]
         for pool in self.pools:
             found.append(("pool", pool.name))

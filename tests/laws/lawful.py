@@ -1,4 +1,4 @@
-"""What the law of ownership says of what lives and of what is closed: held against a model after each step."""
+"""The law of ownership, checked against a model after each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NODE = r"\b(runtime|pool|group|worker|role|resident|call) (.+?) \("
 
 
 class Lawful(RuleBasedStateMachine):
-    """A program's runtimes, and what holds of them; what it does to them is for others to say."""
+    """A program's runtimes, and the invariants of all steps; subclasses add the steps."""
 
     options: dict[str, Any] = {}
     cpus = 4
@@ -38,7 +38,7 @@ class Lawful(RuleBasedStateMachine):
         self.calls: list[colocate.Call[Any]] = []
         self.gates = Path(tempfile.mkdtemp(prefix="gates-"))
 
-    # -- what holds after each step
+    # -- invariants after each step
 
     @invariant()
     def graphs_show_what_lives(self) -> None:
@@ -92,7 +92,7 @@ class Lawful(RuleBasedStateMachine):
             assert caught.value.closed_by == by
             assert by in str(caught.value)
 
-    # -- what can be chosen from
+    # -- choices
 
     def pools(self) -> list[OnePool]:
         return [pool for runtime in self.runtimes for pool in runtime.pools]
@@ -107,7 +107,7 @@ class Lawful(RuleBasedStateMachine):
         return [group for group in self.groups() if group.calls]
 
     def neighbours(self) -> list[tuple[Group, Group]]:
-        """Pairs of idle groups of one runtime."""
+        """Return the pairs of idle groups of one runtime."""
         groups = [[group for group in runtime.groups() if group in self.idle()] for runtime in self.runtimes]
         return [pair for own in groups for pair in itertools.permutations(own, 2)]
 

@@ -1,4 +1,4 @@
-"""Groups whose roles lie on their slots in several ways, on the executors that there are."""
+"""Groups whose roles have several placements, for each executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXECUTORS: dict[str, dict[str, Any]] = {
 
 
 def layout(slots: int) -> dict[str, dict[str, Any]]:
-    """How the roles lie, by name."""
+    """Return the placement of each role, by name."""
     return {
         "all": {},
         "back": {"slots": range(slots)[::-1]},
@@ -29,12 +29,12 @@ def layout(slots: int) -> dict[str, dict[str, Any]]:
 
 
 def ranks(slots: int) -> dict[str, int]:
-    """How many ranks each role has."""
+    """Return the number of ranks of each role."""
     return {name: len(place.get("slots", range(slots))) for name, place in layout(slots).items()}
 
 
 def parts(slots: int) -> dict[str, int]:
-    """Into how many parts the rows of each role's calls go."""
+    """Return the number of parts into which each role's rows are split."""
     return {
         name: place["mesh"].get("dp", 1) if "mesh" in place else ranks(slots)[name]
         for name, place in layout(slots).items()
@@ -42,7 +42,7 @@ def parts(slots: int) -> dict[str, int]:
 
 
 def spawn(stack: ExitStack, executor: str, slots: int) -> ColocatedGroup:
-    """A group of such roles."""
+    """Spawn a group of roles with these placements."""
     runtime = stack.enter_context(colocate.connect("local", **EXECUTORS[executor]))
     pool = stack.enter_context(runtime.reserve(slots=slots))
     return pool.spawn({name: colocate.role(Rows).on(**place) for name, place in layout(slots).items()}, name="rows")

@@ -1,4 +1,4 @@
-"""Random programs of calls in which later ones use what earlier ones gave."""
+"""Random programs in which later calls use results of earlier ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHOLE = ("first", "gather", "copies", "mean", "on_rank", "rotate")
 
 @attrs.frozen
 class Node:
-    """Stands for what step `index` gave; with `fetched` as a value in either run."""
+    """Stands for the result of step `index`; with `fetched`, for the value in either run."""
 
     index: int
     fetched: bool = False
@@ -24,7 +24,7 @@ class Node:
 
 @attrs.frozen
 class Step:
-    """One call: of which role, which method, with which arguments (nodes in place of earlier results)."""
+    """One call: role, method and arguments, with nodes in place of earlier results."""
 
     role: str
     method: str
@@ -33,14 +33,14 @@ class Step:
 
 @attrs.frozen
 class Kind:
-    """What is known of a result.
+    """The known properties of a result.
 
     Attributes:
-        rows: How many it has, None when it has none.
-        plain: Whether an index can cut it, which none can with jagged tensors.
-        even: Whether its rows lie in the workers as a value's would; if not, a rank may be without any although there
+        rows: The number of its rows, or None.
+        plain: Whether it can be indexed, unlike jagged tensors.
+        even: Whether its rows are spread like a value's rows; if not, a rank may be without any although there
             are enough for all, which `empty="error"` refuses.
-        chosen: Whether its rows may lie there by what they cost, so that methods have to return a row for each.
+        chosen: Whether its rows may be spread by cost, so that methods have to return a row for each.
     """
 
     rows: int | None
@@ -50,7 +50,7 @@ class Kind:
 
 
 def replace(argument: Any, node: Callable[[Node], Any]) -> Any:
-    """The argument with what its nodes stand for."""
+    """Return the argument with each node replaced."""
     if isinstance(argument, Node):
         return node(argument)
     if isinstance(argument, dict):
@@ -61,7 +61,7 @@ def replace(argument: Any, node: Callable[[Node], Any]) -> Any:
 
 
 def nodes(step: Step) -> list[Node]:
-    """The earlier results that a step uses."""
+    """Return the nodes for the earlier results that a step uses."""
     found: list[Node] = []
     replace(step.arguments, found.append)
     return found
@@ -91,14 +91,14 @@ class _Writer:
         found = [index for index, kind in enumerate(self.kinds) if wanted(kind)]
         if not found:
             return None
-        # A later one shrinks towards the latest: short chains first.
+        # Draws shrink towards the latest result: short chains first.
         place = self.draw(st.integers(0, len(found) - 1))
         return Node(found[-1 - place], self.draw(st.integers(0, 9)) == 9)
 
     def _rows(
         self, rows: int | None = None, plain: bool = False, even: bool = False, chosen: bool = True
     ) -> tuple[Any, Kind]:
-        """An argument with rows: something new, an earlier result, or a container with one."""
+        """Draw an argument with rows: a new value, an earlier result, or a container with one."""
         node = self._node(
             lambda kind: (
                 kind.rows is not None
@@ -120,7 +120,7 @@ class _Writer:
         return ((node, None), kind) if shape == 5 else (node, kind)
 
     def _anything(self) -> tuple[Any, Kind]:
-        """Any argument, with rows or without; nodes may lie deep inside."""
+        """Draw any argument; nodes may be nested."""
         node = self._node(lambda kind: True)
         if node is None or self.draw(st.booleans()):
             return self._rows()
@@ -174,7 +174,7 @@ class _Writer:
 
 
 def programs(roles: dict[str, int], longest: int = 6) -> st.SearchStrategy[Sequence[Step]]:
-    """Programs over these roles (name: number of ranks)."""
+    """Draw programs over these roles (name: number of ranks)."""
 
     @st.composite
     def written(draw: Any) -> Sequence[Step]:

@@ -1,4 +1,4 @@
-"""What examples share as long as all goes well: a group is costly, and one that has seen a failure tells no more."""
+"""A costly resource that examples share until an example fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Reused(Generic[T]):
-    """Makes something on a stack, for one example after the other, and anew after one that fails."""
+    """A resource on an exit stack, shared by examples and made anew after one that fails."""
 
     def __init__(self, make: Callable[[ExitStack], T]) -> None:
         self._make = make

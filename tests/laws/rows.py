@@ -26,12 +26,12 @@ from colocate import (
 
 
 def each(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The value with its leaves changed, which are tensors, arrays, lists; all keep their rows."""
+    """Return the value with `leaf` applied to each tensor, array and list, also inside TensorDicts."""
     return whole(value, lambda item: item.apply(leaf) if isinstance(item, TensorDict) else leaf(item))
 
 
 def whole(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The value with its leaves changed, TensorDicts among them."""
+    """Return the value with `leaf` applied to each leaf; a TensorDict is one leaf."""
     if isinstance(value, dict):
         return {key: whole(item, leaf) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -40,7 +40,7 @@ def whole(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def doubled(leaf: Any) -> Any:
-    """Each row twice as large."""
+    """Return a leaf with each row twice as large."""
     if isinstance(leaf, list):
         return [[row, row] for row in leaf]
     if isinstance(leaf, np.ndarray):
@@ -49,7 +49,7 @@ def doubled(leaf: Any) -> Any:
 
 
 def viewed(leaf: Any) -> Any:
-    """The same rows as a view of another shape, with an offset, or of repeated memory."""
+    """Return the same rows as a view of another shape, with an offset, or of repeated memory."""
     if isinstance(leaf, list):
         return leaf[:]
     if isinstance(leaf, np.ndarray):
@@ -63,7 +63,7 @@ def viewed(leaf: Any) -> Any:
 
 
 def stretched(leaf: Any, counts: Sequence[int]) -> Any:
-    """Row i as often as counts[i] says, which may be never."""
+    """Return a leaf with row i `counts[i]` times, which may be 0."""
     if isinstance(leaf, list):
         return [row for row, count in zip(leaf, counts, strict=True) for _ in range(count)]
     if isinstance(leaf, np.ndarray):
@@ -72,7 +72,7 @@ def stretched(leaf: Any, counts: Sequence[int]) -> Any:
 
 
 def head(leaf: Any, count: int | None) -> Any:
-    """The first rows."""
+    """Return the first `count` rows."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_nested or count is None:
         return leaf[:count]
     jagged: Any = leaf
@@ -81,14 +81,14 @@ def head(leaf: Any, count: int | None) -> Any:
 
 
 def size(value: Any) -> int:
-    """The number of rows."""
+    """Return the number of rows."""
     if isinstance(value, dict | tuple):
         return max((size(item) for item in (value.values() if isinstance(value, dict) else value)), default=0)
     return 0 if value is None else len(value) if isinstance(value, list) else int(value.shape[0])
 
 
 class Rotate(Dispatch):
-    """A dispatch of the user's own, which gets values only: all arguments for all ranks, and which rank it is."""
+    """A user's dispatch, which sees only values, and gives each rank all arguments and its index."""
 
     def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
         assert not any("reference" in repr(value) for value in arguments.values())
@@ -96,7 +96,7 @@ class Rotate(Dispatch):
 
 
 class Rows(Role):
-    """Methods for the law of residency."""
+    """A role for the law of residency."""
 
     def __init__(self) -> None:
         self.weight = torch.nn.Parameter(torch.tensor(2.0))
@@ -128,7 +128,7 @@ class Rows(Role):
 
     @method(dispatch=Scatter("x", empty="run"), collect=Concat())
     def hold(self, x: Any) -> Any:
-        """Keeps what it returned, without writing into it."""
+        """Keep the result, unchanged."""
         result = (x, each(x, doubled))
         self.kept.append(result)
         return result
@@ -140,7 +140,7 @@ class Rows(Role):
 
     @method(dispatch=Scatter("x", "counts", empty="run"), collect=Concat())
     def stretch(self, x: Any, counts: list[int]) -> Any:
-        """Leaves ranks with few rows, or none."""
+        """Leave ranks with few rows, or none."""
         return whole(x, lambda leaf: stretched(leaf, counts))
 
     @method(dispatch=Scatter("x", pad=True, empty="run"), collect=Concat())
@@ -163,7 +163,7 @@ class Rows(Role):
 
     @method(dispatch=Scatter("x"), collect=Reduce("sum"))
     def count(self, x: Any) -> dict[str, Any]:
-        """Refuses to run without rows."""
+        """Count the rows; a call without rows for each rank is refused."""
         return {"rows": size(x), "tensor": torch.tensor([size(x), 1])[:1]}
 
     @method(collect=First())
@@ -208,7 +208,7 @@ class Rows(Role):
         return self._means(x)
 
     def _means(self, x: list[int]) -> dict[str, Any]:
-        mean = sum(x) / len(x) if x else float("nan")  # a rank without rows weighs nothing, whatever it says
+        mean = sum(x) / len(x) if x else float("nan")  # A rank without rows has no weight, whatever its value.
         return {"number": mean, "tensor": torch.tensor([mean], dtype=torch.float64), "array": np.array([mean])}
 
     @method(dispatch=Scatter("x", empty="run"), collect=Reduce("max"))
@@ -217,7 +217,7 @@ class Rows(Role):
 
     @method(dispatch=Broadcast(), collect=First())
     def forget(self) -> int:
-        """Drop what `hold` keeps."""
+        """Drop the results that `hold` keeps."""
         count = len(self.kept)
         self.kept.clear()
         return count

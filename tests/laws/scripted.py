@@ -1,4 +1,4 @@
-"""A role that does as it is told: log, be slow, raise, meet its peers in a collective."""
+"""A role that follows orders: log, be slow, raise, meet other ranks in a collective."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from colocate._role.context import running_call
 
 
 class Boom(Exception):
-    """What a role raises when told to."""
+    """The error of a role that was ordered to fail."""
 
 
 @attrs.frozen
 class Order:
-    """What one call has to do.
+    """The script of one call.
 
     Attributes:
         call: Its number, which is the order of submission.
@@ -35,11 +35,11 @@ class Order:
 
 
 class Cut(ConnectionError):
-    """What a worker that is a thread gets in place of gloo's error when a peer won't come."""
+    """The error on threads in place of gloo's when a peer won't arrive."""
 
 
 class Meetings:
-    """Collectives for workers that are threads. As with gloo, who waits is freed when a rank has failed."""
+    """Collectives for workers that are threads; as with gloo, a failed rank ends the waits of other ranks."""
 
     def __init__(self) -> None:
         self.group: ColocatedGroup | None = None
@@ -47,18 +47,18 @@ class Meetings:
         self._there: dict[tuple[str | None, int], int] = {}
 
     def sum(self, role: str | None, call: int, ranks: int) -> int:
-        """As all_reduce of the call's number. Raises Cut when a peer won't come."""
+        """Return the sum of the call's number over all ranks; raise Cut when a peer won't arrive."""
         with self._news:
             self._there[role, call] = self._there.get((role, call), 0) + 1
             self._news.notify_all()
             while self._there[role, call] < ranks:
                 if self._is_held():
                     raise Cut(call)
-                self._news.wait(0.005)  # nobody says when a hold begins
+                self._news.wait(0.005)  # A hold sends no notification here, so poll.
         return call * ranks
 
     def _is_held(self) -> bool:
-        """Whether this call or an earlier one has failed, so that ranks which haven't come won't."""
+        """Return whether this call or an earlier one has failed, so that missing ranks won't arrive."""
         state = running_call.get()
         assert self.group is not None
         assert state is not None
@@ -66,12 +66,12 @@ class Meetings:
         return hold is not None and hold.failed <= state.seq
 
     def reset(self) -> None:
-        """Forget everything: the numbers of calls begin again."""
+        """Forget all arrivals: the numbers of calls start again."""
         self._there.clear()
 
 
 class Scripted(Role):
-    """Everything that it does is in its slot's journal, in the order in which it was begun."""
+    """A role whose calls are recorded in its slot's journal, in the order in which they began."""
 
     def __init__(self, meetings: Meetings | None = None) -> None:
         self.meetings = meetings
@@ -133,6 +133,6 @@ class Scripted(Role):
 
     @method(collect=Gather())
     def read(self) -> list[int]:
-        """The journal so far; a new one begins."""
+        """Return the journal so far, and start a new one."""
         found, self.journal = self.journal, []
         return found

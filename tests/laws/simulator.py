@@ -1,11 +1,11 @@
 """Both halves of order and hold on one thread: N ranks under random schedules, failures, deadlines and deaths.
 
-The driver's half is `CallOrder` with what features add, `Pauses` and `GroupsOfGroup`, the worker's is `LaneOrder` with
-`Scope` and `UsableGroups`, as they are. Here are the lanes between them, one of them a background role's, what a worker
-does about each message, and process groups, as far as it matters who waits for whom: operations are counted, whoever
-waits in vain cuts, what is cut is of no use (`features/process_groups`). Roles renew what was dropped, together, or
-can't; and some programs train: a rank that raises between the operation and the update leaves the ranks with different
-models. What happens next is drawn from a seed, which is enough to have it happen again.
+The driver's half is `CallOrder` with the features' `Pauses` and `GroupsOfGroup`, the worker's is `LaneOrder` with
+`Scope` and `UsableGroups`: the real code. This module adds the lanes between them (one of a background role), a
+worker's reaction to each message, and a model of process groups: operations are counted, a rank that waits in vain
+cuts the group, and a cut group is useless (`features/process_groups`). Roles renew dropped groups together, or can't;
+some programs train: a rank that raises between the operation and the update leaves the ranks with different
+models. A seed determines each next step, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ RANKS = 3
 SLOTS = {"all": tuple(range(RANKS)), "two": (0, RANKS - 1)}
 BESIDE = "beside"  # the background role, on all slots
 GRACE_S = 10.0
-STEPS = 20_000  # in which all of a program has happened; most take some hundred
+STEPS = 20_000  # An upper bound; most programs take some hundred.
 
 
 class BrokenLaw(AssertionError):
-    """What mustn't be has been."""
+    """A law is broken."""
 
 
 @attrs.frozen
 class Plan:
-    """What a call is to do.
+    """The script of one call.
 
     Attributes:
-        role: Whose it is.
+        role: Its role.
         kind: "plain", "meet" (in an operation of the role's process group), "overlapping" (async, two at once), or
             "everywhere" (in the orders of all lanes).
-        targets: The slots that it goes to.
-        fails: Those on which it raises.
-        late: Whether it raises after it has met.
-        timeout: Whether its time may be over at any moment.
+        targets: Its slots.
+        fails: The slots on which it raises.
+        late: Whether it raises after the operation.
+        timeout: Whether its timeout may expire at any moment.
         cancel: Whether it is cancelled at some moment.
     """
 
@@ -79,19 +79,19 @@ class Work:
     concurrency: int
     on_drop: Callable[[], None] | None = None
     is_abandoned: bool = False
-    steps: int = 0  # which it has gone, of a background role
-    rests: bool = False  # at a pause point
-    arrived: tuple[str, int, int] | None = None  # at which operation: group, instance, number
+    steps: int = 0  # Completed steps of a background role's call.
+    rests: bool = False  # Whether it stands at a pause point.
+    arrived: tuple[str, int, int] | None = None  # Its operation: group, instance, number.
     updates: int = 0  # beginnings and ends of updates of its role's model
 
     def drop_call(self) -> None:
-        """Hear that it will never begin."""
+        """Report that the call will never begin."""
         if self.on_drop is not None:
             self.on_drop()
 
 
 class Stand(Work):
-    """What a lane does about a call of another one."""
+    """A lane's entry for a call that runs on another lane."""
 
     is_barrier = True
 
@@ -106,12 +106,11 @@ class Timer:
     cancelled: bool = attrs.field(default=False, order=False)
 
     def cancel(self) -> None:
-        """It isn't done any more."""
         self.cancelled = True
 
 
 class Timers:
-    """A clock that goes on when nothing else happens."""
+    """A clock that advances when nothing else happens."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -119,24 +118,24 @@ class Timers:
         self._soon: deque[Callable[[], object]] = deque()
 
     def call_soon(self, job: Callable[[], object]) -> None:
-        """Do something next."""
+        """Queue a job to run next."""
         self._soon.append(job)
 
     def call_later(self, delay_s: float, job: Callable[[], object]) -> Timer:
-        """Do something later."""
+        """Schedule a job."""
         timer = Timer(self.now + delay_s, len(self._coming), job)
         heapq.heappush(self._coming, timer)
         return timer
 
     def jobs(self) -> bool:
-        """Do what is to be done next; whether there was something."""
+        """Run the next queued job; return whether there was one."""
         if not self._soon:
             return False
         self._soon.popleft()()
         return True
 
     def go_on(self) -> bool:
-        """Have the clock go on to the next job; whether there was one."""
+        """Advance the clock to the next job and run it; return whether there was one."""
         while self._coming:
             timer = heapq.heappop(self._coming)
             if not timer.cancelled:
@@ -154,13 +153,13 @@ class Lane:
         self.order: Any = LaneOrder(rank.scope)
         self.queue: deque[Any] = deque()
         self.taken: Work | None = None
-        self.computing: list[Work] = []  # of which the last one computes: at a pause point another one may begin
+        self.computing: list[Work] = []  # The last one computes; another may begin at a pause point.
         self.tasks: dict[int, Work] = {}
         self.journal: list[int] = []
-        self.order_of_all: list[int] = []  # with the calls for which it has stood still
+        self.order_of_all: list[int] = []  # Includes other lanes' calls during which it stood still.
 
     def step(self) -> bool:
-        """Do one thing; False where it waits."""
+        """Do one thing; return False if the lane waits."""
         order, tasks = self.order, self.tasks
         if not self.name and self.rank.renewing is not None:
             return self.rank.renew(*self.rank.renewing)
@@ -194,18 +193,18 @@ class Lane:
             else:
                 self._take(item)
             return True
-        # What computes has the lane's thread, and async calls don't go on meanwhile.
+        # A computing call has the lane's thread, so async calls don't continue meanwhile.
         going = [work for work in self.computing[-1:] or tasks.values() if not (work.rests and self.stays(work))]
         return bool(going) and self.rank.go_on(self, self.rank.world.random.choice(going))
 
     def stays(self, work: Work) -> bool:
-        """Whether a call stays at its pause point, or stands still for another lane's."""
+        """Return whether a call stays at its pause point, or stands still for another lane's call."""
         return work.seq not in self.rank.over if work.is_barrier else self.order.is_pausing and not work.is_abandoned
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Work):
-            self.taken = item  # something may be heard before it begins
-        elif isinstance(item, tuple):  # nobody waits for it any more
+            self.taken = item  # Messages may arrive before the call begins.
+        elif isinstance(item, tuple):  # The caller no longer waits for this call.
             for work in (*self.tasks.values(), *self.computing):
                 work.is_abandoned = work.is_abandoned or (work.seq == item[0] and (work.concurrency > 0 or work.rests))
         elif isinstance(item, DropGroups):
@@ -220,7 +219,7 @@ class Lane:
         if len(runs) >= max(1, work.concurrency):
             raise BrokenLaw(f"call {work.seq} has begun on slot {self.rank.slot} beside {[each.seq for each in runs]}")
         self.order_of_all.append(work.seq)
-        if not work.is_barrier and work.seq not in self.journal[-1:]:  # it may have been put back
+        if not work.is_barrier and work.seq not in self.journal[-1:]:  # Unless the call was put back.
             self.journal.append(work.seq)
         if work.concurrency:
             self.tasks[work.seq] = work
@@ -228,7 +227,7 @@ class Lane:
             self.computing.append(work)
 
     def end(self, work: Work) -> None:
-        """A call is over here."""
+        """Remove a finished call."""
         self.go_from(work)
         self.tasks.pop(work.seq, None)
         if work in self.computing:
@@ -236,7 +235,7 @@ class Lane:
         del self.order.running[work.seq]
 
     def rest(self, work: Work) -> None:
-        """A call stops at a pause point."""
+        """Stop a call at a pause point."""
         work.rests = True
         if work.is_barrier:
             self.order.barrier_calls += 1
@@ -244,7 +243,7 @@ class Lane:
             self.order.paused_calls += 1
 
     def go_from(self, work: Work) -> None:
-        """A call goes on from a pause point, if it is at one."""
+        """Resume a call that stands at a pause point."""
         if work.is_barrier:
             self.order.barrier_calls -= work.rests
         else:
@@ -259,14 +258,14 @@ class RankTrace:
         self.world, self.slot = world, slot
         self.scope = Scope(self._lane_of)
         self.lanes = {name: Lane(self, name) for name in ("", BESIDE)}
-        self.missing: dict[int, int] = {}  # lanes that don't stand still yet for a call that has its place in all
-        self.over: set[int] = set()  # such calls for which none has to any more
+        self.missing: dict[int, int] = {}  # Lanes that don't stand still yet, for a call in all lanes.
+        self.over: set[int] = set()  # Calls in all lanes that are over.
         self.received_definitions: deque[Any] = deque()
         self.outbox: deque[Any] = deque()
-        # Process groups: operations begun on each, by its name and instance; updates of each role's model.
+        # By process group: its instance and begun operations. By role: updates of its model.
         self.begun: dict[str, tuple[int, int]] = {}
         self.usable = UsableGroups()
-        self.renewing: tuple[int, deque[str]] | None = None  # the hold, and roles that are to renew their groups
+        self.renewing: tuple[int, deque[str]] | None = None  # The hold, and the roles that must renew their groups.
         self.updates = dict.fromkeys(SLOTS, 0)
 
     def _lane_of(self, seq: int) -> str:
@@ -276,7 +275,7 @@ class RankTrace:
     # -- messages
 
     def receive(self) -> bool:
-        """Take the next message, as the thread that receives does; whether there was one."""
+        """Process the next message, like the receiving thread; return whether there was one."""
         if not self.received_definitions:
             return False
         message = self.received_definitions.popleft()
@@ -331,13 +330,13 @@ class RankTrace:
     # -- what a lane runs
 
     def step(self) -> bool:
-        """Have a lane do one thing; False where none can."""
+        """Advance one lane; return False if none can advance."""
         lanes = [*self.lanes.values()]
         self.world.random.shuffle(lanes)
         return any(lane.step() for lane in lanes)
 
     def is_back(self, lane: Lane, number: int, begun: int) -> None:
-        """A lane runs nothing, in a hold."""
+        """Report that a lane is idle in a hold."""
         if lane.name:
             self.outbox.append(from_worker.HoldReached(number, begun, {}, lane.name))
             return
@@ -346,7 +345,7 @@ class RankTrace:
         self.outbox.append(from_worker.HoldReached(number, begun, _parts(told)))
 
     def drop(self, message: DropGroups) -> None:
-        """Drop process groups, and have roles renew theirs."""
+        """Drop process groups, and set the roles that must renew theirs."""
         whose = [name for name, slots in SLOTS.items() if self.slot in slots]
         for name in message.names:
             self.begun.pop(name, None)
@@ -354,12 +353,12 @@ class RankTrace:
         self.renewing = message.number, deque(name for name in whose if message.everybody or name in message.names)
 
     def renew(self, hold: int, roles: deque[str]) -> bool:
-        """Go on with the renewal of roles; False where one waits for its peers."""
+        """Continue the renewal of roles; return False if one waits for its peers."""
         failure = None
         while roles and failure is None:
             how = self.world.renewals[roles[0]]
             if how == "again" and roles[0] not in self.begun and not self._makes(roles[0], None):
-                return False  # its peers come, or the group fails
+                return False  # The peers arrive, or the group fails.
             if how == "raises" and self.slot == RANKS - 1:
                 failure = from_worker.Failure("Boom", f"renewal of {roles[0]}", "", False, False, roles[0], None)
             roles.popleft()
@@ -370,7 +369,7 @@ class RankTrace:
         return True
 
     def go_on(self, lane: Lane, work: Work) -> bool:
-        """Go on with a call that runs; False where it waits."""
+        """Continue a running call; return False if it waits."""
         plan = work.plan
         fails = self.slot in plan.fails
         if work.is_barrier:
@@ -393,7 +392,7 @@ class RankTrace:
                 work.steps += 1
                 return True
         if work.seq not in lane.order.running:
-            pass  # it was put back
+            pass  # The call was put back.
         elif work.is_abandoned:
             self._fail(work, secondary=True)
         elif fails and not plan.late:
@@ -401,7 +400,7 @@ class RankTrace:
         elif plan.kind == "meet" and not self._meets(work):
             return False
         elif work.seq not in lane.order.running:
-            pass  # it has failed where it met
+            pass  # The call has failed in the operation.
         elif fails:
             self._fail(work)
         else:
@@ -416,7 +415,7 @@ class RankTrace:
         return True
 
     def _all_stand(self, lane: Lane, work: Work) -> bool:
-        """Whether what has its place in all lanes goes on: it is done, or put back before the others stand still."""
+        """Return whether a call in all lanes advances: all lanes stand still, or the call was put back."""
         if self.missing[work.seq] and self.scope.get_wait_refusal(work.seq) is not None:
             del lane.order.running[work.seq]
             lane.computing.remove(work)
@@ -443,11 +442,11 @@ class RankTrace:
     # -- process groups
 
     def operations(self) -> dict[str, tuple[int, int]]:
-        """How many operations it has begun on each, and how many ranks that has."""
+        """Return for each group the number of begun operations and of ranks."""
         return {name: (count, len(SLOTS[name])) for name, (_, count) in self.begun.items()}
 
     def _meets(self, work: Work) -> bool:
-        """Have a call go on in an operation of its role's group; False where its peers aren't there yet."""
+        """Advance a call in its role's operation; return False while peers are missing."""
         name = work.plan.role
         if name not in self.begun and not (made := self._makes(name, work.seq)):
             if made is False:
@@ -463,7 +462,7 @@ class RankTrace:
             if len(set(there.values())) > 1:
                 raise BrokenLaw(f"an operation of {name} has paired different calls: {there}")
         if not self.world.waits or len(self.world.meetings[work.arrived]) == len(SLOTS[name]):
-            return True  # all have sent what the others need: it arrives even where they cut the group after that
+            return True  # All ranks have sent their data, which arrives even if a rank cuts the group now.
         self._free_those_that_wait()
         if self._is_broken(name):
             self._fail(work, secondary=True)
@@ -471,7 +470,7 @@ class RankTrace:
         return False
 
     def _makes(self, name: str, seq: int | None) -> bool | None:
-        """Make a group with all its ranks, or none; None while they aren't there."""
+        """Make a group with all its ranks; return None while ranks are missing, False if it fails."""
         there = self.world.making.setdefault((name, self.usable.epoch), set())
         self.world.arrivals += self.slot not in there
         there.add(self.slot)
@@ -479,12 +478,12 @@ class RankTrace:
             self.begun[name] = self.usable.epoch, 0
             return True
         if None in there or self.scope.get_wait_refusal(seq) is not None:
-            there.add(None)  # the others don't make it either
+            there.add(None)  # The other ranks can't make the group either.
             return False
         return None
 
     def _update(self, work: Work) -> None:
-        """Have a call that trains update its role's model, after the operation."""
+        """Update the role's model after the operation, in programs that train."""
         if self.world.trains and work.arrived is not None:
             work.updates = 2
             self.updates[work.plan.role] += 1
@@ -504,13 +503,13 @@ class RankTrace:
 
 
 def _parts(told: RankReport) -> dict[str, Any]:
-    """Return what a rank says of process groups as it travels."""
+    """Return a rank's report on process groups in its wire format."""
     plain = told.encode()
     return {} if plain is None else {NAME: plain}
 
 
 class Link(SimpleNamespace):
-    """What `CallOrder` needs of its group."""
+    """The parts of a group that `CallOrder` needs."""
 
     def __init__(self, world: World, timers: Timers) -> None:
         super().__init__(
@@ -526,11 +525,11 @@ class Link(SimpleNamespace):
         self.world = world
 
     def on_rank_halted(self, hold: Any, slot: int, told: Mapping[str, Any], is_back: bool) -> None:
-        """Tell what a rank says that begins nothing more."""
+        """Forward the report of a halted rank."""
         self.world.groups.on_rank_halted(hold, slot, told.get(NAME), is_back)
 
     def on_call_report(self, call: PendingCall, slot: int, told: Mapping[str, Any]) -> None:
-        """Tell what a rank says of a call that has ended."""
+        """Forward the report on a finished call."""
         if NAME in told:
             self.world.groups.on_call_report(call, slot, told[NAME])
 
@@ -538,38 +537,35 @@ class Link(SimpleNamespace):
         pass
 
     def on_all_halted(self, hold: Any) -> bool:
-        """Have groups be dropped, if there are such."""
+        """Drop groups, if there are any to drop."""
         return self.world.groups.on_all_halted(hold)
 
     def send(self, slots: Sequence[int], message: Any, body: Any = None) -> None:
-        """Send a message to some ranks."""
         if isinstance(message, to_worker.Resume) and not message.lane:
             check_groups(self.world)
         for slot in slots:
             self.world.ranks[slot].received_definitions.append(message)
 
     def live_slots(self) -> list[int]:
-        """Those that live."""
         return [rank.slot for rank in self.world.ranks if rank.slot not in self.world.dead]
 
     def paused_seconds(self, since: float) -> float:
-        """Nobody has had ranks stand still."""
+        """Return 0: no rank is ever stopped."""
         return 0.0
 
     def has_left(self, slot: int) -> bool:
-        """Whether one doesn't."""
+        """Return whether a rank is dead."""
         return slot in self.world.dead
 
     def inspect_worker(self, slot: int, then: Callable[[str | None], None]) -> None:
-        """Nothing is seen from outside."""
+        """Answer None: ranks can't be inspected."""
         then(None)
 
     def node(self, slot: int) -> str:
-        """Where a rank is."""
         return "here"
 
     def fail_group(self, error: ColocateError) -> None:
-        """The group can't go on."""
+        """Fail the group and all its calls."""
         self.world.failure = self.world.failure or error
         self.world.order.fail_all(error)
         self.world.pauses.fail_requests(error)
@@ -586,11 +582,11 @@ class World:
         self.meetings: dict[tuple[str, int, int], dict[int, int]] = {}
         self.making: dict[tuple[str, int], set[int | None]] = {}
         self.cut: set[tuple[str, int]] = set()
-        kinds = random.Random(f"renewals {seed}")  # else other programs would be drawn
+        kinds = random.Random(f"renewals {seed}")  # A generator of its own keeps the drawn programs the same.
         self.renewals = {name: kinds.choice(["no", "no", *["again"] * 7, "raises"]) for name in SLOTS}
         self.trains = kinds.random() < 0.2
-        self.waits = kinds.random() < 0.8  # for operations, in the calls that begin them
-        self.arrivals = 0  # how often a rank that waits has done what others wait for
+        self.waits = kinds.random() < 0.8  # Whether calls wait for the operations that they begin.
+        self.arrivals = 0  # Progress of waiting ranks that others wait for.
         self.ranks = [RankTrace(self, slot) for slot in range(RANKS)]
         self.link: Any = Link(self, self.timers)
         self.order = self.link.order = CallOrder(cast("Any", self.link))
@@ -598,13 +594,13 @@ class World:
         self.pauses = Pauses(self.order)
         self.is_paused = False
         self.plans: dict[int, tuple[Plan, PendingCall]] = {}
-        self.late: list[PendingCall] = []  # those whose time may be over at any moment
+        self.late: list[PendingCall] = []  # Calls that may time out at any moment.
         self.cancelled: set[int] = set()
 
     # -- what happens
 
     def submit(self, plan: Plan) -> PendingCall:
-        """Send a call: in one step, as both ways of sending one do."""
+        """Send a call in one step, like both ways of sending."""
         call = PendingCall(f"{plan.role}.{plan.kind}", plan.role, plan.kind, plan.targets)
         call.lane, call.is_for_all = plan.role if plan.role == BESIDE else "", plan.kind == "everywhere"
         with self.order.lock:
@@ -617,7 +613,7 @@ class World:
         return call
 
     def hear(self, rank: RankTrace) -> bool:
-        """Take a rank's next message, on the driver; whether there was one."""
+        """Process a rank's next message on the driver; return whether there was one."""
         if not rank.outbox or rank.slot in self.dead:
             return False
         message, slot, order = rank.outbox.popleft(), rank.slot, self.order
@@ -642,18 +638,17 @@ class World:
         return True
 
     def kill(self, slot: int) -> None:
-        """A rank ends: its group fails."""
+        """Kill a rank, which fails its group."""
         self.dead.add(slot)
         self.order.on_worker_exited(slot)
         self.link.fail_group(WorkerDied(f"worker {slot} is gone"))
 
     def cancel(self, call: PendingCall) -> None:
-        """Cancel a call, while everything goes on."""
         self.cancelled.add(call.seq)
         self.order.cancel_call(call)
 
     def pause(self, how: str) -> None:
-        """Pause the background role, while everything goes on; or have it go on."""
+        """Pause the background role, or resume it if it is paused."""
         try:
             if self.is_paused:
                 self.is_paused = False
@@ -665,7 +660,7 @@ class World:
             pass
 
     def time_out(self) -> bool:
-        """A call's time is over; whether there was one."""
+        """Time out a call; return whether there was one."""
         calls = [call for call in self.late if not call.done()]
         if not calls:
             return False
@@ -675,7 +670,7 @@ class World:
         return True
 
     def happen(self) -> bool:
-        """Have one thing happen; False when nothing can but that time goes by."""
+        """Take one step; return False if only time can pass."""
         doings: list[Callable[[], bool]] = [self.timers.jobs]
         for rank in self.ranks:
             if rank.slot not in self.dead:
@@ -686,7 +681,7 @@ class World:
         return any(doing() for doing in doings) or self.arrivals > arrivals
 
     def settle(self) -> None:
-        """Have everything happen, and time go by, until nothing is left; or the group has failed, and its ranks end."""
+        """Run until nothing is left to do, or the group has failed."""
         for _ in range(STEPS):
             if self.failure is not None or not (self.happen() or self.timers.go_on()):
                 return
@@ -696,7 +691,7 @@ class World:
 
 
 def draw(rng: random.Random) -> list[Plan]:
-    """A program: one in two has a background role, and calls that have a place in all orders."""
+    """Draw a program; one in two has a background role and calls in all lanes."""
     plans, background = [], rng.random() < 0.5
     for _ in range(rng.randint(2, 10)):
         role = rng.choice([*SLOTS, *[BESIDE] * background])
@@ -714,12 +709,12 @@ def run(seed: int) -> None:
     """Run one program, and check the laws.
 
     Raises:
-        BrokenLaw: One doesn't hold.
+        BrokenLaw: A law doesn't hold.
     """
     world = World(seed)
     rng, plans = world.random, deque(draw(world.random))
     deadly = rng.random() < 0.1
-    waits: Any = Request  # whoever waits here has everything else happen meanwhile
+    waits: Any = Request  # A wait runs everything else meanwhile.
     original = waits.wait_over
     try:
         waits.wait_over = lambda request, timeout=None: _pump(world, request)
@@ -761,7 +756,7 @@ def _cancel_one(world: World) -> None:
 
 
 def check(world: World) -> None:
-    """What holds of every program once it is over."""
+    """Check the laws of a finished program."""
     if world.failure is not None and not world.dead and not is_renewal_error(world):
         raise BrokenLaw(f"the group has failed: {world.failure}")
     for rank in world.ranks:
@@ -795,7 +790,7 @@ def check(world: World) -> None:
 
 
 def is_renewal_error(world: World) -> bool:
-    """Whether the group has failed since a role's `renew` raised, or ranks have different models."""
+    """Return whether a `renew` that raised, or different models, explain the group's failure."""
     if not isinstance(world.failure, RenewalError):
         return False
     if world.failure.method == "renew":
@@ -804,15 +799,12 @@ def is_renewal_error(world: World) -> bool:
 
 
 def diverged(world: World) -> list[str]:
-    """The roles whose ranks have made different numbers of updates."""
+    """Return the roles whose ranks have made different numbers of updates."""
     return [role for role, slots in SLOTS.items() if len({world.ranks[slot].updates[role] for slot in slots}) > 1]
 
 
 def check_groups(world: World) -> None:
-    """After a hold all ranks have the same groups, or none of them; nobody has one that another has cut.
-
-    They have begun as many operations on each, and have the same models.
-    """
+    """Check that after a hold all ranks have the same groups, operation counts and models, and no cut group."""
     ranks = [rank for rank in world.ranks if rank.slot not in world.dead]
     for name, slots in SLOTS.items():
         found = {rank.begun.get(name) for rank in ranks if rank.slot in slots}
@@ -828,7 +820,7 @@ def check_groups(world: World) -> None:
 
 
 def check_one_order(orders: Sequence[Sequence[int]]) -> None:
-    """Whatever two ranks both have come to, they have come to in the same order."""
+    """Check that any two ranks have their common calls in the same order."""
     for one in orders:
         for other in orders:
             both = set(one) & set(other)
@@ -837,7 +829,7 @@ def check_one_order(orders: Sequence[Sequence[int]]) -> None:
 
 
 def check_that_it_goes_on(world: World) -> None:
-    """Later calls go well on all ranks."""
+    """Check that later calls succeed on all ranks."""
     for role, slots in [*SLOTS.items(), (BESIDE, SLOTS["all"])]:
         for kind in ("plain", "overlapping") if role == BESIDE else ("plain", "meet", "overlapping", "everywhere"):
             if kind == "everywhere" and role != "all":

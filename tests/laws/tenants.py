@@ -1,4 +1,4 @@
-"""A role for the law of ownership: it keeps things, waits at gates, fails, and counts what its worker holds."""
+"""A role for the law of ownership: it keeps values, waits at gates, fails, and counts its worker's residents."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from colocate import Concat, First, Gather, Role, method
 
 
 class Boom(Exception):
-    """What a role raises when told to."""
+    """The error of a role that was told to fail."""
 
 
 class Tenant(Role):
-    """Lives on every slot of its group."""
+    """A role on every slot of its group."""
 
     def __init__(self, fails_on: int | None = None) -> None:
         if self.ctx.rank == fails_on:
@@ -34,13 +34,13 @@ class Tenant(Role):
 
     @method(collect=First())
     def wait(self, gate: str, x: Any = None) -> Any:
-        """Wait until a file is there, or until nobody waits for this call any more."""
+        """Wait until a file exists, or until the call is cancelled."""
         while not os.path.exists(gate) and not self.ctx.cancelled:
             time.sleep(0.002)
         return x
 
     @method(collect=Gather())
     def stored(self) -> int:
-        """How many parts of residents this worker holds. Nothing public tells that of a worker, only of its bytes."""
+        """Return how many parts of residents this worker holds; nothing public counts parts by worker."""
         part: Any = self.ctx._part
         return len(part.__self__.store.entries)

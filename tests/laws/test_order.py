@@ -1,4 +1,4 @@
-"""The laws of order and of the hold: one order of calls on all ranks, and what becomes of them when some fail."""
+"""The laws of order and of the hold: one order of calls on all ranks, and the outcomes of calls when some fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOTS = {"all": (0, 1, 2), "two": (0, 2)}
 
 @attrs.frozen
 class Action:
-    """One call of a program: which role's, what, and on which of its ranks."""
+    """One call of a program: its role, method and ranks."""
 
     role: str
     what: str
@@ -35,7 +35,7 @@ class Action:
 
 @attrs.define
 class Outcome:
-    """What became of it."""
+    """The outcome of an action."""
 
     action: Action
     call: Call[Any] | None = None
@@ -76,13 +76,13 @@ def submit(group: ColocatedGroup, action: Action, before: Sequence[Outcome]) -> 
             made = before[action.uses].resident
             assert made is not None, before[action.uses].error
             outcome.call = method.submit(action.order, made.ref)
-    except (RoleError, CallTimeout) as error:  # it uses what could not be made, and that is known already
+    except (RoleError, CallTimeout) as error:  # The argument's call has already failed.
         outcome.error = error
     return outcome
 
 
 def finish(outcome: Outcome) -> None:
-    """Wait for what becomes of it, which must come."""
+    """Wait for an outcome, which must come."""
     try:
         if outcome.call is not None:
             outcome.value = outcome.call.result(WITHIN_S)
@@ -106,7 +106,7 @@ def run(group: ColocatedGroup, program: Sequence[Action]) -> None:
 
 
 def check_that_it_goes_on(group: ColocatedGroup, call: int) -> None:
-    """Later calls work on all ranks, and their collectives pair the right calls."""
+    """Check that later calls work on all ranks, and that their collectives pair the right calls."""
     for role, slots in SLOTS.items():
         ranks = tuple(range(len(slots)))
         for what in ("plain", "meet", "overlapping"):
@@ -117,7 +117,7 @@ def check_that_it_goes_on(group: ColocatedGroup, call: int) -> None:
 
 
 def check_order(journals: Sequence[Sequence[int]], program: Sequence[Action]) -> None:
-    """Every slot has begun its calls in the order of submission, each once, and no others."""
+    """Check that every slot has begun only its own calls, each once, in the order of submission."""
     for slot, journal in enumerate(journals):
         its = [a.order.call for a in program if slot in {SLOTS[a.role][rank] for rank in a.ranks}]
         assert list(journal) == sorted(set(journal)), f"slot {slot} has begun {journal}"
@@ -128,7 +128,7 @@ def check(outcome: Outcome, outcomes: Sequence[Outcome], journals: Sequence[Sequ
     action, order = outcome.action, outcome.action.order
     begun = [rank for rank in action.ranks if order.call in journals[SLOTS[action.role][rank]]]
     source = None if action.uses is None else outcomes[action.uses]
-    lost = source is not None and source.error is not None  # what it uses was never made
+    lost = source is not None and source.error is not None  # The argument was never made.
     if outcome.error is None:
         assert not order.fails, f"{action} went well"
         assert not lost, f"{action} went well without what it uses"
@@ -150,10 +150,10 @@ def check(outcome: Outcome, outcomes: Sequence[Outcome], journals: Sequence[Sequ
         assert rank in begun
         event(f"{action.what} failed")
     else:
-        # A later call that a rank had begun already: it failed there, after an earlier one.
+        # A rank had already begun this call, which failed there after an earlier one.
         assert begun or action.what == "use", f"{action} was not begun anywhere and failed: {outcome.error!r}"
         assert order.fails or action.what in ("meet", "use"), f"{action} had no reason to fail: {outcome.error!r}"
-        # What it raised is its cause, and its text names the earlier failure; a consequence has that for cause.
+        # An own error names the earlier failure in its text; a consequence has that failure as its cause.
         earlier = [other.error for other in outcomes[: order.call] if isinstance(other.error, ColocateError)]
         assert any(
             str(error) == str(cause) or (isinstance(cause, Cut) and f": {error.message})" in str(outcome.error))
@@ -163,7 +163,7 @@ def check(outcome: Outcome, outcomes: Sequence[Outcome], journals: Sequence[Sequ
 
 
 def wanted(action: Action, outcomes: Sequence[Outcome]) -> Any:
-    """What a call gives that goes well."""
+    """Return the value of a successful call."""
     call, ranks = action.order.call, action.ranks
     if action.what == "meet":
         return [call * len(ranks)] * len(ranks)
@@ -187,7 +187,7 @@ def spawn(stack: ExitStack, executor: str) -> tuple[ColocatedGroup, Meetings | N
 
 @pytest.mark.parametrize("executor", ["threads", "processes"])
 def test_calls_keep_one_order_and_none_is_lost(executor: str, examples: dict[str, int]) -> None:
-    """Calls submitted without waiting, some of which fail: one order everywhere, and each gets what it should."""
+    """Calls submitted without waiting begin in one order on all ranks, and each gets its result or its error."""
     with Reused(lambda stack: spawn(stack, executor)) as spawned:
 
         @settings(max_examples=examples[executor])
@@ -203,7 +203,7 @@ def test_calls_keep_one_order_and_none_is_lost(executor: str, examples: dict[str
 
 @pytest.mark.parametrize("executor", ["threads", "processes"])
 def test_one_order_of_several_threads(executor: str) -> None:
-    """Threads that submit at once agree on one order on all ranks, in which each finds its own."""
+    """Calls of several threads run in one order on all ranks, which keeps each thread's own order."""
     with ExitStack() as stack:
         group, _ = spawn(stack, executor)
         view, numbers = group.role("all", Scripted), range(40)

@@ -1,4 +1,4 @@
-"""The law of ownership, as a machine that opens, uses, drops, forks and closes things in any order."""
+"""The law of ownership, as a state machine that opens, uses, drops, forks and closes things in any order."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ ANY = st.integers(0, 100)
 
 
 class Ownership(Lawful):
-    """Everything that it does, it does to the model too; after each step the two are compared."""
+    """A machine whose steps act on the real objects and on the model; both are compared after each step."""
 
     # -- opening
 
     @initialize(sizes=st.lists(st.sampled_from([1, 1, 2]), max_size=3))
     def begin(self, sizes: list[int]) -> None:
-        """Most that can go wrong takes a few groups in one runtime."""
+        """Start with a few groups in one runtime, which most failures need."""
         self.connect()
         for size in sizes:
             self.reserve(0, size)
@@ -140,7 +140,7 @@ class Ownership(Lawful):
         if group.calls:
             group.calls.append(OneCall(group, Call(resident._kept.call), label, None))  # type: ignore[attr-defined]
         else:
-            group.tenant.echo()  # it comes after, so that one is over
+            group.tenant.echo()  # Returns after the kept call is over.
 
     @precondition(lambda self: self.residents())
     @rule(which=ANY)
@@ -178,7 +178,7 @@ class Ownership(Lawful):
     @precondition(lambda self: self.idle())
     @rule(which=ANY)
     def count(self, which: int) -> None:
-        """What nobody can name any more has gone from the workers by the time of the next call."""
+        """Residents without a name or a use have left the workers by the time of the next call."""
         group = pick(self.idle(), which)
         assert group.tenant.stored() == [group.held()] * group.slots
 
@@ -205,7 +205,7 @@ class Ownership(Lawful):
     @precondition(lambda self: self.neighbours())
     @rule(which=ANY, again=st.booleans())
     def lend(self, which: int, again: bool) -> None:
-        """A group keeps something, and another one uses it at a gate."""
+        """Keep a value in one group, and use the value at a gate in another group."""
         owner, borrower = pick(self.neighbours(), which)
         made = [kept for kept in owner.leased() if kept.resident is not None and kept.made and not kept.poisoned]
         if not again or not made:
@@ -223,7 +223,7 @@ class Ownership(Lawful):
     @precondition(lambda self: self.busy())
     @rule(which=ANY)
     def open(self, which: int) -> None:
-        """The gate that a group waits at opens: all its calls end, in order."""
+        """Open the gate of a group: all its calls end, in order."""
         group = pick(self.busy(), which)
         for gate in [call.gate for call in group.calls if call.gate is not None]:
             gate.touch()
@@ -241,7 +241,7 @@ class Ownership(Lawful):
     @precondition(lambda self: self.groups())
     @rule(which=ANY)
     def forget(self, which: int) -> None:
-        """Dropping every variable leaves pools and groups alive: their owner has them."""
+        """Dropping every variable leaves pools and groups alive: their owner keeps them."""
         group = pick(self.groups(), which)
         alive = weakref.ref(group.group._node), weakref.ref(group.pool.pool._node)
         del group.group, group.pool.pool
@@ -312,7 +312,7 @@ class Ownership(Lawful):
 
     @contextlib.contextmanager
     def _what_went_wrong(self, groups: list[Group]) -> Iterator[None]:
-        """Closing raises the failures that nobody has seen, all together."""
+        """Check that a close raises all failures that nobody has seen, in one exception group."""
         unseen = sum(group.unseen for group in groups)
         try:
             yield
@@ -329,7 +329,7 @@ class Ownership(Lawful):
         for call in group.calls:
             assert call.call.done(), f"{call.label} of group {group.name} is still pending"
             error = call.call.exception(0)
-            # One that runs may still end well, as those that wait here do when they see that nobody waits for them.
+            # A running call may still succeed: a call at a gate returns when it sees its cancellation.
             assert isinstance(error, ClosedError) or (error is None and call.gate is not None), (
                 f"{call.label}: {error!r}"
             )
@@ -350,7 +350,7 @@ class Ownership(Lawful):
         self.ended.append(runtime)
 
     def _broken(self, borrowers: set[Group], closed: Group) -> None:
-        """Who had borrowed from what was closed by force is told so, and goes on."""
+        """Check that borrowers from a group closed by force get an error and stay usable."""
         for group in borrowers:
             for call in [call for call in group.calls if call.uses is not None and call.uses.group is closed]:
                 with pytest.raises(ClosedError, match=f"group '{closed.name}' was closed"):
@@ -374,7 +374,7 @@ def leaves(errors: BaseExceptionGroup[Any]) -> Iterator[BaseException]:
 
 
 class OwnershipOfProcesses(Ownership):
-    """The same, and workers are killed."""
+    """The same machine, which also kills workers."""
 
     options = {"processes": True}
 
@@ -398,7 +398,7 @@ class OwnershipOfProcesses(Ownership):
 
 @pytest.mark.parametrize("machine", [Ownership, OwnershipOfProcesses])
 def test_ownership(machine: type[Ownership], examples: dict[str, int]) -> None:
-    """Whatever is opened, used, dropped, forked and closed in whatever order, the law holds after each step."""
+    """The law of ownership holds after each step of any sequence of opens, uses, drops, forks and closes."""
     threads = machine is Ownership
     run_state_machine_as_test(
         machine,

@@ -1,4 +1,4 @@
-"""The law of residency: using a resident gives what using its collected value gives."""
+"""The law of residency: a resident gives the same results as the collected value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .values import difference
 
 
 def with_values(group: ColocatedGroup, program: Sequence[Step]) -> list[Any]:
-    """What each step gives when every value is collected; an error for what failed and for what would use it."""
+    """Run a program with collected values; an error stands for a failed step and for its users."""
     results: list[Any] = []
     for step in program:
         failed = [results[node.index] for node in nodes(step) if isinstance(results[node.index], ColocateError)]
@@ -38,7 +38,7 @@ def _called(group: ColocatedGroup, step: Step, results: Sequence[Any]) -> Any:
 
 
 def with_residents(group: ColocatedGroup, program: Sequence[Step], wanted: Sequence[Any]) -> list[Any]:
-    """The same with every value staying in the workers, fetched at the very end."""
+    """Run a program whose values stay in the workers, and fetch all values at the end."""
     kept: list[Any] = []
 
     def argument(node: Node) -> Any:
@@ -47,7 +47,7 @@ def with_residents(group: ColocatedGroup, program: Sequence[Step], wanted: Seque
     for step, value in zip(program, wanted, strict=True):
         failed = [kept[node.index] for node in nodes(step) if isinstance(kept[node.index], ColocateError)]
         fails = isinstance(value, ColocateError)
-        if fails:  # alone, since it may take others with it that are under way
+        if fails:  # Alone: its failure may fail calls that are running.
             kept = [_settled(item) for item in kept]
         kept.append(failed[0] if failed else _kept(group, step, argument))
         if fails:
@@ -56,7 +56,7 @@ def with_residents(group: ColocatedGroup, program: Sequence[Step], wanted: Seque
 
 
 def _settled(item: Any) -> Any:
-    """A resident once it is there, or the error of what makes it."""
+    """Return a resident once it is made, or the error of its call."""
     found = _fetched(item)
     return found if isinstance(found, ColocateError) else item
 
@@ -90,12 +90,12 @@ def compare(group: ColocatedGroup, program: Sequence[Step]) -> None:
 
 @st.composite
 def pairs(draw: Any, roles: dict[str, int]) -> Sequence[Step]:
-    """Two residents of as many rows, made with any partitions anywhere, and a call that scatters both."""
+    """Draw two residents of equal length with any partitions, and a call that scatters both."""
     rows = draw(st.integers(1, 6))
     steps: list[Step] = []
     for start in (0, 100):
         counts = [1] * rows
-        for _ in range(draw(st.integers(0, rows))):  # as many rows afterwards, others of them
+        for _ in range(draw(st.integers(0, rows))):  # The number of rows stays, their selection changes.
             counts[draw(st.integers(0, rows - 1))] += 1
             counts[draw(st.sampled_from([i for i, count in enumerate(counts) if count]))] -= 1
         role, method = draw(st.sampled_from(list(roles))), draw(st.sampled_from(["stretch", "stretch", "first"]))
@@ -107,7 +107,7 @@ def pairs(draw: Any, roles: dict[str, int]) -> Sequence[Step]:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_resident_is_as_good_as_its_value(executor: str, examples: dict[str, int]) -> None:
-    """Random chains of role methods give the same whether values travel or stay."""
+    """Random chains of role methods give the same results whether values travel or stay in the workers."""
     slots = 4 if executor == "threads" else 3
     with Reused(lambda stack: spawn(stack, executor, slots)) as spawned:
 

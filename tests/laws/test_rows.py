@@ -1,4 +1,4 @@
-"""The laws of rows through real groups: what is taken apart comes together again, and means are weighed by rows."""
+"""The laws of rows through real groups: split rows are joined again, and means are weighted by rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def any_value() -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_rows_through_a_group(executor: str, examples: dict[str, int]) -> None:
-    """What holds for dispatch and collect by themselves holds with workers between them."""
+    """The laws of dispatch and collect hold with workers in between."""
     slots = SLOTS[executor]
     with Reused(lambda stack: spawn(stack, executor, slots)) as spawned:
         for law in (what_goes_out_comes_back, a_group_does_what_a_role_object_does, means_are_weighed_by_rows):
@@ -34,7 +34,7 @@ def test_rows_through_a_group(executor: str, examples: dict[str, int]) -> None:
 
 
 def what_goes_out_comes_back(spawned: Reused[ColocatedGroup], slots: int) -> Callable[[], None]:
-    """Scatter, then concat, is the identity; broadcast gives everybody all; PerRank gives each its own."""
+    """Concat reverses Scatter; broadcast gives all ranks the whole value, and PerRank each its own item."""
 
     @given(st.sampled_from(list(ranks(slots))), any_value())
     def law(role: str, value: Any) -> None:
@@ -52,7 +52,7 @@ def what_goes_out_comes_back(spawned: Reused[ColocatedGroup], slots: int) -> Cal
 
 
 def a_group_does_what_a_role_object_does(spawned: Reused[ColocatedGroup], slots: int) -> Callable[[], None]:
-    """Methods that work row by row give the same on any number of ranks, with padding or without."""
+    """Methods that work row by row give the same results on any number of ranks, with or without padding."""
     alone = Rows()
     names = ["double", "inference", "graded", "view", "padded", "masked", "later"]
 
@@ -65,7 +65,7 @@ def a_group_does_what_a_role_object_does(spawned: Reused[ColocatedGroup], slots:
 
 
 def means_are_weighed_by_rows(spawned: Reused[ColocatedGroup], slots: int) -> Callable[[], None]:
-    """However uneven the parts are, whatever is padded; without weights the parts count equally."""
+    """Means are weighted by rows, with uneven parts and padding; without weights all parts count equally."""
 
     @given(st.sampled_from(list(ranks(slots))), st.lists(st.integers(0, 100), min_size=1, max_size=9))
     def law(role: str, x: list[int]) -> None:
@@ -95,7 +95,7 @@ def assert_means(found: dict[str, Any], wanted: float) -> None:
 
 
 def split(x: list[int], count: int) -> list[list[int]]:
-    """As even as can be, the larger parts first."""
+    """Split as evenly as possible, with the larger parts first."""
     each, more = divmod(len(x), count)
     starts = [each * place + min(place, more) for place in range(count + 1)]
     return [x[start:stop] for start, stop in pairwise(starts)]

@@ -1,4 +1,4 @@
-"""The laws of order, hold and cancelling, by the machines of both halves alone; their simulator sees faults."""
+"""The laws of order, hold and cancelling, on the state machines of both halves; mutants test the simulator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from colocate.features.process_groups.usable import UsableGroups
 from colocate.worker import lane_order
 from colocate.worker.lane_order import LaneOrder
 
-LONGER = int(os.environ.get("COLOCATE_LAWS", "1"))  # as tests/laws/conftest.py has it
-FOUND_WITHIN = 3000  # programs; a fault shows in some hundred
+LONGER = int(os.environ.get("COLOCATE_LAWS", "1"))  # See tests/laws/conftest.py.
+FOUND_WITHIN = 3000  # Programs; a fault shows within some hundred.
 
 
 def test_order_and_hold() -> None:
-    """Under any schedule each call has an end, and the right one; ranks pair the right calls, and go on."""
+    """Under any schedule each call ends with the right outcome, ranks pair the right calls, and later calls work."""
     _programs(0 if LONGER == 1 else random.getrandbits(32), 1500 * LONGER)
 
 
@@ -202,7 +202,7 @@ MUTANTS: dict[str, tuple[Any, str, Wrap]] = {
 }
 
 
-# Where the search begins, for those that few programs show: a bit before the first.
+# First seeds for mutants that few programs reveal: shortly before the program that does.
 LATE = {
     "a rank that failed goes on": 550,
     "a pause limits nothing": 1800,
@@ -213,7 +213,7 @@ LATE = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
-    """A fault in either half is seen."""
+    """The simulator finds each mutant of either half."""
     owner, name, wrap = MUTANTS[mutant]
     monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
     with pytest.raises(BrokenLaw):

@@ -1,4 +1,4 @@
-"""Random values with rows, and what it means that two values are the same."""
+"""Random values with rows, and their exact comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ITEMS = st.one_of(
 
 
 def tensors(rows: int) -> st.SearchStrategy[torch.Tensor]:
-    """Dense tensors with so many rows, of every dtype."""
+    """Draw dense tensors with so many rows, of every dtype."""
 
     def made(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> torch.Tensor:
         return _counted((rows, *shape), start).to(dtype)
@@ -33,7 +33,7 @@ def tensors(rows: int) -> st.SearchStrategy[torch.Tensor]:
 
 
 def arrays(rows: int) -> st.SearchStrategy[Any]:
-    """NumPy arrays with so many rows."""
+    """Draw NumPy arrays with so many rows."""
 
     def made(dtype: str, shape: tuple[int, ...], start: int) -> Any:
         return _counted((rows, *shape), start).numpy().astype(dtype)
@@ -42,23 +42,23 @@ def arrays(rows: int) -> st.SearchStrategy[Any]:
 
 
 def jagged(rows: int) -> st.SearchStrategy[torch.Tensor]:
-    """Jagged tensors with so many rows."""
+    """Draw jagged tensors with so many rows."""
     lengths = st.lists(st.integers(0, 3), min_size=rows, max_size=rows)
     return st.builds(_jagged, lengths)
 
 
 def records(rows: int) -> st.SearchStrategy[Any]:
-    """TensorDicts with so many rows."""
+    """Draw TensorDicts with so many rows."""
     return st.builds(lambda a, b: TensorDict({"a": a, "b": b}, batch_size=[rows]), tensors(rows), tensors(rows))
 
 
 def lists(rows: int) -> st.SearchStrategy[list[Any]]:
-    """Lists with so many items."""
+    """Draw lists with so many items."""
     return st.lists(ITEMS, min_size=rows, max_size=rows)
 
 
 def values(rows: int, ragged: bool) -> st.SearchStrategy[Any]:
-    """Leaves with rows, and dicts and tuples of them."""
+    """Draw leaves with rows, and dicts and tuples of leaves."""
     leaves = [tensors(rows), lists(rows), arrays(rows), records(rows)]
     leaf = st.one_of(*leaves, jagged(rows)) if ragged and rows else st.one_of(*leaves)
     two = st.tuples(leaf, st.none() | leaf)
@@ -76,7 +76,7 @@ def _jagged(lengths: list[int]) -> torch.Tensor:
 
 
 def difference(left: Any, right: Any, path: str = "value") -> str | None:
-    """Where two values differ, in words; None when they are the same to the last bit."""
+    """Return the first difference of two values in words, or None if they are equal to the last bit."""
     if type(left) is not type(right):
         return f"{path}: {type(left).__name__} and {type(right).__name__}"
     if isinstance(left, torch.Tensor):

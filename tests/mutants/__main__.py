@@ -1,8 +1,8 @@
-"""`python -m tests.mutants [NAME …]`: each mutant in a copy of the tree, and the test that is to find it.
+"""Run each mutant's test with the mutant in a copy of the tree: `python -m tests.mutants [NAME …]`.
 
-The copy comes first on the path of all processes. Whether it was the mutated module that they have imported the module
-itself says; workers have to have it, too, if it is one of theirs. A test has to pass in the copy before it is to fail
-there. One that goes on for ever has found its mutant, too.
+The copy comes first on the path of all processes. The mutated module records which processes import it; a module of
+workers must be imported by a worker. A test has to pass in the copy, and to fail there with the mutant. A test that
+never ends has found its mutant, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.mutants.mutants import MUTANTS, Mutant
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("core", "executors", "plugins", "tests")
 AT_ONCE = 2
-DEADLINE_S = 120.0  # more than what a test waits for something, and less than what it may take
-# What the metadata of an installed distribution are to core: the folder that has some is no project's own.
+DEADLINE_S = 120.0  # longer than any wait in a test, and shorter than a test's limit
+# Metadata of an installed distribution: for core, a folder with these isn't the user's own project.
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: 0\n"
 WITNESS = """
 from pathlib import Path as _Path
@@ -38,7 +38,7 @@ _Path({folder!r}, str(__import__("os").getpid())).write_bytes(_Path("/proc/self/
 
 @attrs.frozen
 class Run:
-    """What has become of a test: pytest's code, None when it was ended, and who has imported the mutant (`seen`)."""
+    """A test's result: pytest's exit code, or None after a timeout, and the processes with the mutant (`seen`)."""
 
     code: int | None
     words: str
@@ -47,7 +47,7 @@ class Run:
 
 
 class Tree:
-    """A copy of what tests need."""
+    """A copy of the folders that tests need."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tree"
@@ -61,7 +61,7 @@ class Tree:
         shutil.copy(ROOT / "pyproject.toml", self._folder)
 
     def run(self, test: str, mutant: Mutant | None = None) -> Run:
-        """Run a test, as the tree is or with a mutant in it."""
+        """Run a test in the copy, with or without a mutant."""
         shutil.rmtree(self._seen, ignore_errors=True)
         self._seen.mkdir()
         if mutant is None:
@@ -102,12 +102,12 @@ class Tree:
 
 
 def verdict(mutant: Mutant, run: Run) -> str:
-    """What a run says of a mutant: it begins with "found", or not."""
+    """Return the verdict on a mutant, which begins with "found" if the test has found the mutant."""
     if run.code not in (0, 1, None):
         return f"NOT RUN: {run.words}"
     if not run.seen:
         return "NOT IMPORTED"
-    workers = ("colocate.worker", "tests.forked")  # of the latter a template may be a fork
+    workers = ("colocate.worker", "tests.forked")  # a template may be a fork of tests.forked
     if mutant.is_of_workers and not any(name in each for each in run.seen for name in workers):
         return "NOT IMPORTED by a worker"
     if run.code is None:
@@ -116,7 +116,7 @@ def verdict(mutant: Mutant, run: Run) -> str:
 
 
 def tried(trees: queue.SimpleQueue[Tree], test: str, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
-    """Yield the verdicts on the mutants that a test is to find, with how long each has taken."""
+    """Yield the mutants of a test, each with the verdict and the seconds of its run."""
     tree = trees.get()
     try:
         whole = tree.run(test)
@@ -131,7 +131,7 @@ def tried(trees: queue.SimpleQueue[Tree], test: str, mutants: Sequence[Mutant]) 
 
 
 def main() -> int:
-    """Try those that are named, or all; print a table; 1 when not all were found."""
+    """Try the named mutants, or all, and print a table; return 1 unless all were found."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant's name, or an area: some only")
     names = parser.parse_args().names

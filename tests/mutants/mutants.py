@@ -1,7 +1,7 @@
-"""Slips that somebody could make in core, each with the law that it breaks and the one test that is to find it.
+"""Plausible mistakes in core, each with the law that the mistake breaks and the one test that has to find it.
 
-There are more in `tests/chaos/mutants.py` and in `tests/laws/test_simulator.py`. A text stands once in its file:
-`test_list.py` holds that.
+More are in `tests/chaos/mutants.py` and in `tests/laws/test_simulator.py`. A mutant's text occurs once in its file:
+`test_list.py` checks that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ IN_ONE_PROCESS = ("test_threads.py", "[threads]", "test_simulator.py")
 
 @attrs.frozen
 class Mutant:
-    """One slip: in a file, a text in place of another one."""
+    """A mistake: a file in which one text is replaced by another."""
 
     name: str
     law: str
@@ -26,7 +26,7 @@ class Mutant:
 
     @property
     def is_of_workers(self) -> bool:
-        """Whether workers that are processes have the module, and the test has such."""
+        """Whether worker processes import the module, and the test has worker processes."""
         _, _, package, *_, name = self.file.split("/")
         is_of_drivers = package in OF_DRIVERS or (package == "features" and name in OF_DRIVERS_HALVES)
         return not is_of_drivers and not any(each in self.test for each in IN_ONE_PROCESS)

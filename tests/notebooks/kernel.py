@@ -1,6 +1,6 @@
-"""A Jupyter kernel as a notebook has it: cells are run one after the other, and what they show is read.
+"""A Jupyter kernel, as a notebook has one: it runs cells one after the other, and returns their outputs.
 
-It listens on Unix sockets in a folder of its own, and has its home there.
+The kernel listens on Unix sockets in a folder of its own, and has its home there.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Kernel:
         self._runner = runner
 
     def interrupt(self) -> None:
-        """As its button does; from another thread than the one that runs cells."""
+        """Interrupt the kernel as the button does, from another thread than the one that runs cells."""
         os.kill(self._client.km.provisioner.pid, signal.SIGINT)
 
     def run(self, cell: NotebookNode | str) -> NotebookNode:
-        """Run a cell to its end; its outputs are in it."""
+        """Run a cell to its end; return the cell with its outputs."""
         if isinstance(cell, str):
             cell = new_code_cell(cell)
         self._client.nb.cells.append(cell)
         return self._runner.run(self._client.async_execute_cell(cell, len(self._client.nb.cells) - 1))
 
     def shows(self, source: str) -> str:
-        """What a cell prints and evaluates to, or how it fails, as text."""
+        """Run a cell; return its output and value, or its traceback, as text."""
         return "".join(text_of(output) for output in self.run(source).outputs)
 
 
 @contextlib.contextmanager
 def kernel(folder: Path, notebook: NotebookNode | None = None) -> Iterator[Kernel]:
-    """Start one that works in a folder; at the end of the block it is gone."""
+    """Start a kernel that works in a folder, and stop it at the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
         for name in _HOMES:
             patch.setenv(name, str(folder / ".home"))
@@ -64,7 +64,7 @@ def kernel(folder: Path, notebook: NotebookNode | None = None) -> Iterator[Kerne
             allow_errors=True,
             resources={"metadata": {"path": str(folder)}},
         )
-        # Not the client's own loop, which it keeps, with a thread, for as long as the process lives.
+        # The client would keep a loop of its own, with a thread, until the process exits.
         with asyncio.Runner() as runner:
             session = client.async_setup_kernel(cleanup_kc=True)
             runner.run(session.__aenter__())
@@ -76,7 +76,7 @@ def kernel(folder: Path, notebook: NotebookNode | None = None) -> Iterator[Kerne
 
 
 def text_of(output: NotebookNode) -> str:
-    """What an output says without pictures and colours."""
+    """Return an output as text, without pictures and colours."""
     if output.output_type == "stream":
         return str(output.text)
     if output.output_type == "error":
@@ -85,5 +85,5 @@ def text_of(output: NotebookNode) -> str:
 
 
 def html_of(output: Any) -> str:
-    """The html of an output."""
+    """Return the html of an output."""
     return str(output.data["text/html"])

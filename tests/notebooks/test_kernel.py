@@ -1,4 +1,4 @@
-"""What users do in notebooks: an event loop runs in the main thread, classes are in cells, Ctrl-C is a button."""
+"""Notebooks have an event loop in the main thread, classes in cells, and a button for Ctrl-C."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ writer = group.role("writer", Writer)
     scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["threads", "processes"]
 )
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, str]]:
-    """Ended when nothing was closed ("Restart" is what a user does then), it leaves no worker."""
+    """Yield a kernel and its first cell; a kernel that stops without a close, as at "Restart", leaves no worker."""
     workers: list[psutil.Process] = []
     with kernel(tmp_path_factory.mktemp("notebook")) as running:
         cell = CELL.format(processes=request.param)
@@ -63,7 +63,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def started(session: tuple[Kernel, str]) -> Iterator[Kernel]:
-    """A kernel in which the first cell has been run, perhaps once more."""
+    """Run the first cell, perhaps once more; yield the kernel, and close the runtime."""
     running, cell = session
     for name in ("began", "over"):
         (running.folder / name).unlink(missing_ok=True)
@@ -73,7 +73,7 @@ def started(session: tuple[Kernel, str]) -> Iterator[Kernel]:
 
 
 def interrupt_when_it_has_begun(running: Kernel) -> threading.Thread:
-    """Press the button when a rank is in `hold`; then, when that has reached the cell, let it go on."""
+    """Interrupt the kernel, from a thread, when a rank is in `hold`."""
 
     def press() -> None:
         deadline = time.monotonic() + WITHIN_S
@@ -100,11 +100,11 @@ def test_calls_are_awaited_on_the_loop_that_runs(started: Kernel) -> None:
         "print(await call, await task)"
     )
     assert started.shows(meanwhile) == "[None, None] ended by another task\n"
-    assert started.shows("writer.write(['a', 'b'])") == "['A', 'B']"  # and those that aren't awaited
+    assert started.shows("writer.write(['a', 'b'])") == "['A', 'B']"  # a call without an await
 
 
 def test_a_run_is_recorded(started: Kernel) -> None:
-    """What is shown is what the cell prints, the tables are in log.txt, and a record doesn't fill the page."""
+    """A recorded run adds no output to a cell, run and record have one-line reprs, and the tables are in log.txt."""
     cell = (
         "with colocate.record(runtime, 'runs/sums') as run:\n    writer.write(['a', 'b'])\n    run.log(0, loss=1.0)\n"
         "print(run.directory, run, sep='|')\nrun.record"
@@ -126,7 +126,7 @@ def test_a_class_that_is_changed_in_a_later_cell(started: Kernel) -> None:
 
 
 def test_the_button_ends_a_wait(started: Kernel) -> None:
-    """What was begun goes on, as after Ctrl-C anywhere; the group is as it was."""
+    """The interrupt button raises KeyboardInterrupt in a call, and the group works afterwards."""
     button = interrupt_when_it_has_begun(started)
     shown = started.shows("writer.hold()")
     button.join()
@@ -137,7 +137,7 @@ def test_the_button_ends_a_wait(started: Kernel) -> None:
 
 def test_the_button_ends_an_await(started: Kernel) -> None:
     button = interrupt_when_it_has_begun(started)
-    # The kernel cancels the cell's task when its loop turns next, which a second task sees to.
+    # The kernel cancels the cell's task at the loop's next turn, and a second task keeps the loop turning.
     shown = started.shows("ticks = asyncio.create_task(asyncio.sleep(0))\n"
                           "async def tick():\n    while True: await asyncio.sleep(0.05)\n"
                           "ticks = asyncio.create_task(tick())\nawait writer.hold.submit()")  # fmt: skip
@@ -148,7 +148,7 @@ def test_the_button_ends_an_await(started: Kernel) -> None:
 
 
 def test_cells_are_called_by_their_numbers(started: Kernel) -> None:
-    """In the graph, and in errors with the line as it is there."""
+    """The graph, errors and tracebacks name a cell by number and line."""
     first = int(started.shows("len(In)")) - 2
     assert re.search(rf"group demo \(ready, \d+ s, Cell In\[{first}\]:27\)", started.shows("print(runtime.graph)"))
     shown = started.shows("writer.fail()")

@@ -1,4 +1,4 @@
-"""An observer of a distribution that is installed by itself, named in a config."""
+"""An observer of a distribution that is installed separately, named in a config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_is_told_of_a_run_and_of_what_goes_on(command: CommandLine) -> None:
 
 
 def test_a_run_that_never_starts(command: CommandLine) -> None:
-    """Its observers have been told that it would, and are told that it doesn't."""
+    """The observers of a run that never starts are notified of its end, with the error."""
     command.write("demo.yaml", SCRIBE)
     done = command("run", "demo.yaml", "--set", "executor.with.cpus=1", distributions=("acme",))
     assert done.returncode == 1

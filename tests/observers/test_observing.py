@@ -1,4 +1,4 @@
-"""Observers of a run: what they are told and when, and that none of them can harm it."""
+"""Observers of a run: their events and the order of these, and the run's safety from their faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate.testing.probes.plain import Echo
 
 
 class Notes:
-    """Notes what it is told, and raises in one hook."""
+    """Records its events, and raises in one hook."""
 
     def __init__(self, raises_in: str = "") -> None:
         self.told: list[str] = []
@@ -56,14 +56,14 @@ def in_a_run(runtime: colocate.Runtime, folder: Path, *observe: object, fails: b
 
 
 def test_what_they_are_told(tmp_path: Path) -> None:
-    """In the order in which it happens, from before the block to after the report, which is that of a job."""
+    """Observers get events in order, from before the block to after the report, and none later."""
     notes = Notes()
     with colocate.connect("local") as runtime:
         run = in_a_run(runtime, tmp_path, notes)
         assert notes.told == ["started", "noop", "logged 0", "logged 1", "finished"]
         runtime.groups[next(iter(runtime.groups))].role("echo", Echo).noop()
         runtime.audit()
-        assert notes.told[-1] == "finished"  # it is told of nothing that comes after
+        assert notes.told[-1] == "finished"  # no event after the end
         second = in_a_run(runtime, tmp_path)
     assert notes.run is not None
     assert (notes.run.name, notes.run.directory, notes.run.resumed) == ("sums", tmp_path / "sums", None)
@@ -83,7 +83,7 @@ def test_what_they_are_told(tmp_path: Path) -> None:
 
 
 def test_a_block_that_raises(tmp_path: Path) -> None:
-    """They are told of the error, and so is the report."""
+    """The observers and the report get the error of a block that raises."""
     notes = Notes()
     with colocate.connect("local") as runtime, pytest.raises(colocate.RoleError) as caught:
         in_a_run(runtime, tmp_path, notes, fails=True)
@@ -96,7 +96,7 @@ def test_a_block_that_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_report_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """They are told of the end all the same."""
+    """Observers are notified of the end though no report can be written."""
     notes = Notes()
 
     def full(*args: object, **kwargs: object) -> Path:
@@ -110,7 +110,7 @@ def test_a_report_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_secrets_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a config's keys call a secret is not handed to those who send it elsewhere."""
+    """Values whose keys in a config name secrets are hidden from observers and from the report."""
     monkeypatch.chdir(tmp_path)
     config = colocate.load_config(
         {
@@ -142,7 +142,7 @@ def keeps_what_it_is_told(run: colocate.Run) -> None:
 
 @pytest.mark.parametrize("hook", ["noop", "logged 0", "finished"])
 def test_one_that_raises(tmp_path: Path, hook: str) -> None:
-    """It is told of nothing more but the end: what it holds it can give back. The log says so, with the traceback."""
+    """An observer that raises gets no event but the end, and the log has its error once, with the traceback."""
     broken, notes = Notes(hook), Notes()
     with colocate.connect("local") as runtime:
         in_a_run(runtime, tmp_path, broken, notes)
@@ -157,7 +157,7 @@ def test_one_that_raises(tmp_path: Path, hook: str) -> None:
 
 
 class Stuck(Notes):
-    """Stays in the hook of a step until it is let go."""
+    """Blocks in the hook of a step until `go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Stuck(Notes):
 
 
 class StepsOnly:
-    """Is told of nothing but steps."""
+    """Records steps, and has no other hook."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -182,7 +182,7 @@ class StepsOnly:
 def test_one_that_does_not_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who keeps others from being told of all by the end is named; they are told of the end."""
+    """An observer that blocks too long is named, with its stack, and all observers are notified of the end."""
     monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
     first, stuck, behind, steps = Notes(), Stuck(), Notes(), StepsOnly()
     with colocate.connect("local") as runtime:
@@ -197,7 +197,7 @@ def test_one_that_does_not_return(
         assert first.told == ["started", "logged 0", "finished"]
         assert behind.told == ["started", "finished"]
         stuck.go.set()
-        runtime._node.services.dispatcher.run(lambda: None)  # it has come to the rest, which is nobody's by now
+        runtime._node.services.dispatcher.run(lambda: None)  # By now the dispatcher has dropped the other events.
     assert stuck.told == ["started", "logged 0", "finished"]
     assert (first.told, behind.told, steps.steps) == (["started", "logged 0", "finished"], ["started", "finished"], [])
     (warning,) = [each.getMessage() for each in caplog.records if each.name == "colocate"]
@@ -205,11 +205,11 @@ def test_one_that_does_not_return(
     for text in (warning, log):
         assert "its report lacks the last calls" in text
         assert "because 'Stuck' hasn't returned from colocate_run_logged" in text
-    assert "assert self.go.wait(60)" in log  # its stack
+    assert "assert self.go.wait(60)" in log  # the stack of 'Stuck'
 
 
 def test_options_of_a_script(tmp_path: Path) -> None:
-    """They are looked at as in a config, before anything is made with them."""
+    """Options of observers in a script are checked as in a config."""
     mistakes = {"port": "9464", "adress": "::1"}
     with colocate.connect("local") as runtime:
         with (
@@ -230,7 +230,7 @@ def test_options_of_a_script(tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_process(tmp_path: Path) -> None:
-    """`sys.exit()` in the block is an end as good as any, as in a job; with another status it isn't."""
+    """A `sys.exit()` in the block ends a run well, as in a job; one with another status is an error."""
     notes, failed = Notes(), Notes()
     for name, observer, code in (("good", notes, None), ("bad", failed, 3)):
         with (
@@ -250,7 +250,7 @@ def test_the_end_of_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["leaves", "raises", "exits"])
 def test_a_fork_in_the_block(tmp_path: Path, way: str) -> None:
-    """A child that comes to the end of the block is no end of the run: it writes and tells nothing."""
+    """A child that leaves the block after a fork doesn't end the run, and writes and notifies nothing."""
 
     class Ends:
         def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
@@ -277,7 +277,7 @@ def test_a_fork_in_the_block(tmp_path: Path, way: str) -> None:
 def test_a_callback_that_does_not_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that does is waited for; else the report lacks calls, which is told."""
+    """A run's end waits for callbacks, but not forever: a warning says that calls are missing."""
     go, notes = threading.Event(), Notes()
     with colocate.connect("local") as runtime:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
@@ -303,7 +303,7 @@ def test_a_callback_that_does_not_return(
 
 
 def test_one_that_raises_at_the_start(tmp_path: Path) -> None:
-    """The run doesn't begin; those that have been told that it would are told that it doesn't."""
+    """A run doesn't start if an observer raises at the start; earlier observers are notified of the end."""
     first, broken, last = Notes(), Notes("started"), Notes()
     with (
         colocate.connect("local") as runtime,
@@ -317,7 +317,7 @@ def test_one_that_raises_at_the_start(tmp_path: Path) -> None:
 
 
 class Misspelt:
-    """An observer."""
+    """An observer with a misspelt hook."""
 
     def colocate_run_loged(self, record: object) -> None:
         """There is no such hook."""
@@ -336,7 +336,7 @@ class Misspelt:
     ],
 )
 def test_what_is_no_observer(tmp_path: Path, observer: object, words: str) -> None:
-    """It would hear nothing, and nobody would know."""
+    """An object without valid hooks is refused as an observer."""
     with colocate.connect("local") as runtime:
         with pytest.raises(colocate.ConfigError, match=f"^runtime.observe.*{words}"):
             runtime.observe(observer)
@@ -348,7 +348,7 @@ def test_what_is_no_observer(tmp_path: Path, observer: object, words: str) -> No
 
 
 def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a module's class; but a config that may name plugins only can't, nor can it say where numbers are sent."""
+    """A config may name a class of a module, but neither that nor an address if it may name plugins only."""
     config: dict[str, Any] = {"name": "demo", "pools": {"main": {"slots": 1}}}
     module = {"use": f"{__name__}:Notes", "with": {"raises_in": "noop"}}
     (found,) = colocate.load_config({**config, "observe": [module]}).observe
@@ -364,7 +364,7 @@ def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_can_not_be_recorded(tmp_path: Path) -> None:
-    """What is no runtime, and where no folder can be made."""
+    """An object that is no runtime is refused, and so is a folder that can't be made."""
     (tmp_path / "file").write_text("")
     with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
         for what, folder, told in (

@@ -1,4 +1,4 @@
-"""Each tracker, read back with its own means: what a run logged, its calls, and how it ended."""
+"""Trackers, read back by their own tools: the values that a run logged, its calls, and its end."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ ODD = {
 
 @pytest.fixture(autouse=True)
 def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a tracker's library writes elsewhere, it writes here."""
+    """Redirect files of a tracker's library to the test's folder."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NO_PROXY", "*")
 
 
 def run_some(folder: Path, *observe: object, fails: bool = False, interrupted: bool = False) -> Path:
-    """A run that logs three steps, in each of which a call goes well."""
+    """Run three steps, each with a call and logged values; return the run's folder."""
     with colocate.connect("local") as runtime:
         group = runtime.reserve(2).spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}, "policy")
         with colocate.record(runtime, folder / "runs" / "sums", observe=observe) as run:
@@ -75,28 +75,28 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def log_records(data: bytes, block: int = 1 << 15) -> Iterator[bytes]:
-    """The records of a log as LevelDB writes it, after a header of seven bytes."""
+    """Yield the records of a log in LevelDB's format, after a header of seven bytes."""
     at, parts = 7, b""
     while at < len(data):
-        if block - at % block < 7:  # no header fits there
+        if block - at % block < 7:  # no header fits into the block's rest
             at += block - at % block
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole one, or the last part of one
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield parts
             parts = b""
 
 
 def run_for_wandb(folder: Path) -> None:
-    """Do it, and print what is in the store that it leaves: rows, and how it ended."""
+    """Make a run, and print the content of its store: rows, axes and exit codes."""
     directory = run_some(folder, {"use": "wandb", "with": {"mode": "offline"}})
     _print_wandb(directory)
 
 
 def go_on_for_wandb(folder: Path) -> None:
-    """A run of three steps, that goes on after the second of them, and once more; then print the same."""
+    """Make a run of three steps, resume it after the second one, and once more; print the store's content."""
     from colocate_observers.wandb import WeightsAndBiases
 
     for resumed, steps in ((None, (1, 2, 3)), (2, (3, 4)), (4, (5,))):
@@ -106,7 +106,7 @@ def go_on_for_wandb(folder: Path) -> None:
 
 
 def tell_of(observer: Any, folder: Path, resumed: int | None, steps: Sequence[int]) -> None:
-    """What an observer is told of a run, or of a part of it."""
+    """Notify an observer of a run, or of a part of a run."""
     observer.colocate_run_started(colocate.RunInfo("sums", folder, {}, resumed, {"python": f"3 after {resumed}"}))
     for step in steps:
         observer.colocate_run_logged(colocate.LogRecord(step, {"n": step}, {}, 100.0 + step))
@@ -120,7 +120,7 @@ def _print_wandb(directory: Path) -> None:
     import wandb
     from wandb.proto import wandb_internal_pb2
 
-    wandb.teardown()  # the library's process has written all of it
+    wandb.teardown()  # the library's process has written everything
     files = sorted((directory / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     names = {file.stem.rpartition("-")[2] for file in files}
     rows: list[dict[str, str]] = []
@@ -139,7 +139,7 @@ def _print_wandb(directory: Path) -> None:
 
 
 def by_wandb(folder: Path, function: str) -> Any:
-    """What is in its store then. In a process of its own: the library's threads go with theirs, and no sooner."""
+    """Return the content of wandb's store; a process of its own ends the library's threads."""
     script = f"from pathlib import Path; from {__name__} import {function}; {function}(Path.cwd())"
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=here, check=True, stdout=subprocess.PIPE)
@@ -148,7 +148,7 @@ def by_wandb(folder: Path, function: str) -> Any:
 
 @pytest.mark.long
 def test_a_run_that_goes_on_in_wandb(tmp_path: Path) -> None:
-    """It is one run there; rows count on, so that what is sent later takes no other's place."""
+    """A resumed run is one run in wandb, and its rows count on, so that later rows replace no others."""
     rows, _, exits, runs = by_wandb(tmp_path, "go_on_for_wandb")
     assert runs == 1
     assert [(row["_step"], row["n"]) for row in rows] == [(str(i), n) for i, n in enumerate("123345")]
@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_in_wandb(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_run_that_goes_on_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is one run there. Where that was removed, it is said, with what to do."""
+    """A resumed run is one run in MLflow; the error of a removed run says what to do."""
     from mlflow import MlflowClient
 
     from colocate_observers.mlflow import MLflow
@@ -165,7 +165,7 @@ def test_a_run_that_goes_on_in_mlflow(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     store = (tmp_path / "store").as_uri()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own
+        warnings.simplefilter("ignore")  # the library's warnings
         for resumed, steps in ((None, (1, 2, 3)), (2, (3, 4)), (4, (5,))):
             tell_of(MLflow("sums", store), tmp_path, resumed, steps)
         client = MlflowClient(store)
@@ -181,7 +181,7 @@ def test_a_run_that_goes_on_in_mlflow(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_run_that_goes_on_in_tensorboard(tmp_path: Path) -> None:
-    """What was logged after the step that it goes on from is hidden."""
+    """A resumed run hides in TensorBoard the points after the step at which it resumes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from colocate_observers.tensorboard import TensorBoard
@@ -195,7 +195,7 @@ def test_a_run_that_goes_on_in_tensorboard(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_wandb(tmp_path: Path) -> None:
-    """One that is written only."""
+    """An offline run in wandb has the logged rows, the axis and the exit code."""
     rows, axes, exits, _ = by_wandb(tmp_path, "run_for_wandb")
     assert [row["accuracy"] for row in rows] == ["0", "1", "2"]
     assert all("seconds/echo" in row for row in rows)
@@ -204,14 +204,14 @@ def test_wandb(tmp_path: Path) -> None:
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was logged, under names that the store takes, and how a run has ended."""
+    """MLflow has the logged values, under valid names, and the status of each run."""
     from mlflow import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # those in databases need more libraries
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # stores in databases need more libraries
     store = (tmp_path / "store").as_uri()
     observe = {"use": "mlflow", "with": {"tracking_uri": store, "experiment": "sums"}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own
+        warnings.simplefilter("ignore")  # the library's warnings
         run_some(tmp_path, observe)
         with pytest.raises(colocate.RoleError):
             run_some(tmp_path, observe, fails=True)
@@ -233,7 +233,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_mlflow_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its thread meets is the observer's: log.txt has it, once, and the run there doesn't stay a running one."""
+    """An error of the MLflow observer's thread is in log.txt once, and the run in the store is finished."""
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -245,7 +245,7 @@ def test_an_mlflow_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         log_batch(client, run, metrics, **rest)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own
+        warnings.simplefilter("ignore")  # the library's warnings
         monkeypatch.setattr(MlflowClient, "log_batch", gone)
         store = (tmp_path / "store").as_uri()
         folder = run_some(tmp_path, {"use": "mlflow", "with": {"tracking_uri": store}})
@@ -260,7 +260,7 @@ def test_an_mlflow_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_mlflow_server_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run doesn't begin, and it is said why, at once: the library would try for minutes, silently."""
+    """A run doesn't start if MLflow's server doesn't answer: the library would retry for minutes, silently."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as closed:
@@ -283,7 +283,7 @@ def test_prometheus(tmp_path: Path) -> None:
     health: list[tuple[int, bytes]] = []
 
     class InspectPool:
-        """Asks the endpoint while the run runs, once the other one has been told."""
+        """Reads the endpoint during the run, after the other observer has the last step."""
 
         def colocate_run_logged(self, record: colocate.LogRecord) -> None:
             ports.append(observer.port)
@@ -313,7 +313,7 @@ def test_prometheus(tmp_path: Path) -> None:
 
 
 def test_prometheus_of_gpus() -> None:
-    """The last sample of each is served, but for what it can't tell; errors are counted."""
+    """The last sample of each GPU is served, without unknown values, and its Xid errors are counted."""
     from prometheus_client import generate_latest
 
     from colocate_observers.prometheus import Prometheus
@@ -345,7 +345,7 @@ class Holder(colocate.Role):
 
 
 def test_prometheus_of_groups(tmp_path: Path) -> None:
-    """States, restarts and deaths, and what roles hold; a group that is lost for good makes it unhealthy."""
+    """States, restarts, deaths and held bytes of groups are served; a failed group makes the run unhealthy."""
     from prometheus_client.parser import text_string_to_metric_families
 
     from colocate_observers.prometheus import Prometheus
@@ -387,14 +387,14 @@ def test_prometheus_of_groups(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """The run doesn't begin, and the error says which observer it is about."""
+    """A run doesn't start if a port is taken, and the error names the observer."""
     taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     with taken, pytest.raises(colocate.PluginError, match=r"prometheus' raised when .*in use.* a port of its own"):
         run_some(tmp_path, {"use": "prometheus", "with": {"port": taken.server_port}})
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes what is sent by OTLP over HTTP."""
+    """Collects data that is sent by OTLP over HTTP."""
 
     bodies: list[tuple[str, bytes]]
 
@@ -404,7 +404,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -445,7 +445,7 @@ def test_opentelemetry(
                     gauges |= {metric.name: metric.gauge.data_points[0].as_double for metric in scope.metrics}
     (whole,) = [span for span in spans if span.name == "sums"]
     calls = [span for span in spans if span.name == "echo.noop"]
-    failed, *others = [span for span in spans if span.name == "faulty.fail"]  # one by rank that had told it
+    failed, *others = [span for span in spans if span.name == "faulty.fail"]  # one for each rank that had reported
     assert len(calls) == 2 * STEPS  # on two ranks
     assert all(span.parent_span_id == whole.span_id for span in [*calls, failed, *others])
     assert "ValueError" in failed.status.message
@@ -462,13 +462,13 @@ def test_opentelemetry(
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "http://", "/v1"])
 def test_an_endpoint_that_is_none(tmp_path: Path, endpoint: str) -> None:
-    """The run doesn't begin; the exporters would say it when it is over."""
+    """A run doesn't start with an invalid endpoint."""
     with pytest.raises(colocate.PluginError, match=f"endpoint '{endpoint}': must be like 'http://"):
         run_some(tmp_path, {"use": "opentelemetry", "with": {"endpoint": endpoint}})
 
 
 def test_a_config_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their names and options; what can't be is known before anything starts."""
+    """A config names trackers with options, and mistakes are reported before anything starts."""
     monkeypatch.chdir(tmp_path)
     config: Mapping[str, Any] = {
         "name": "demo",

@@ -1,4 +1,4 @@
-"""What commands and errors say of executors that nobody uses is said without importing them."""
+"""Commands and errors describe unused executors without importing them."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ TELL
 
 
 def run(installed: Installed, code: str) -> list[str]:
-    """What a program prints with `outpost` installed."""
+    """Return the output lines of a program with `outpost` installed."""
     path = os.pathsep.join(filter(None, [str(installed("outpost")), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
         [sys.executable, "-c", code.replace("TELL", TELL)],
@@ -51,12 +51,12 @@ def run(installed: Installed, code: str) -> list[str]:
 
 
 def test_audit_imports_no_executor(installed: Installed) -> None:
-    """What each has left on this machine is told by its plugin, which needs no engine for that."""
+    """`colocate audit` of this machine imports no executor and no engine: plugins find leftovers by themselves."""
     assert run(installed, AUDIT)[-1] == ""
 
 
 def test_a_refused_capability_imports_no_executor_but_its_own(installed: Installed) -> None:
-    """Who has it is told all the same, and what to connect to for it."""
+    """A refused capability imports no other executor, and its error still names the executors that have it."""
     pytest.importorskip("ray")
     pytest.importorskip("distributed")
     having, loaded = run(installed, REFUSED)
@@ -65,7 +65,7 @@ def test_a_refused_capability_imports_no_executor_but_its_own(installed: Install
 
 
 def test_versions_are_those_of_the_engines_that_executors_name(installed: Installed) -> None:
-    """Neither the command nor a run's record knows an engine by itself."""
+    """The versions of engines in `--version` and in a run's record come from executor plugins, without their import."""
     pytest.importorskip("ray")
     executors, recorded, loaded = run(installed, VERSION)
     assert "ray (ray 2." in executors

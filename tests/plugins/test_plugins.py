@@ -84,7 +84,7 @@ def test_a_reference_needs_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
-# With which distributions what is looked for, and what is told.
+# The distribution, the search and the name; and the message.
 MESSAGES = [
     (
         ("acme", find_role, "acme.rewrad"),
@@ -225,7 +225,7 @@ def test_messages_that_name_what_is_installed(with_distributions: Put) -> None:
             "",
             "; a class of a module is named with a colon: my_package.roles:Reward",
         ),
-        # `all` stands for any extra: an executor that is one is found by its entry point when it is installed.
+        # `all` stands for any extra: the search for an executor of that name tells how to install it.
         (find_executor, "all", "", f"; install it: {installed.get_pip_line('all')}"),
         (
             find_role,
@@ -244,14 +244,14 @@ def test_messages_that_name_what_is_installed(with_distributions: Put) -> None:
         text = message(lambda find=find, name=name: find(name).load())  # type: ignore[misc]
         assert text.startswith(begins)
         assert text.endswith(ends)
-    (acme,) = plugins_named("acme")  # which is at fault when one of its roles is
+    (acme,) = plugins_named("acme")  # a plugin is at fault if one of its roles is
     fault = acme.fault()
     assert fault is not None
     assert fault.message.startswith("role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported")
 
 
 def test_what_an_error_says_beside_its_message(with_distributions: Put) -> None:
-    """Its cause, what it is about, and what to do, for those who show errors their own way."""
+    """A PluginError has its cause, the plugin's name and distribution, and a hint as attributes."""
     folder, *_ = with_distributions("broken", "acme", "acme_rival")
     with pytest.raises(PluginError) as caught:
         find_role("raises.reward")
@@ -277,7 +277,7 @@ def test_what_an_error_says_beside_its_message(with_distributions: Put) -> None:
 
 
 def test_a_signal_while_a_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the user's handler raises is no fault of the plugin's."""
+    """An exit that a signal handler raises during an import isn't reported as the plugin's fault."""
     (tmp_path / "signalled.py").write_text("import signal\nsignal.raise_signal(signal.SIGUSR1)\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -293,7 +293,7 @@ def test_a_signal_while_a_module_is_imported(tmp_path: Path, monkeypatch: pytest
 
 
 def test_one_broken_plugin_does_not_break_the_next(with_distributions: Put) -> None:
-    """pluggy's manager keeps what was registered: what turned out invalid must not stay there."""
+    """A broken plugin doesn't stay registered: the next plugin loads, and the broken one keeps its error."""
     with_distributions("broken", "acme")
     for name in ("misspelt", "wrong-signature", "hookless"):
         with pytest.raises(PluginError):
@@ -304,7 +304,7 @@ def test_one_broken_plugin_does_not_break_the_next(with_distributions: Put) -> N
 
 
 def test_what_a_plugin_needs_by_its_extra(with_distributions: Put) -> None:
-    """With the version that is installed, or None."""
+    """`needed` returns the libraries of a plugin's extra with their installed version, or None."""
     with_distributions("broken", "acme")
     (needy,) = plugins_named("needy")
     assert needy.needed() == {"a-missing-library": None}
@@ -315,7 +315,7 @@ def test_what_a_plugin_needs_by_its_extra(with_distributions: Put) -> None:
 
 
 def test_no_line_installs_what_is_called_colocate_elsewhere() -> None:
-    """On the public index the name is another project's: all that we say installs a checkout."""
+    """No line says `pip install colocate`: on the public index the name is another project's."""
     root = Path(__file__).parents[2]
     said = [path for top in ("core", "executors", "plugins", "docs") for path in (root / top).rglob("*")]
     texts = {path: path.read_text() for path in [*said, root / "README.md"] if path.suffix in (".py", ".md")}
@@ -327,7 +327,7 @@ def test_no_line_installs_what_is_called_colocate_elsewhere() -> None:
 
 @pytest.mark.parametrize("from_checkout", [True, False])
 def test_the_line_for_an_extra_holds_for_wheels_too(monkeypatch: pytest.MonkeyPatch, from_checkout: bool) -> None:
-    """What an extra consists of is installed beside a checkout and a wheel alike."""
+    """The install line of an extra names its libraries, from a checkout and from a wheel alike."""
     monkeypatch.setattr(installed, "_is_from_checkout", lambda: from_checkout)
     assert re.fullmatch(r"pip install 'ray>=[\d.]+'", installed.get_pip_line("ray"))
     assert ("checkout" in installed.get_pip_line()) == from_checkout

@@ -1,4 +1,4 @@
-"""Model folders with a chat template, by a tokenizer of this file's own or DeepSeek's."""
+"""Model folders with a chat template, and their tokenizers: this file's own, or DeepSeek's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHATS: list[list[dict[str, str]]] = [
 
 
 def own_tokenizer(adds: str = "begin") -> Any:
-    """Return a tokenizer of bytes; `adds` says what surrounds each text: begin, end, both or nothing."""
+    """Return a byte tokenizer; `adds` says where each text gets a special token: begin, end, both or nothing."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def own_tokenizer(adds: str = "begin") -> Any:
 
 
 def sentencepiece_tokenizer(letters: str) -> Any:
-    """Return a tokenizer of some letters and the blank, whose decoder is that of Llama-2 and Mistral."""
+    """Return a tokenizer of some letters and the blank, with the decoder of Llama-2 and Mistral."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -92,7 +92,7 @@ def make_folder(folder: Path, tokenizer: Any) -> str:
 
 
 def chats() -> list[dict[str, Any]]:
-    """Return a task's questions: a number to repeat, by a chat, as token ids, or as text."""
+    """Return a task's questions: a number to repeat, as a chat, as token ids, or as text."""
     inner = own_tokenizer()
     problems = []
     for number in range(90):

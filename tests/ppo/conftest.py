@@ -1,4 +1,4 @@
-"""What the tests of the PPO plugin share."""
+"""Fixtures of the PPO plugin's tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate_ppo.task import Problem, Problems
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more threads, and results are the same to the last bit."""
+    """Run torch on one thread, with results equal to the last bit: small tensors gain nothing from more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def problems() -> Problems:
-    """Twelve problems of different lengths, whose answers are scored as reasoning-gym does."""
+    """Return twelve problems of different lengths, whose answers are scored by reasoning-gym."""
     chance = random.Random(0)
     words = ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 6))) for _ in range(12)]
     return Problems.from_list(
@@ -37,7 +37,7 @@ def problems() -> Problems:
 
 @pytest.fixture
 def actor() -> Actor:
-    """A tiny actor outside any worker, with weights large enough for answers that differ."""
+    """Return a tiny actor outside any worker, with weights large enough for answers that differ."""
     actor = Actor(layers=2, hidden=32, heads=2, feed_forward=64, lr=1e-3, warm_up_lr=1e-2)
     with torch.no_grad():
         for parameter in actor.model.module.parameters():

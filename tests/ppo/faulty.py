@@ -1,4 +1,4 @@
-"""An actor that raises where it is told to, on one rank and once."""
+"""An actor that raises once, on one rank, at a place that a test chooses."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Where = Literal["rollout", "before", "backward", "last collective", "update"]
 
 
 class Failure(Exception):
-    """What it raises."""
+    """The error of a faulty actor."""
 
 
 class FaultyActor(Actor):
-    """The actor, which fails in one step.
+    """An actor that fails once, in one step, on its last rank.
 
     Args:
-        where: In answering, after its first answer was drawn; or in its update: before anything, in the backward pass,
+        where: In a rollout, after its answers were drawn; or in the update: at the start, in the backward pass,
             after the last collective (but before the optimizer), or after the optimizer.
-        step: In which step.
-        once: A file that is there from then on: it fails once, also when it is constructed anew.
-        minibatch: In which of the step's minibatches.
-        **options: The actor's own.
+        step: The step of the failure.
+        once: A file that the failure creates: while it exists, nothing fails.
+        minibatch: The update's minibatch that fails.
+        **options: The options of `Actor`.
     """
 
     def __init__(self, where: Where, step: int, once: str, minibatch: int = 1, **options: Any) -> None:
@@ -45,7 +45,6 @@ class FaultyActor(Actor):
 
     @method(dispatch=Scatter("problems"), collect=Concat())
     def generate(self, problems: Problems, *more: Any, **named: Any) -> Rollout:
-        """Answer, unless it fails."""
         answers = super().generate(problems, *more, **named)
         if named.get("number") == self.step and self._fails("rollout"):
             self._fail()
@@ -53,7 +52,6 @@ class FaultyActor(Actor):
 
     @method(dispatch=Scatter("rollout", "log_probs", "estimates"), collect=Reduce("sum"))
     def update(self, rollout: Rollout, log_probs: Any, estimates: Estimates, *more: Any, **named: Any) -> Any:
-        """Learn, unless it fails."""
         if named["number"] == self.step:
             if self._fails("before"):
                 self._fail()
@@ -88,4 +86,4 @@ class FaultyActor(Actor):
 
     def _fail_in_optimizer(self) -> None:
         optimizer: Any = self.learner._optimizer
-        optimizer.step = self._fail  # in place of what counts and makes the update
+        optimizer.step = self._fail  # The failure replaces the optimizer's step.

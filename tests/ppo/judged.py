@@ -1,4 +1,4 @@
-"""Roles with numbers that aren't finite: scores, and weights."""
+"""Roles with scores or weights that aren't finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate_ppo.task import Problem
 
 
 class Judged(Reward):
-    """Give the second answer a score that a test chooses."""
+    """A reward that gives the second answer a score of the test's choice."""
 
     score_of_second: ClassVar[Any] = 0.5
 
@@ -26,7 +26,7 @@ class Judged(Reward):
 
 
 class JoinedCall(Reward):
-    """Score a batch at once, its last row by no number."""
+    """A reward that scores a whole batch at once, and the last row with NaN."""
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     def score(self, rollout: Rollout) -> Tensor:
@@ -36,7 +36,7 @@ class JoinedCall(Reward):
 
 
 class Failing(Reward):
-    """Give numbers at first, and then none."""
+    """A reward that scores with NaN after sixty answers."""
 
     calls = 0
 
@@ -46,14 +46,14 @@ class Failing(Reward):
 
 
 class Lengths(Reward):
-    """Score an answer by its length."""
+    """A reward that scores an answer by its length."""
 
     def score_answer(self, answer: str, problem: Problem) -> float:
         return len(answer) / 4
 
 
 class Spoiled(GroupActor):
-    """An actor of which a test can spoil a weight."""
+    """An actor with a method that sets a weight to NaN."""
 
     @method
     def spoil(self) -> None:
@@ -63,5 +63,4 @@ class Spoiled(GroupActor):
 
     @method
     def numbers(self) -> list[float]:
-        """Return the sum of each weight."""
         return [float(each.sum()) for each in self.model.copy_weights().values()]

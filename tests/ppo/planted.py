@@ -1,4 +1,4 @@
-"""Faults of a run that doesn't learn: each class is a role with one, in the place of the right one."""
+"""Roles with one fault each, for runs that don't learn."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from colocate_rollout.role import EngineRole
 
 
 class WrongSign(Reward):
-    """The better an answer, the lower its score."""
+    """A reward that scores the worse answer higher."""
 
     def score_answer(self, answer: str, problem: Problem) -> float:
         return -super().score_answer(answer, problem)
 
 
 class ShuffledLabels(Reward):
-    """The scores are those of other answers."""
+    """A reward that gives each answer the score of another one."""
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     def score(self, rollout: Rollout) -> Tensor:
@@ -34,7 +34,7 @@ class ShuffledLabels(Reward):
 
 
 class PadsLeft(GroupActor):
-    """Responses have their padding before them."""
+    """An actor that pads responses on the left."""
 
     @method(dispatch=Scatter("problems", "responses"), collect=Concat(), awake=())
     def read(self, problems: Problems, responses: Sequence[Any], max_new_tokens: int) -> Rollout:
@@ -48,7 +48,7 @@ class PadsLeft(GroupActor):
 
 
 class Dropout(GroupActor):
-    """Dropout is left on where log-probabilities are taken."""
+    """An actor that computes log-probabilities with dropout."""
 
     @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
@@ -65,7 +65,7 @@ class Dropout(GroupActor):
 
 
 class NoTemperature(GroupActor):
-    """Log-probabilities are of another temperature than what was sampled."""
+    """An actor whose log-probabilities ignore the temperature of the sampling."""
 
     @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
@@ -74,7 +74,7 @@ class NoTemperature(GroupActor):
 
 
 class NoBaseline(GroupActor):
-    """Scores are compared with nothing."""
+    """An actor whose advantages are the plain scores."""
 
     @method(dispatch=OnRank(0), awake=())
     def advantages(self, scores: Tensor, samples: int, baseline: Any = "leave_one_out") -> Tensor:
@@ -82,7 +82,7 @@ class NoBaseline(GroupActor):
 
 
 class LostRow(GroupActor):
-    """The last response of each rank counts for nothing: no token of it is learned from."""
+    """An actor that masks all tokens of the last response on each rank."""
 
     @method(dispatch=Scatter("problems", "responses"), collect=Concat(), awake=())
     def read(self, problems: Problems, responses: Sequence[Any], max_new_tokens: int) -> Rollout:
@@ -92,7 +92,7 @@ class LostRow(GroupActor):
 
 
 class MixedRows(EngineRole):
-    """What is sampled for one prompt goes to another one."""
+    """An engine that gives each prompt the answers to another one."""
 
     @method(dispatch=EngineRole.generate.spec.dispatch, awake=("weights", "cache"))  # type: ignore[untyped-decorator]
     def generate(
@@ -106,7 +106,7 @@ class MixedRows(EngineRole):
 
 
 class StaleWeights(EngineRole):
-    """The weights arrive once, and never again."""
+    """An engine that loads weights once and ignores later ones."""
 
     @method(awake=("weights",))
     def load_weights(self, weights: Weights | Iterable[tuple[str, Any]], version: int) -> None:
@@ -118,7 +118,7 @@ class StaleWeights(EngineRole):
 
 
 class _Changed(EngineRole):
-    """Weights arrive, and then something is done to them."""
+    """An engine that changes weights after loading them."""
 
     def change(self, weights: Mapping[str, Tensor]) -> None:
         raise NotImplementedError
@@ -132,7 +132,7 @@ class _Changed(EngineRole):
 
 
 class OneRanksShard(_Changed):
-    """On one rank a part of a tensor isn't written."""
+    """An engine that zeroes a part of a tensor on rank 1."""
 
     def change(self, weights: Mapping[str, Tensor]) -> None:
         if self.ctx.rank == 1:
@@ -140,7 +140,7 @@ class OneRanksShard(_Changed):
 
 
 class Swapped(_Changed):
-    """Two tensors of one shape have changed places."""
+    """An engine that swaps two tensors of the same shape."""
 
     def change(self, weights: Mapping[str, Tensor]) -> None:
         one, other = (weights[f"model.layers.0.self_attn.{name}_proj.weight"] for name in ("q", "o"))

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint of the plugin's roles."""
+"""The tensors in a checkpoint of the plugin's roles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 
 def tensors_of(role: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors that a role saved, by its name and theirs."""
+    """Return the whole tensors that a role saved, by the role's and the tensor's name."""
     stored = FileSystemReader(role).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(each.size, dtype=each.properties.dtype)

@@ -1,4 +1,4 @@
-"""The job within a budget: its roles take turns, and it learns the same to the last bit."""
+"""The PPO job within a memory budget: roles take turns, and the metrics are the same to the last bit."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ import colocate
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo.yaml"
 FEW = {"warm_up_steps": 2, "steps": 2, "batch": 16, "minibatch": 8, "eval_problems": 8, "eval_every": 1}
 BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=7.2MiB"]
-HELD_MIB = 12.0  # by all roles after the first step
+HELD_MIB = 12.0  # The roles of a worker hold this much without a budget.
 NUMBERS = ("policy_loss", "value_loss", "policy_grad_norm", "value_grad_norm", "reward", "kl", "entropy")
 
 
 class Moves:
-    """Hears of what sleeps and wakes."""
+    """An observer that records memory moves."""
 
     def __init__(self) -> None:
         self.records: list[colocate.MoveRecord] = []
 
     def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
-        """One of them."""
         self.records.append(record)
 
 
 def run(executor: Mapping[str, Any], slots: int, changes: list[str]) -> tuple[list[Any], list[float], Moves]:
-    """What the job logs, how much each worker's roles hold at its end, and what moved."""
+    """Return the job's metrics, the MiB that each worker's roles hold at its end, and the memory moves."""
     job = [f"job.with.{name}={value}" for name, value in FEW.items()]
     where = [f"executor={json.dumps(executor)}", f"pools.main.slots={slots}"]
     config = colocate.load_config(EXAMPLE, set=[*job, *where, *changes])
@@ -51,7 +50,7 @@ def run(executor: Mapping[str, Any], slots: int, changes: list[str]) -> tuple[li
     params=["processes", *(pytest.param(name, marks=pytest.mark.long) for name in ("ray", "dask"))],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """An executor's entry in a config, and how many slots to take."""
+    """Return an executor's entry in a config, and a number of slots."""
     name: str = request.param
     if name in ("ray", "dask"):
         with cluster(name) as options:
@@ -62,7 +61,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Mapping[str, Any], 
 
 @pytest.mark.long
 def test_with_a_budget(engine: tuple[Mapping[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty percent of what its roles hold are enough."""
+    """With sixty percent of the memory that roles hold otherwise, the job logs the same metrics."""
     monkeypatch.chdir(tmp_path)
     free, held, moves = run(*engine, [])
     assert not moves.records
@@ -88,9 +87,9 @@ ITS_BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=16MiB
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["rollout", "before", "backward", "last collective"])
 def test_a_failed_step_within_a_budget(where: str, tmp_path: Path) -> None:
-    """Models in shards take turns, and a step in which one rank raises is done again as if nothing had happened."""
+    """A step that fails on one rank is retried within a budget, and the metrics are unchanged."""
     expected = train(tmp_path / "free", *SHARDED)
     within = train(tmp_path / "within", *SHARDED, *ITS_BUDGET, *failing(tmp_path, where))
     assert within.undisturbed == expected.rows
-    torn = where == "last collective"  # the ranks have other weights: the group goes back to its checkpoint
+    torn = where == "last collective"  # The ranks' weights differ then, and the group restores its checkpoint.
     assert (within.failed, within.generation) == (({}, 1) if torn else ({AT: 1}, 0))

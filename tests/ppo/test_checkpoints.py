@@ -1,4 +1,4 @@
-"""A checkpoint is of no number of ranks: what two have written, one reads, and four."""
+"""A checkpoint is independent of the number of ranks: one rank or four restore a checkpoint of two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from colocate_ppo.team import Team
 
 @contextmanager
 def group(slots: int, parallel: Parallel) -> Iterator[ColocatedGroup]:
-    """The four roles in processes."""
+    """Spawn the four roles in processes."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=slots) as pool:
         roles: dict[str, colocate.RoleSpec[Any]] = {
             "actor": colocate.role(Actor, **SMALL, parallel=parallel),
@@ -38,13 +38,13 @@ def group(slots: int, parallel: Parallel) -> Iterator[ColocatedGroup]:
 
 @pytest.mark.parametrize("slots", [pytest.param(1, id="to one"), pytest.param(4, id="to four", marks=pytest.mark.long)])
 def test_from_two_ranks(problems: Problems, tmp_path: Path, slots: int) -> None:
-    """In another layout too: whole models, outside of any worker. Weights and moments are the same to the last bit."""
+    """Four ranks, or whole models outside any worker, restore weights and moments of two ranks to the last bit."""
     folders = [tmp_path / name for name in ("of two", "of others")]
     with group(2, "fsdp2") as found:
         team = Team.from_group(found)
         learn(team, problems, team.actor.weights(), minibatch=4)
         found.checkpoint(folders[0])
-        if slots == 1:  # the same beside steps, of which each begins as many operations
+        if slots == 1:  # A checkpoint that is written beside steps has the same tensors.
             saving = found.checkpoint(tmp_path / "beside", wait=False)
             while not saving.done():
                 learn(team, problems, team.actor.weights(), minibatch=4)
@@ -82,7 +82,7 @@ def test_what_was_not_written_by_it(tmp_path: Path) -> None:
 
 
 def test_of_another_model(tmp_path: Path) -> None:
-    """The error names the tensor."""
+    """A checkpoint of another model is refused, and the error names the tensor."""
     Actor(**SMALL).save(str(tmp_path))
     with pytest.raises(
         colocate.ConfigError,

@@ -1,4 +1,4 @@
-"""Answers of an actor end where `generate` of transformers ends them, whoever samples."""
+"""An answer ends where transformers' `generate` ends it, sampled by the actor or by an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = 16
 WORDS = Problems.from_list(
     Problem("".join(chr(97 + (7 * a + b) % 26) for b in range(1 + a % 4)), "", {}) for a in range(12)
 )
-# By case: `eos_token_id` of the generation config, and the actor's option `stop`.
+# Each case has an `eos_token_id` for the generation config, and the actor's option `stop`.
 CASES: dict[str, tuple[Any, tuple[str | int, ...]]] = {
     "several": ([2, *range(10, 40)], ()),
     "none": (None, ()),
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Any, tuple[str | int, ...]]] = {
 
 
 class Generating(GroupActor):
-    """An actor that also answers by `generate`."""
+    """An actor that also answers with transformers' `generate`."""
 
     @method(collect=First())
     def generated(self, prompts: list[list[int]]) -> list[list[int]]:
@@ -65,7 +65,7 @@ def make_folder(folder: Path, eos: Any) -> str:
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_actor_and_engine_end_where_generate_does(tmp_path: Path, case: str, processes: bool) -> None:
-    """The actor's own answers, those of evaluations and those of an engine with its model."""
+    """Greedy answers of an actor, and of an engine with its model, equal transformers' `generate`."""
     eos, stop = CASES[case]
     roles = {
         "actor": colocate.role(Generating, model=make_folder(tmp_path, eos), stop=stop),
@@ -76,7 +76,7 @@ def test_actor_and_engine_end_where_generate_does(tmp_path: Path, case: str, pro
         actor, rollout = group.role("actor", Generating), group.role("rollout", EngineRole)
         prompts = actor.prompts(WORDS)
         expected = actor.generated(prompts)
-        assert len({len(each) for each in expected}) > 1 or case == "none"  # or the comparison would prove nothing
+        assert len({len(each) for each in expected}) > 1 or case == "none"  # Equal lengths would prove nothing.
         greedy = actor.generate(WORDS, LENGTH, greedy=True)
         answers = greedy["tokens"][:, -LENGTH:]
         assert [row[mask].tolist() for row, mask in zip(answers, greedy["mask"], strict=True)] == expected
@@ -85,7 +85,7 @@ def test_actor_and_engine_end_where_generate_does(tmp_path: Path, case: str, pro
 
 
 class Strict(GroupActor):
-    """An actor that refuses answers that go on after their end."""
+    """An actor that refuses answers with tokens after their end, and batches without an ended answer."""
 
     @method(dispatch=GroupActor.read.spec.dispatch, collect=GroupActor.read.spec.collect, awake=())
     def read(self, problems: Problems, responses: Sequence[Sequence[Any]], max_new_tokens: int) -> Rollout:
@@ -99,7 +99,7 @@ class Strict(GroupActor):
 @pytest.mark.in_make_test("several")
 @pytest.mark.parametrize("case", ["several", "others", "stop"])
 def test_engine_with_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """A job's engine ends answers where the actor does, though the folder of its own model names no end."""
+    """A job's engine ends answers where the actor does, though the engine's own model folder names no end token."""
     monkeypatch.chdir(tmp_path)
     eos, stop = CASES[case]
     actor = {"model": make_folder(tmp_path / "actor", eos), "stop": [*stop]}
@@ -121,7 +121,7 @@ def test_engine_with_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_demonstrations_end_where_answers_do(tmp_path: Path) -> None:
-    """The model learns to end by a token that ends it: the tokenizer's where that is one, or else the first."""
+    """A demonstration ends with the tokenizer's end token, or with the model's first one if the model lacks that."""
     for case, end in (("several", 2), ("none", 2), ("others", 10), ("stop", 2)):
         eos, stop = CASES[case]
         actor = GroupActor(model=make_folder(tmp_path, eos), stop=stop)
@@ -131,13 +131,13 @@ def test_demonstrations_end_where_answers_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", ["ab", "ä", 1000, -1])
 def test_stop_is_one_token(stop: str | int) -> None:
-    """A text of several tokens, or of none that the tokenizer knows, is refused."""
+    """A `stop` that is a text of several tokens, an unknown text or an unknown token id is refused."""
     with pytest.raises(ConfigError, match=rf"stop={stop!r} is no single token"):
         GroupActor(stop=[stop])
 
 
 def test_ends_by_text_are_refused(tmp_path: Path) -> None:
-    """A folder whose generation config has `stop_strings` names what to do."""
+    """`stop_strings` in a model folder's generation config are refused; the error points to `stop`."""
     folder = make_folder(tmp_path, 2)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "stop_strings": ["User:"]}')
     with pytest.raises(ConfigError, match=r"stop_strings=\['User:'\], .* name tokens by `stop`"):

@@ -1,4 +1,4 @@
-"""Numbers that aren't finite: none of them reaches a weight or a checkpoint, and the error says where it was."""
+"""A number that isn't finite reaches no weight and no checkpoint, and the error names its place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rollout(actor: Actor) -> Rollout:
 
 @pytest.mark.parametrize("score", BAD, ids=lambda score: repr(score)[:20])
 def test_a_score_that_is_no_number(monkeypatch: pytest.MonkeyPatch, rollout: Rollout, score: Any) -> None:
-    """The error names role, row and answer."""
+    """A score that is no finite number is refused, and the error names row, score and answer."""
     monkeypatch.setattr(Judged, "score_of_second", score)
     with pytest.raises(ValueError, match=r"gives row 1 the score .* no finite number: the answer '.*' to 'second: '"):
         Judged().score(rollout)
@@ -51,7 +51,7 @@ def test_a_score_that_is_one(monkeypatch: pytest.MonkeyPatch, rollout: Rollout, 
 
 
 def test_scores_of_a_whole_batch(rollout: Rollout) -> None:
-    """A reward that scores by itself is told by what every job asks it for."""
+    """`summary`, which every job calls, refuses a NaN from a reward with its own `score`."""
     reward = JoinedCall()
     with pytest.raises(ValueError, match=r"gives row 2 the score nan, .* to 'third: '"):
         reward.summary(rollout, reward.score(rollout))
@@ -62,7 +62,7 @@ ALL = ["threads", *(pytest.param(name, marks=pytest.mark.long) for name in ("pro
 
 @pytest.fixture(scope="module", params=ALL)
 def executor(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """The executor's entry in a config."""
+    """Return the executor's entry in a config."""
     if request.param in ("threads", "processes"):
         yield {"use": "local", "with": {"processes": request.param == "processes"}}
         return
@@ -75,7 +75,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 def test_a_run_ends_before_the_update(
     executor: dict[str, Any], job: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the error of the reward; the last checkpoint is of finite weights, and of the steps before."""
+    """A score of NaN ends the run with the reward's error, and the last checkpoint, of step 3, has finite weights."""
     if (job, how) != ("grpo", "retry") and executor["use"] != "local":
         pytest.skip("as on the others")
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def learn(actor: Any, problems: Problems, advantages: torch.Tensor, number: int)
 @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
 def test_no_update_by_what_is_not_finite(parallel: str, bad: float, problems: Problems) -> None:
-    """A bad row of one rank: all ranks refuse the update, the weights are as before, and the group goes on."""
+    """A bad advantage in one row fails the update; weights stay finite, and the next update succeeds."""
     good = torch.tensor([1.0, -1.0] * 4)
     spoiled = good.clone()
     spoiled[-1] = bad
@@ -127,7 +127,7 @@ def test_no_update_by_what_is_not_finite(parallel: str, bad: float, problems: Pr
 
 @pytest.mark.parametrize("parallel", ["none", "fsdp2"])
 def test_updates_that_are_left_out(parallel: str, problems: Problems) -> None:
-    """Counted, where the role is asked to; the other ones count in the averages alone."""
+    """With `skip_nonfinite` a bad update is skipped, counted and left out of the averages."""
     spoiled = torch.tensor([1.0, -1.0] * 4)
     spoiled[-1] = math.nan
     with spawn(parallel, skip_nonfinite=True) as group:
@@ -162,7 +162,7 @@ def test_the_critic_too(actor: Actor, problems: Problems) -> None:
 @pytest.mark.parametrize("parallel", ["none", "fsdp2"])
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_checkpoint_of_weights_that_are_not_finite(parallel: str, waits: bool, tmp_path: Path) -> None:
-    """The one that is there stays, whole."""
+    """NaN weights aren't saved, and the checkpoint before them can be restored."""
     folder = tmp_path / "checkpoint"
     with spawn(parallel) as group:
         actor, critic = group.role("actor", Spoiled), group.role("critic", Critic)
@@ -176,7 +176,7 @@ def test_no_checkpoint_of_weights_that_are_not_finite(parallel: str, waits: bool
 
 
 def test_logits_that_are_no_numbers(problems: Problems) -> None:
-    """Nobody draws from them: neither the actor, greedily or not, nor an engine."""
+    """An actor whose logits are NaN refuses to sample, greedily or not."""
     actor = Spoiled(**SMALL)
     actor.spoil()
     with torch.no_grad():

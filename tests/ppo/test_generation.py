@@ -1,4 +1,4 @@
-"""Generation: cache, padding, sampling, ends."""
+"""The actor's generation: cache, padding, sampling and ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def greedy(actor: Actor, prompts: PaddedRows) -> PaddedRows:
 
 
 def by_hand(actor: Actor, prompt: list[int]) -> list[int]:
-    """The likeliest token each time, from the whole text so far: no cache, no padding, no batch."""
+    """Return the likeliest tokens, one by one from the whole text: without a cache, padding or a batch."""
     tokens = list(prompt)
     for _ in range(R):
         with torch.no_grad():
@@ -37,7 +37,7 @@ def by_hand(actor: Actor, prompt: list[int]) -> list[int]:
 def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems)
     answers = greedy(actor, batch)
-    assert len(set(batch.mask.sum(1).tolist())) > 1  # or the padding would prove nothing
+    assert len(set(batch.mask.sum(1).tolist())) > 1  # Equal lengths would need no padding.
     for row in range(len(problems)):
         expected = by_hand(actor, batch.tokens[row][batch.mask[row]].tolist())
         assert answers.tokens[row][answers.mask[row]].tolist() == expected

@@ -1,4 +1,4 @@
-"""The job `grpo.train`: it learns, with its own module and with an engine, and a curve goes on where it was left."""
+"""The job `grpo.train` learns, by the actor's own sampling or an engine's, and a resumed run continues its curve."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TINY = [
 KL = ["+groups.policy.roles.reference=ppo.reference", "+job.with.kl_coefficient=0.02"]
 TRAINED = [*EASY, "job.with.steps=12", "+job.with.eval_every=12"]
 STALE = ["+groups.policy.roles.rollout.background=true", "+job.with.staleness=1"]
-PROCESSES = ["executor.with.processes=true"]  # in which roles can sleep
-BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=575KiB"]  # 634 KiB are all of them
+PROCESSES = ["executor.with.processes=true"]  # Roles can sleep only in processes.
+BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=575KiB"]  # All roles take 634 KiB.
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
 ENGINE = ["+job.with.rollout=rollout"]
 
 
 def engine(**sizes: Any) -> list[str]:
-    """Have an engine with a model of its own generate, of the actor's sizes."""
+    """Return the config changes for an engine that has a model of its own, with these sizes."""
     tokenizer = make_character_tokenizer(sizes.pop("phrases", ()))
     config = make_small_llama(tokenizer, **sizes).to_dict()
     model = {key: value for key, value in config.items() if isinstance(value, int | str)}
@@ -58,7 +58,6 @@ LARGER = engine(layers=2, hidden=64, heads=4, feed_forward=128, phrases=[PHRASE]
 
 
 def run(changes: Iterable[str], directory: Path, *observers: object, **how: Any) -> Recorder:
-    """Run the job of the example with changes."""
     config = colocate.load_config(EXAMPLES / "grpo.yaml", set=list(changes))
     assert config.job is not None
     with colocate.launch(config) as job:
@@ -70,7 +69,7 @@ def run(changes: Iterable[str], directory: Path, *observers: object, **how: Any)
 
 
 class Moved:
-    """Hears of what sleeps and wakes."""
+    """An observer that records which roles sleep and wake."""
 
     def __init__(self) -> None:
         self.moves: list[tuple[str, str]] = []
@@ -82,7 +81,7 @@ class Moved:
 @pytest.mark.parametrize(
     ("baseline", "wanted"),
     [
-        # Of scores 1, 0, 0: the others' mean is 0, 1/2, 1/2; the deviation is sqrt(1/3).
+        # The scores 1, 0, 0 have leave-one-out means of 0, 1/2, 1/2, and a deviation of sqrt(1/3).
         ("leave_one_out", [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]),
         ("normalised", [2 / 3 / (3**-0.5 + 1e-4), *[-1 / 3 / (3**-0.5 + 1e-4)] * 2, 0.0, 0.0, 0.0]),
     ],
@@ -105,7 +104,7 @@ def test_weights_are_truncated() -> None:
 @settings(deadline=None)
 @drawn(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 3))
 def test_minibatches_have_as_many_tokens(tokens: list[int], k: int, epochs: int) -> None:
-    """But for one row; every epoch uses every row once."""
+    """An epoch's minibatches have equally many tokens, up to one row, and use every row once."""
     lengths = torch.tensor(tokens, dtype=torch.int64)
     batches = split_evenly(lengths, k, epochs)
     assert len(batches) == k * epochs
@@ -118,18 +117,18 @@ def test_minibatches_have_as_many_tokens(tokens: list[int], k: int, epochs: int)
 
 @attrs.frozen
 class Sampled:
-    """What an engine gives."""
+    """An answer as an engine returns it."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
 
 
 def learn(actor: GroupActor, reference: Reference, problems: Problems, weights: Any) -> Any:
-    """Two epochs of updates from given weights and given answers; nothing in it is random."""
+    """Run two epochs of updates from given weights and answers; nothing in it is random."""
     actor.load(weights)
     reference.load(weights)
     ids = actor.prompts(problems)
-    assert [len(each) for each in ids] == [len(text) + 1 for text in problems.questions]  # no phrase is one token
+    assert [len(each) for each in ids] == [len(text) + 1 for text in problems.questions]  # No phrase is one token here.
     answers = [
         tuple(Sampled(tuple(each[: 1 + (row + sample) % 5]), (-1.5,) * (1 + (row + sample) % 5)) for sample in range(2))
         for row, each in enumerate(ids)
@@ -161,7 +160,7 @@ def two_ranks() -> Iterator[colocate.ColocatedGroup]:
 
 
 def test_two_ranks_learn_what_one_learns(two_ranks: colocate.ColocatedGroup, problems: Problems) -> None:
-    """Shards of FSDP2 and rows that are balanced by tokens: ranks have other rows, and the same comes out."""
+    """Two ranks with FSDP2 shards, and rows balanced by tokens, learn what one rank learns."""
     alone = GroupActor(**SMALL)
     weights = alone.weights()
     wanted = learn(alone, Reference(), problems[:7], weights)
@@ -175,26 +174,26 @@ def test_two_ranks_learn_what_one_learns(two_ranks: colocate.ColocatedGroup, pro
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    """A run that is too short to learn anything."""
+    """Run the job too briefly to learn anything."""
     return run([*TINY, *OWN, *KL], tmp_path_factory.mktemp("tiny"))
 
 
 def test_every_step_is_logged(tiny: Recorder) -> None:
-    """An engine's numbers are the trainer's, as it has its weights in each step."""
+    """Every step is logged, and an engine has the trainer's log-probabilities."""
     assert [row["step"] for row in tiny.rows] == [0, 1, 2, 3, 4]
     wanted = {"reward", "kl", "policy_loss", "entropy", "informative", "engine_gap", "engine_weight"}
     assert all(wanted <= row.keys() for row in tiny.rows[1:])
     assert max(row["engine_gap"] for row in tiny.rows[1:]) < 1e-4
     assert {row["engine_truncated"] for row in tiny.rows[1:]} == {0.0}
     assert [row["step"] for row in tiny.rows if "eval_accuracy" in row] == [0, 2, 4]
-    # It learns from the first step on in which some answer is better than the others.
+    # Learning starts in the first step in which an answer is better than the others.
     learned = [row["informative"] > 0 for row in tiny.rows[1:]]
     assert any(learned[:-1])
     assert [row["kl"] > 1e-7 for row in tiny.rows[1:]] == [any(learned[:step]) for step in range(4)]
 
 
 def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> None:
-    """In another process's place, whose engine has nothing yet: the same numbers to the last bit."""
+    """A resumed run, whose engine has no weights yet, logs the same numbers to the last bit."""
     changes = [*TINY, *OWN, *KL]
     first = run(changes, tmp_path, stop_after=7)
     second = run(changes, tmp_path, resumed=first.resumed)
@@ -203,40 +202,40 @@ def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> No
 
 
 def test_the_engine_shares_the_actors_module(tmp_path: Path) -> None:
-    """Then nothing is sent; and what it has may sleep while the actor learns."""
+    """An engine that shares the actor's module agrees with it, and its cache sleeps while the actor learns."""
     moved = Moved()
     recorder = run([*TINY, *ENGINE, *PROCESSES, "+job.with.rollout_sleeps=[cache]"], tmp_path, moved)
     assert [row["step"] for row in recorder.rows] == [0, 1, 2, 3, 4]
-    # It is awake for each of three more generations, and for a moment in each of two checkpoints.
+    # The engine wakes for each of three more generations, and shortly in each of two checkpoints.
     assert [kind for role, kind in moved.moves if role == "rollout"] == ["sleep", "wake"] * 5 + ["sleep"]
     assert max(row["engine_gap"] for row in recorder.rows[1:]) < 1e-4
 
 
 def test_staleness(tiny: Recorder, tmp_path: Path) -> None:
-    """What a step learns from is one update older; after a stop the problems are those that would have come."""
+    """With staleness answers are one update older, and a resumed run draws the problems that come next."""
     whole = run([*TINY, *OWN, *KL, *STALE], tmp_path / "whole")
     first = run([*TINY, *OWN, *KL, *STALE], tmp_path / "parts", stop_after=7)
     second = run([*TINY, *OWN, *KL, *STALE], tmp_path / "parts", resumed=first.resumed)
     for rows in (whole.rows, [*first.rows, *second.rows]):
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
         assert [row["reward"] for row in rows[1:3]] == [row["reward"] for row in tiny.rows[1:3]]
-    # It learns in the second step for the first time, and what the third one learns from was drawn before.
+    # The first update is in the second step, and the answers of the third step were drawn before it.
     assert [row["engine_gap"] > 1e-4 for row in whole.rows[1:]] == [False, False, True, True]
-    assert [row["engine_gap"] > 1e-4 for row in second.rows] == [False, True]  # there was nothing ahead
+    assert [row["engine_gap"] > 1e-4 for row in second.rows] == [False, True]  # A resumed run has drawn nothing ahead.
     positions = [json.loads((path / "progress.json").read_text())["position"] for path in tmp_path.glob("*/[24]")]
     assert len(positions) == 4
     assert len({*positions}) == 2
 
 
 def test_staleness_of_the_example(tmp_path: Path) -> None:
-    """An engine that names the actor has a model of its own in the background, with the actor's config."""
+    """With staleness an engine that names the actor logs the same as an engine with a model of its own."""
     found = run([*TINY, *ENGINE, *STALE], tmp_path / "example")
     assert found.rows == run([*TINY, *OWN, *STALE], tmp_path / "own").rows
 
 
 @pytest.mark.long
 def test_turns_within_a_budget(tmp_path: Path) -> None:
-    """Actor and engine don't fit together, and all goes as if they did."""
+    """Actor and engine take turns within a budget too small for both, and the metrics are unchanged."""
     moved = Moved()
     assert run([*TINY, *OWN, *PROCESSES, *BUDGET], tmp_path, moved).rows == run([*TINY, *OWN], tmp_path).rows
     assert {("actor", "sleep"), ("rollout", "wake")} <= {*moved.moves}
@@ -299,7 +298,7 @@ def test_with_shuffled_rewards_it_does_not(tmp_path: Path, changes: list[str]) -
     ],
 )
 def test_options_that_do_not_fit(given: dict[str, Any], words: str) -> None:
-    """A config is told before anything starts; `train` refuses them where it is called otherwise."""
+    """An option that doesn't fit is refused when its config is loaded, with its path and the reason."""
     config: Any = yaml.YAML(typ="safe").load(EXAMPLES / "grpo.yaml")
     config["job"]["with"] = given
     with pytest.raises(colocate.ConfigError) as caught:
@@ -308,7 +307,7 @@ def test_options_that_do_not_fit(given: dict[str, Any], words: str) -> None:
 
 
 def test_roles_that_do_not_fit() -> None:
-    """Of another class, or with options that the job decides."""
+    """A role of a wrong class, or with an option that the job sets, is refused."""
     changes = ["groups.policy.roles.reward={use: 'colocate_rollout.testing:Trainer', with: {model: {}}}"]
     with pytest.raises(colocate.ConfigError, match=r"'reward' of .*:Trainer in 'policy', where a subclass of"):
         colocate.load_config(EXAMPLES / "grpo.yaml", set=changes)
@@ -318,7 +317,7 @@ def test_roles_that_do_not_fit() -> None:
 
 
 def test_train_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    """Where it wasn't called by a config's job."""
+    """`train` refuses options that don't fit when it is called without a config."""
     config = colocate.load_config(EXAMPLES / "grpo.yaml", set=TINY[:1])
     with colocate.launch(config) as job:
         with pytest.raises(colocate.ConfigError, match=r"^grpo.train: option `samples` must be 2 or more, .*, not 1$"):
@@ -328,7 +327,7 @@ def test_train_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_room(tmp_path: Path) -> None:
-    """Answers of no token teach nothing, so that there are none is an error of the engine's options."""
+    """An engine without room for an answer fails the run, and the error names `max_length`."""
     changes = [*TINY, *engine(layers=1, hidden=16, heads=2, feed_forward=32), *ENGINE]
     with pytest.raises(colocate.RoleError, match="raise max_length of its role"):
         run([*changes, "groups.policy.roles.rollout.with.max_length=4"], tmp_path)
@@ -342,7 +341,7 @@ def test_a_ppo_actor_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_questions_and_scores_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's example learns as the page says."""
+    """The rollouts page's example learns: its reward rises from below 0.1 to above 0.4."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for block in blocks_of(EXAMPLES.parent / "rollouts.md"):

@@ -1,4 +1,4 @@
-"""The job `ppo.train`: it learns, its control doesn't, and a curve goes on where it was left."""
+"""The job `ppo.train` learns, its control with shuffled rewards doesn't, and a resumed run continues its curve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = [
     "job.with={task_options: {min_word_len: 3, max_word_len: 3}, warm_up_steps: 6, warm_up_batch: 8, steps: 6,"
     " batch: 16, minibatch: 8, epochs: 2, critic_only_steps: 2, eval_every: 2, eval_problems: 16, checkpoint_every: 2}",
 ]
-# Learned in seconds: words of three letters.
+# Words of three letters are learned in seconds.
 EASY = [
     "job.with.task_options={min_word_len: 3, max_word_len: 3}",
     "job.with.warm_up_steps=200",
@@ -32,7 +32,7 @@ TRAINED = [*EASY, "job.with.steps=15", "job.with.eval_every=15"]
 
 @attrs.define(eq=False)
 class Recorder:
-    """What the job is given as its run; it wants the job to end when it has been asked often enough."""
+    """A stand-in for the job's run, which asks the job to stop after `stop_after` checks."""
 
     runtime: colocate.Runtime
     groups: Mapping[str, colocate.ColocatedGroup]
@@ -75,7 +75,6 @@ class Recorder:
 
 
 def run(example: str, changes: Iterable[str], directory: Path, **how: Any) -> Recorder:
-    """Run the job of an example config with changes."""
     config = colocate.load_config(EXAMPLES / example, set=list(changes))
     assert config.job is not None
     with colocate.launch(config) as job:
@@ -86,13 +85,13 @@ def run(example: str, changes: Iterable[str], directory: Path, **how: Any) -> Re
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    """The small example after its warm-up."""
+    """Run the small example's warm-up."""
     return run("ppo-small.yaml", [*EASY, "job.with.steps=0"], tmp_path_factory.mktemp("warmed"))
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    """A run that is too short to learn anything."""
+    """Run the job too briefly to learn anything."""
     return run("ppo-small.yaml", TINY, tmp_path_factory.mktemp("tiny"))
 
 
@@ -108,7 +107,7 @@ def test_ppo_improves(warmed: Recorder, tmp_path: Path) -> None:
 
 
 def test_nothing_in_between(tmp_path: Path) -> None:
-    """No steps between evaluations, or checkpoints, means none of them until the end."""
+    """With `eval_every` and `checkpoint_every` at 0 the job evaluates first and last, and saves only at the end."""
     changes = [*TINY, "job.with.eval_every=0", "job.with.checkpoint_every=0"]
     recorder = run("ppo-small.yaml", changes, tmp_path)
     assert [row["step"] for row in recorder.rows if "eval_accuracy" in row] == [0, 6]
@@ -117,7 +116,7 @@ def test_nothing_in_between(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_with_shuffled_rewards_it_does_not(warmed: Recorder, tmp_path: Path) -> None:
-    """The rise is the reward's doing."""
+    """With shuffled rewards the accuracy stays low."""
     changes = [*TRAINED, "job.with.shuffle_rewards=true"]
     control = run("ppo-small.yaml", changes, tmp_path, resumed=warmed.resumed)
     assert control.rows[-1]["eval_accuracy"] < 0.35
@@ -129,14 +128,14 @@ def test_every_step_is_logged(tiny: Recorder) -> None:
     wanted = {"reward", "kl", "policy_loss", "value_loss", "entropy"}
     assert all(wanted <= row.keys() for row in rows[1:])
     assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 6]
-    # The actor waits for the critic: it is still the reference until the third step's update.
+    # The actor waits for the critic, and is equal to the reference until the third step's update.
     assert [abs(row["kl"]) > 1e-7 for row in rows[1:]] == [False, False, False, True, True, True]
 
 
 @pytest.mark.in_make_test("true")
 @pytest.mark.parametrize("waits", ["true", "false"])
 def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path, waits: str) -> None:
-    """Stopped in the warm-up and in the middle of PPO: the same numbers to the last bit, whoever wrote meanwhile."""
+    """A run stopped in its warm-up and again in PPO resumes with the same numbers."""
     changes = [*TINY, f"+job.with.checkpoint_waits={waits}"]
     first = run("ppo-small.yaml", changes, tmp_path, stop_after=3)
     second = run("ppo-small.yaml", changes, tmp_path, stop_after=8, resumed=first.resumed)

@@ -1,4 +1,4 @@
-"""The mathematics, against torchrl, published formulas and sums done by hand."""
+"""The mathematics of PPO, against torchrl, published formulas and sums done by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate_ppo import maths
 
 
 def answers(rows: int = 16, width: int = 9, seed: int = 0) -> tuple[torch.Tensor, torch.Generator]:
-    """A mask of answers of 1 to `width` tokens, and where more random numbers come from."""
+    """Return a mask of answers with 1 to `width` tokens, and a generator for more random numbers."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
     return torch.arange(width) < lengths, generator
@@ -40,7 +40,7 @@ def test_gae_is_that_of_torchrl(estimate: str, tolerance: float, gamma: float, l
 
 
 def test_whitened_tokens_have_mean_0_and_variance_1() -> None:
-    """Also with a mean far from 0: the variance is not the difference of two large sums."""
+    """Whitened tokens have mean 0 and variance 1, also if the mean of the values is far from 0."""
     mask, generator = answers()
     values = torch.randn(mask.shape, generator=generator) * 3
     white = maths.whiten(values + 5, mask)
@@ -51,7 +51,7 @@ def test_whitened_tokens_have_mean_0_and_variance_1() -> None:
 
 
 def test_token_mean_weighs_tokens_not_rows() -> None:
-    """Parts of it sum to it."""
+    """Every token weighs the same, and the means of parts add up to the mean of the whole."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
     values = torch.tensor([[1.0, 1.0, 1.0], [5.0, 9.0, 9.0]])
     assert maths.token_mean(values, mask, mask.sum()).item() == 2.0
@@ -59,7 +59,7 @@ def test_token_mean_weighs_tokens_not_rows() -> None:
 
 
 def test_kl_estimators_are_the_published_ones() -> None:
-    """Schulman's: k1 = -log r, k2 = (log r)² / 2, k3 = (r - 1) - log r, with r = p_reference / p."""
+    """The estimators are Schulman's: k1 = -log r, k2 = (log r)² / 2, k3 = (r - 1) - log r, with r = p_reference / p."""
     p, reference = torch.tensor([[0.5, 0.2]]), torch.tensor([[0.25, 0.8]])
     ratio = reference / p
     logs = p.log(), reference.log()
@@ -93,9 +93,9 @@ def test_log_probs_and_entropy_are_those_of_torch() -> None:
     [
         (1.0, 2.0, -2.0, False),
         (1.1, 2.0, -2.2, False),
-        (1.5, 2.0, -2.4, True),  # no gain from going further up
-        (0.5, 2.0, -1.0, False),  # but the way back is free
-        (0.5, -2.0, 1.6, True),  # no gain from going further down
+        (1.5, 2.0, -2.4, True),  # A larger ratio gains nothing more.
+        (0.5, 2.0, -1.0, False),  # The way back isn't clipped.
+        (0.5, -2.0, 1.6, True),  # A smaller ratio gains nothing more.
         (1.5, -2.0, 3.0, False),
     ],
 )
@@ -110,9 +110,9 @@ def test_policy_loss_by_hand(ratio: float, advantage: float, loss: float, clippe
 @pytest.mark.parametrize(
     ("value", "old", "goal", "loss"),
     [
-        (1.0, 0.8, 2.0, 0.5),  # within the clip: the plain error, halved
-        (3.0, 1.0, 3.0, 1.125),  # right, but gone too far: as if at 1.5
-        (0.0, 1.0, 3.0, 4.5),  # the worse of the two
+        (1.0, 0.8, 2.0, 0.5),  # The plain error is halved.
+        (3.0, 1.0, 3.0, 1.125),  # Beyond the clip the value counts as 1.5.
+        (0.0, 1.0, 3.0, 4.5),  # The larger of two losses counts.
     ],
 )
 def test_value_loss_by_hand(value: float, old: float, goal: float, loss: float) -> None:
@@ -122,7 +122,7 @@ def test_value_loss_by_hand(value: float, old: float, goal: float, loss: float) 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_no_penalty_of_an_infinite_kl(estimator: maths.KlEstimator) -> None:
-    """A coefficient of 0 leaves the scores alone, whatever the reference says."""
+    """With a KL coefficient of 0 the rewards are the scores, even if the KL is infinite."""
     mask = torch.tensor([[True, True, False]])
     kl = maths.kl_estimate(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-math.inf, -2.0, 0.0]]), estimator)
     assert maths.token_rewards(torch.tensor([1.0]), kl, mask, kl_coefficient=0.0).tolist() == [[0.0, 1.0, 0.0]]

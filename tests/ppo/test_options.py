@@ -1,4 +1,4 @@
-"""Options whose value makes nothing of a run: refused by name and line, and where a job or a role is made in Python."""
+"""Option values that would spoil a run are refused by name, in a config and in Python."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ PLACES |= {"critic": "groups.policy.roles.critic", "job": "job"}
 
 
 class Counter(Recorder):
-    """A run that keeps how many steps its job wants."""
+    """A run that records how many steps its job plans."""
 
     most = 0
 
@@ -95,19 +95,18 @@ class Counter(Recorder):
 
 
 def cases(options: dict[str, Any]) -> list[Any]:
-    """Each value of each option."""
     return [pytest.param(name, each, id=f"{name}={each}") for name, values in options.items() for each in values]
 
 
 def written(value: Any) -> str:
-    """Return a value as YAML has it."""
+    """Return a value as YAML text."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {written(each)}" for name, each in value.items()) + "}"
     return {"nan": ".nan", "inf": ".inf"}.get(str(value), str(value))
 
 
 def only_mistake(kind: str, place: str, name: str, value: Any) -> str:
-    """Return what is said of an option of a config's part, on whose line the only mistake has to be."""
+    """Return the message of a config's only mistake, which must be at this option."""
     options: dict[str, dict[str, Any]] = {
         "actor": {"hidden": 64},
         "engine": {"engine": "transformers", "role": "actor"},
@@ -136,7 +135,7 @@ def test_ppo(name: str, value: Any) -> None:
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 @pytest.mark.parametrize(("name", "value"), cases(OF_ACTOR))
 def test_actors(kind: str, name: str, value: Any) -> None:
-    """In a config, and where one is made in Python."""
+    """A bad option of an actor is refused in a config and in Python."""
     assert only_mistake(kind, "actor", name, value).startswith("must be")
     with pytest.raises(colocate.ConfigError, match=f"option `{name}` must be"):
         (GroupActor if kind == "grpo" else Actor)(**{name: value})
@@ -155,14 +154,14 @@ def test_engine(name: str, value: Any) -> None:
 
 
 def test_what_means_no_bound() -> None:
-    """Infinity is fine where it says that nothing is cut."""
+    """Options that limit something accept infinity, which means no limit."""
     job = {"clip": math.inf, "importance_cap": math.inf}
     parts = {"actor": "{max_grad_norm: .inf}", "engine": "{engine: transformers, role: actor}", "critic": "{}"}
     colocate.load_config(yaml.YAML(typ="safe").load(CONFIG.format(kind="grpo", job=written(job), **parts)))
 
 
 def test_line(tmp_path: Path) -> None:
-    """A file's mistake has its line."""
+    """A mistake in a config file is reported with its line."""
     parts = {"actor": "{}", "engine": "{engine: transformers, role: actor}", "critic": "{}"}
     (tmp_path / "t.yaml").write_text(CONFIG.format(kind="grpo", job="{\n  steps: 3,\n  temperature: 0}", **parts))
     with pytest.raises(colocate.ConfigError, match=r"line 14: job\.with\.temperature: must be a finite number above 0"):
@@ -170,7 +169,7 @@ def test_line(tmp_path: Path) -> None:
 
 
 def test_jobs_called_in_python(tmp_path: Path) -> None:
-    """They refuse what a config is refused for."""
+    """A job called in Python refuses the option values that a config refuses."""
     config = colocate.load_config(EXAMPLES / "grpo.yaml", set=TINY[:1])
     with colocate.launch(config) as launched:
         run: Any = Recorder(launched.runtime, launched.groups, tmp_path)
@@ -185,7 +184,7 @@ def test_jobs_called_in_python(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", ["grpo.yaml", "ppo-small.yaml"])
 def test_no_warm_up_of_a_trained_model(example: str, tmp_path: Path) -> None:
-    """By default; one that is made here has one, and a number that is given counts."""
+    """A trained model has no warm-up by default, a new model has 500 steps, and a given number counts."""
     folder = str(tmp_path / "model")
     made: Any = Actor(layers=1, hidden=16, heads=2, feed_forward=32)
     made.model.module.save_pretrained(folder)
@@ -204,7 +203,7 @@ def test_no_warm_up_of_a_trained_model(example: str, tmp_path: Path) -> None:
 
 
 def test_a_question_without_room(tmp_path: Path) -> None:
-    """The error says which question, how long it is, and which option to change."""
+    """A question too long for the model is refused with its text, its length and a remedy."""
     actor = GroupActor(layers=1, hidden=16, heads=2, feed_forward=32)
     long = Problems.from_list([Problem("q" * 600, "a", {}), Problem("short", "a", {})])
     with pytest.raises(colocate.ConfigError, match=r"the question 'qqq.* of 60\d tokens .* takes 512: give shorter"):

@@ -1,4 +1,4 @@
-"""Data parallelism: how a batch is shared out doesn't change what is learned from it."""
+"""Data parallelism: the split of a batch over ranks doesn't change the update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sizes = st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any)
 
 
 def rows_of(counts: list[int], size: int, epochs: int) -> list[list[int]]:
-    """The rows of each minibatch by their numbers in the whole batch."""
+    """Return the row numbers of each minibatch in the whole batch."""
     shares = [parallel.split_minibatches(counts, rank, size, epochs) for rank in range(len(counts))]
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     together = zip(*shares, strict=True)
@@ -57,7 +57,7 @@ def test_other_rows_meet_in_the_next_epoch() -> None:
 
 @attrs.frozen(eq=False)
 class Learned:
-    """What one step of everything gives."""
+    """The results of one step of all roles."""
 
     losses: dict[str, float]
     actor: Weights
@@ -66,7 +66,7 @@ class Learned:
 
 
 def learn(team: Team, problems: Problems, weights: Weights, minibatch: int) -> Learned:
-    """A greedy rollout and one update from given weights: nothing in it is random."""
+    """Run a greedy rollout and one update from given weights; nothing in it is random."""
     team.actor.load(weights)
     warm_up = team.actor.warm_up(problems)
     for role in (team.actor, team.critic, team.reference):
@@ -88,7 +88,7 @@ def learn(team: Team, problems: Problems, weights: Weights, minibatch: int) -> L
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Team]:
-    """The four roles in two processes, whose actors begin with random weights of their own."""
+    """Spawn the four roles in two processes, whose actors begin with random weights of their own."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
         roles: dict[str, colocate.RoleSpec[Any]] = {
             "actor": colocate.role(Actor, **SMALL),
@@ -102,7 +102,7 @@ def two_ranks() -> Iterator[Team]:
 @pytest.mark.in_make_test("11-4")
 @pytest.mark.parametrize(
     ("rows", "minibatch"),
-    [(12, 4), (11, 4), (3, 1)],  # equal parts; unequal ones; a rank without any row of some minibatches
+    [(12, 4), (11, 4), (3, 1)],  # Equal parts; unequal parts; a rank without rows in some minibatches.
 )
 def test_two_ranks_learn_what_one_learns(two_ranks: Team, problems: Problems, rows: int, minibatch: int) -> None:
     alone = Team(Actor(**SMALL), Critic(), Reference(), Reward(), two_ranks.scope)
@@ -129,7 +129,7 @@ def test_a_mesh_with_other_axes_is_refused() -> None:
 
 
 def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: Problems) -> None:
-    """The first rank shuffles the whole batch, and every rank gets its part of that: 11 rows in parts of 6 and 5."""
+    """Shuffled scores of 11 rows on two ranks have the values and the summary of the ordered scores."""
     with two_ranks.scope():
         rollout = two_ranks.actor.generate.keep(problems[:11], max_new_tokens=6)
         scores = two_ranks.reward.score.keep(rollout.ref)
@@ -140,7 +140,7 @@ def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: Problems) ->
 
 
 def test_gradients_under_ddp_lie_in_its_buckets() -> None:
-    """Else the buckets, which nobody can find, take as much again."""
+    """All gradients under DDP lie in one bucket, without memory of their own."""
     with colocate.connect() as runtime, runtime.reserve() as pool:
         group = pool.spawn({"actor": colocate.role(Actor, **SMALL, parallel="ddp")})
         ((gradients, pieces),) = group.run(_gradients)
@@ -148,7 +148,7 @@ def test_gradients_under_ddp_lie_in_its_buckets() -> None:
 
 
 def _gradients(ctx: colocate.Context) -> tuple[int, int]:
-    """How many there are after a backward pass, and in how many pieces of memory."""
+    """Return how many gradients a backward pass leaves, and in how many buffers."""
     model = ctx.sibling("actor", Actor).model
     model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
     found = [each.grad for each in model.module.parameters() if each.grad is not None]

@@ -1,4 +1,4 @@
-"""A run that learns nothing has one of thirteen faults: a comparison, a check or a replay tells it, at its call."""
+"""Each of thirteen faults of a run that doesn't learn is found at its call, by a comparison, a check or a replay."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(name: str, changes: Sequence[str]) -> None:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that has no fault, recorded."""
+    """Record a run without a fault; return its folder."""
     folder = tmp_path_factory.mktemp("planted")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -41,7 +41,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 REWARD, ACTOR = "groups.policy.roles.reward=tests.ppo.planted", "groups.policy.roles.actor"
 COMPARED: list[tuple[str, list[str], str]] = [
-    ("a wrong sign", [f"{REWARD}:WrongSign"], "reward.score, call 2"),  # until then all answers have scored nothing
+    ("a wrong sign", [f"{REWARD}:WrongSign"], "reward.score, call 2"),  # All earlier answers have scored 0.
     ("shuffled labels", [f"{REWARD}:ShuffledLabels"], "reward.score, call 2"),
     ("a lost row", with_role("actor", "LostRow"), "actor.read, call 0"),
     ("padding", with_role("actor", "PadsLeft"), "actor.read, call 0"),
@@ -60,7 +60,7 @@ COMPARED: list[tuple[str, list[str], str]] = [
 def test_compared(
     right: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes: list[str], call: str
 ) -> None:
-    """The first difference is the fault's, and its call had the same arguments as in the run without it."""
+    """The first difference is reported at the call with the fault, whose arguments were the same."""
     monkeypatch.chdir(right)
     run("wrong", [*COMPARE, *changes])
     told = [each.getMessage() for each in caplog.records if "differs from" in each.getMessage()]
@@ -76,7 +76,7 @@ def test_without_a_fault(right: Path, monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 CHECKED = [
-    ("StaleWeights", "embed_tokens", 3),  # nothing is learned in the first step, as all score the same
+    ("StaleWeights", "embed_tokens", 3),  # The first step learns nothing, as all answers score the same.
     ("OneRanksShard", "up_proj", 1),
     ("Swapped", "q_proj", 1),
 ]
@@ -85,7 +85,7 @@ CHECKED = [
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "words", "lines"), CHECKED)
 def test_checked(right: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str, lines: int) -> None:
-    """Of weights the sync tells it at which they went wrong, after so many lines of metrics."""
+    """`check_weights` raises at the sync whose weights are wrong, and the error names a wrong tensor."""
     monkeypatch.chdir(right)
     with pytest.raises(WeightsDifferError) as caught:
         run("wrong", [*with_role("rollout", name), "+job.with.check_weights=1"])
@@ -96,7 +96,7 @@ def test_checked(right: Path, monkeypatch: pytest.MonkeyPatch, name: str, words:
 
 @pytest.mark.long
 def test_another_seed(right: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replayed was recorded with another seed: that is refused before anything is started."""
+    """A replay of a run with another seed is refused."""
     monkeypatch.chdir(right)
     replay: dict[str, Any] = {"rollout": "runs/right"}
     with pytest.raises(colocate.ColocateError, match="seed"):

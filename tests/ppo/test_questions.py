@@ -33,7 +33,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {"own": own_tokenizer, "deepseek": de
 
 @pytest.fixture(autouse=True)
 def no_progress_bars() -> Iterator[None]:
-    """They would leave a thread and a semaphore."""
+    """Disable progress bars, which would leave a thread and a semaphore."""
     from transformers.utils import logging
 
     bars: Any = logging
@@ -56,7 +56,7 @@ def rendered(inner: Any, messages: Any, **options: Any) -> tuple[str, list[int]]
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("processes", [False, True])
 def test_chats(tmp_path: Path, kind: str, processes: bool) -> None:
-    """Messages, the text of their template and its token ids all ask what the model was trained on."""
+    """A question as messages, as templated text or as token ids has the same prompt tokens."""
     inner = TOKENIZERS[kind]()
     folder = make_folder(tmp_path, inner)
     texts, tokens = zip(*(rendered(inner, each) for each in CHATS), strict=True)
@@ -74,19 +74,19 @@ def test_chats(tmp_path: Path, kind: str, processes: bool) -> None:
 
 @pytest.mark.parametrize("adds", ["begin", "end", "both", "nothing"])
 def test_texts(adds: str) -> None:
-    """A text has one beginning, if the tokenizer begins texts so, and no end but one that it has itself."""
+    """A prompt has one begin token if the tokenizer adds it, and an end token only if the text has it."""
     inner = own_tokenizer(adds)
     tokenizer = Tokenizer.from_transformers(inner)
     begin = [1] if adds in ("begin", "both") else []
     for text in ("ab", " a\n", "", "<think>", "a</s>", "</s>"):
         own = inner(text, add_special_tokens=False)["input_ids"]
-        if begin or own:  # there are other tests of questions without tokens
+        if begin or own:  # Another test has questions without tokens.
             assert tokenizer.make_prompt(text) == [*begin, *own]
         assert tokenizer.make_prompt(f"<s>{text}") == [1, *own]
 
 
 def test_template_options() -> None:
-    """Options of the template arrive; an answer that the last message has begun is gone on with."""
+    """Template options reach the template, and an answer that the last message begins is continued."""
     inner = own_tokenizer()
     tokenizer = attrs.evolve(Tokenizer.from_transformers(inner), template_options={"thinking": True})
     assert tokenizer.make_prompt(CHATS[0]) == rendered(inner, CHATS[0], thinking=True)[1]
@@ -96,7 +96,7 @@ def test_template_options() -> None:
 
 
 def test_the_template_is_applied_once(tmp_path: Path) -> None:
-    """Answers of an engine are read with the tokens that it was given, whatever the template would say by then."""
+    """An engine's answers are read with the engine's prompts: the template isn't applied again."""
     actor = GroupActor(model=make_folder(tmp_path, own_tokenizer()))
     problems = ask(*CHATS)
     prompts = actor.prompts(problems)
@@ -120,19 +120,19 @@ def test_the_template_is_applied_once(tmp_path: Path) -> None:
     ],
 )
 def test_questions_that_cannot_be_asked(question: Any, words: str) -> None:
-    """An error says what the question has, and what the model lacks."""
+    """A question that can't be asked is refused with the reason."""
     with pytest.raises(ConfigError, match=words):
         Tokenizer.from_transformers(own_tokenizer()).make_prompt(question)
 
 
 def test_without_a_template() -> None:
-    """A tokenizer without a chat template is named, rather than one made up."""
+    """Messages are refused if the tokenizer has no chat template."""
     with pytest.raises(ConfigError, match=r"chat template of the model's tokenizer can't ask .* is not set"):
         make_character_tokenizer().make_prompt(CHATS[0])
 
 
 def test_questions_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages and token ids are split like texts, and stay as the task has given them."""
+    """A task's messages and token ids are split like texts, and stay unchanged; malformed ones are refused."""
     task = Task("tests.ppo.chats:chats")
     held_out, drawn = task.held_out(90), task.draw(90)
     assert {type(each) for each in drawn.questions} == {str, list}
@@ -146,7 +146,7 @@ def test_questions_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Format(Reward):
-    """A reward of the very text."""
+    """A reward for the exact text."""
 
     def score_answer(self, answer: str, problem: Problem) -> float:
         return float(answer == problem.answer)
@@ -156,7 +156,7 @@ class Format(Reward):
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "characters"])
 @pytest.mark.parametrize("processes", [False, True])
 def test_answers(tmp_path: Path, kind: str, processes: bool) -> None:
-    """A reward gets the text as the policy wrote it, but for the token that ended it, and the tokens beside it."""
+    """A reward gets an answer's exact text, without the token that ended it, and all its tokens."""
     texts = ["<think>1+1</think>2", "    return x", "x\n", "a  b , c", "\t", "", "</think>"]
     if kind == "characters":
         inner, options = make_character_tokenizer().inner, {}
@@ -185,7 +185,7 @@ def test_answers(tmp_path: Path, kind: str, processes: bool) -> None:
 
 @pytest.mark.parametrize("letters", ["abc", "bc"])
 def test_leading_blanks_of_sentencepiece(letters: str) -> None:
-    """The blank that begins an answer isn't lost; where there is no letter "a", texts are decoded plainly."""
+    """A leading blank of an answer is kept, unless the tokenizer has no letter "a" and texts are decoded plainly."""
     inner = sentencepiece_tokenizer(letters)
     tokenizer = Tokenizer.from_transformers(inner)
     bodies = [inner.convert_tokens_to_ids([*tokens]) for tokens in ("▁bc", "b▁c", "▁▁b", "bc", "")]
@@ -195,7 +195,7 @@ def test_leading_blanks_of_sentencepiece(letters: str) -> None:
 
 
 def test_sampled_answers(actor: GroupActor, problems: Problems) -> None:
-    """Text and tokens of sampled answers belong together; only an end that was reached is missing in the text."""
+    """The text of a sampled answer is its decoded tokens, without an end token."""
     rollout = actor.generate(problems, max_new_tokens=6, temperature=3.0)
     lengths = rollout["mask"].sum(1).tolist()
     for ids, text, length, tokens in zip(
@@ -207,7 +207,7 @@ def test_sampled_answers(actor: GroupActor, problems: Problems) -> None:
 
 
 def test_blanks_around_a_right_answer(actor: GroupActor, problems: Problems) -> None:
-    """reasoning-gym's scorers, and the accuracy, don't see blanks that a model has put around an answer."""
+    """Blanks around a right answer lower neither the score of reasoning-gym nor the accuracy."""
     reward = Reward()
     rollout = actor.generate(problems, max_new_tokens=2)
     rollout["answers"] = [f" {answer}\n" for answer in problems.answers]

@@ -1,4 +1,4 @@
-"""PPO whose rollouts and rewards are recorded, and then answered from there: all that is logged is the same."""
+"""PPO with replayed rollouts and rewards logs the same metrics as the recorded run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLUSTERS = [pytest.param(name, marks=pytest.mark.long) for name in ("ray", "dask
 LOCAL = {name: {"use": "local", "with": {"processes": name == "processes"}} for name in ("threads", "processes")}
 EXECUTORS = [*LOCAL, *CLUSTERS]
 RECORD = ["record=[actor, reward]"]
-# All steps of the example as it is, whose actor is but warmed up less.
+# The example has all its steps, but a shorter warm-up.
 WHOLE = ["job.with.warm_up_steps=30"]
 
 
@@ -30,7 +30,7 @@ def run(
     example: str = "ppo-small",
     own: list[str] = CHANGES,
 ) -> list[Any]:
-    """Run PPO in a folder, and return what it logs."""
+    """Run PPO in a folder; return its metrics without times."""
     given = [*own, f"name={name}", *changes, *([] if executor is None else [f"executor={json.dumps(executor)}"])]
     with colocate.launch(colocate.load_config(EXAMPLES / f"{example}.yaml", set=given)) as job:
         record = job.run(quiet=True, resume=resume)
@@ -44,7 +44,7 @@ def replay(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A run on threads that was recorded, and what it has logged."""
+    """Record a run on threads; return the folder and the metrics."""
     folder = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -53,7 +53,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 @pytest.mark.parametrize("name", EXECUTORS)
 def test_the_same_numbers(first: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All digits of all metrics, whatever the executor: the critic learns what it learned, without an actor."""
+    """A replay of actor and reward logs all metrics to the last digit, on every executor."""
     pytest.importorskip({"dask": "distributed", "ray": "ray"}.get(name, "torch"))
     folder, before = first
     monkeypatch.chdir(folder)
@@ -67,7 +67,7 @@ def test_the_same_numbers(first: tuple[Path, list[Any]], monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The example's hundred steps on threads, recorded, and what they have logged."""
+    """Record the example's hundred steps on threads; return the folder and the metrics."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["threads", "processes", "ray", "dask"])
 def test_a_hundred_steps(whole: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All digits of all metrics of each of the example's steps, whatever the executor."""
+    """A replay of the example's hundred steps logs all metrics to the last digit, on every executor."""
     pytest.importorskip({"dask": "distributed", "ray": "ray"}.get(name, "torch"))
     folder, before = whole
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""What becomes of a step that fails again and again: it ends, with the error."""
+"""A step that fails again and again is retried up to a limit, and then raises its error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate_ppo.recovery import OnStepFailure, Recovery
 
 @attrs.define
 class FakeRun:
-    """A run whose last checkpoint is of this step, if it has one."""
+    """A run whose last checkpoint is of this step; None for no checkpoint."""
 
     step: int | None = 7
 
@@ -34,7 +34,7 @@ def mistake(message: str) -> RoleError:
 
 
 def failing(times: int, error: Callable[[str], RoleError] = RoleError) -> tuple[Callable[[], str], list[int]]:
-    """What raises so often before it succeeds, and how often it was called."""
+    """Return a function that raises so many times before it succeeds, and the list of its calls."""
     called: list[int] = []
 
     def do() -> str:
@@ -69,7 +69,7 @@ def test_a_part_is_done_again_so_often() -> None:
     ],
 )
 def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: Callable[[str], RoleError]) -> None:
-    """Where nobody wants that, or it can't be."""
+    """A failed part isn't retried if `how`, the limit or the error forbids it."""
     run: Any = FakeRun()
     do, called = failing(1, error)
     with pytest.raises(RoleError, match="no"):
@@ -80,7 +80,7 @@ def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: Callable[[s
 def test_a_checkpoint_is_gone_back_to_so_often() -> None:
     run: Any = FakeRun()
     recovery, error, restored = Recovery("restore", 2), RoleError("no"), list[int]()
-    for _ in range(2):  # each new checkpoint has its own number
+    for _ in range(2):  # A new checkpoint resets the count.
         for _ in range(2):
             recovery.restore_checkpoint(run, error, lambda: restored.append(1))
         with pytest.raises(RoleError):
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_gone_back_to_so_often() -> None:
     [("retry", 7, RoleError), ("restore", None, RoleError), ("restore", 7, RenewalError), ("restore", 7, mistake)],
 )
 def test_nothing_is_gone_back_to(how: OnStepFailure, step: int | None, error: Callable[[str], RoleError]) -> None:
-    """Where nobody wants that, there is no checkpoint, or the group can't go on."""
+    """No checkpoint is restored if there is none, or if `how` or the error forbids it."""
     run: Any = FakeRun(step)
     with pytest.raises(RoleError) as caught:
         Recovery(how, 3).restore_checkpoint(run, error("no"), lambda: pytest.fail("it was restored"))

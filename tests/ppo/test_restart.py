@@ -1,7 +1,7 @@
-"""The PPO job survives a worker's SIGKILL, and ends with the metrics of a run that nothing has happened to.
+"""The PPO job survives a worker's SIGKILL, and logs the metrics of an undisturbed run.
 
-In `make test` its parts: `test_job.py` has the job go on from a checkpoint, and `tests/cli/test_restart.py` a job whose
-worker is killed.
+`make test` has the parts: `test_job.py` resumes the job from a checkpoint, and `tests/cli/test_restart.py` kills a
+worker of a job.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ CHANGES = [
 
 
 class Killer:
-    """An observer that ends a worker while an update of the actor runs."""
+    """An observer that kills a worker while the actor is updated."""
 
     def __init__(self, group: ColocatedGroup, at: int | None) -> None:
         self.pids = group.run(lambda ctx: os.getpid())
         self.at = at
         self.updates = 0
-        self.before: int | None = None  # updates when it was noticed: observers are told beside the job, maybe late
+        self.before: int | None = None  # The count when the death was noticed: observers may be notified late.
 
     def colocate_group_changed(self, name: str, state: str, cause: BaseException | None) -> None:
-        """The worker has died."""
         if self.before is None and self.at is not None and self.updates >= self.at:
             self.before = self.updates
 
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """The critic has been updated: the actor is next."""
+        """Kill a worker after an update of the critic: the actor's update is next."""
         if (record.role, record.method) == ("critic", "update"):
             self.updates += 1
             if self.updates == self.at:
@@ -52,13 +51,13 @@ class Killer:
 def metrics(
     folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, at: int | None, more: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """What a run logs, without its times; the generation in which it ends; how often the critic was updated.
+    """Return a run's metrics without times, its last generation, and the number of updates of the critic.
 
-    After a worker was killed, if one was.
+    If a worker is killed, only updates after its death are counted.
     """
     folder.mkdir()
     monkeypatch.chdir(folder)
-    # What nothing happens to needs a process only for torch's process groups.
+    # An undisturbed run needs processes only for torch's process groups.
     processes = str(at is not None or slots > 1).lower()
     changes = [f"pools.main.slots={slots}", f"executor={{use: local, with: {{processes: {processes}}}}}"]
     with colocate.launch(colocate.load_config(EXAMPLE, set=[*CHANGES, *changes, *more])) as job:
@@ -73,9 +72,9 @@ def metrics(
 @pytest.mark.long
 @pytest.mark.parametrize(("slots", "waits"), [(1, True), (2, True), (2, False)])
 def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, waits: bool) -> None:
-    """In step 3, after the checkpoint of step 2: from there it goes on, and does nothing else again.
+    """A worker killed in step 3 costs only the work since the checkpoint of step 2, and the metrics are unchanged.
 
-    Where that was written beside the steps, it may not have been complete: then it goes on from the start.
+    A checkpoint that is written beside the steps may be incomplete: then the run restarts from its beginning.
     """
     undisturbed, generation, updates = metrics(tmp_path / "undisturbed", monkeypatch, slots, None)
     assert generation == 0

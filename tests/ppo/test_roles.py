@@ -1,4 +1,4 @@
-"""The roles outside any worker: what each says, and what an update changes."""
+"""PPO roles outside any worker: their results, and the effects of an update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from colocate_ppo.tokenizer import load_tokenizer, make_character_tokenizer
 
 @attrs.frozen(eq=False)
 class Case:
-    """One batch on its way through the four roles."""
+    """A batch, and the results of the four roles for it."""
 
     actor: Actor
     critic: Critic
@@ -59,7 +59,7 @@ def parameters(model: torch.nn.Module) -> Tensor:
 
 
 def test_log_probs_are_those_of_each_answer_by_itself(case: Case) -> None:
-    """Padding on both sides and the other rows change nothing."""
+    """An answer's log-probabilities depend neither on padding nor on other rows."""
     rollout, model = case.rollout, case.actor.model
     width = rollout["mask"].shape[1]
     for row in range(len(rollout["problems"])):
@@ -114,7 +114,7 @@ def test_an_update_of_the_actor_makes_good_answers_likelier(case: Case) -> None:
 
 
 def test_before_its_first_step_the_actor_is_as_it_was(case: Case) -> None:
-    """The ratio is 1, the mean of whitened advantages 0; and without a learning rate no step changes it."""
+    """Before the first step the ratio is 1 and the loss 0, and an update with learning rate 0 changes no weight."""
     before = parameters(case.actor.model.module)
     metrics = case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=12, lr_scale=0.0)
     assert metrics["policy_loss"] == pytest.approx(0.0, abs=1e-5)
@@ -123,7 +123,7 @@ def test_before_its_first_step_the_actor_is_as_it_was(case: Case) -> None:
 
 
 def test_padding_has_no_gradient(case: Case) -> None:
-    """Log-probabilities on padding change nothing, however far from those of the policy."""
+    """Log-probabilities on padding don't change an update, however large or small."""
     mask = case.rollout["mask"]
     mask[:, 4:] = False
     low, high = (torch.where(mask, case.log_probs, far) for far in (-1000.0, 1000.0))
@@ -155,8 +155,8 @@ def test_an_entropy_bonus_raises_entropy(case: Case) -> None:
 
 
 def passes_of_layers(model: torch.nn.Module, update: Callable[[], object]) -> list[int]:
-    """How often an update computes each layer: which is seen inside, as a layer that is computed anew isn't called."""
-    from transformers.modeling_layers import GradientCheckpointingLayer  # here: all tests are collected by all workers
+    """Return how often an update computes each layer, counted in its attention: a recomputed layer isn't called."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # Late import: each worker collects all tests.
 
     counts: collections.Counter[int] = collections.Counter()
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
@@ -174,7 +174,7 @@ def passes_of_layers(model: torch.nn.Module, update: Callable[[], object]) -> li
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_gradient_checkpointing_computes_each_layer_twice(case: Case, anew: bool) -> None:
-    """In an update, once more in the backward pass of each minibatch; in a pass without gradients never."""
+    """Gradient checkpointing computes each layer twice per minibatch of an update, and once without gradients."""
     actor = Actor(layers=2, hidden=32, heads=2, feed_forward=64, gradient_checkpointing=anew)
     critic = Critic(gradient_checkpointing=anew)
     actor.load(case.actor.weights())
@@ -184,7 +184,7 @@ def test_gradient_checkpointing_computes_each_layer_twice(case: Case, anew: bool
         critic: lambda: critic.update(case.rollout, case.values, case.estimates, minibatch=4),
     }
     for role, update in updates.items():
-        assert passes_of_layers(role.model.module, update) == [6 if anew else 3] * 2  # of twelve rows
+        assert passes_of_layers(role.model.module, update) == [6 if anew else 3] * 2  # For twelve rows.
     assert passes_of_layers(actor.model.module, lambda: actor.log_probs(case.rollout)) == [1, 1]
     assert passes_of_layers(critic.model.module, lambda: critic.values(case.rollout)) == [1, 1]
 
@@ -200,7 +200,7 @@ def test_an_update_of_the_critic_brings_it_nearer_to_the_returns(case: Case) -> 
 
 
 def test_updates_change_neither_arguments_nor_earlier_results(case: Case) -> None:
-    """The law of residency: what was handed out stays as it was."""
+    """An update changes neither its arguments nor earlier results."""
     weights = case.actor.weights()
     tensors = {name: value for name, value in case.rollout.items() if isinstance(value, Tensor)}
     given = [tensors, case.log_probs, case.values, dict(case.estimates), weights["state"]]
@@ -234,7 +234,7 @@ def test_scores_are_those_of_the_task(problems: Problems) -> None:
 
 
 def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
-    """Weights and moments of the optimizers: the next step is the same to the last bit."""
+    """Restored roles make the same next step as the saved roles, to the last bit."""
 
     def step(actor: Actor, critic: Critic) -> tuple[Tensor, Tensor, Rollout]:
         critic.update(case.rollout, case.values, case.estimates, minibatch=4)
@@ -265,8 +265,8 @@ def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_progress_bars() -> Iterator[None]:
-    """They would leave a thread and a semaphore."""
-    from transformers.utils import logging  # here, as in the roles: all tests are collected by all workers
+    """Disable progress bars, which would leave a thread and a semaphore."""
+    from transformers.utils import logging  # Late import, as in the roles: each worker collects all tests.
 
     bars: Any = logging
     bars.disable_progress_bar()
@@ -276,7 +276,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_progress_bars")
 def test_a_model_from_a_folder(tmp_path: Path, problems: Problems) -> None:
-    """Any causal language model of transformers, with its own tokenizer."""
+    """A folder's model, with its own tokenizer, works in actor, critic and reference."""
     tokenizer = make_character_tokenizer()
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -305,7 +305,7 @@ def test_a_model_from_a_folder(tmp_path: Path, problems: Problems) -> None:
 def test_code_of_a_model_is_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor: Actor, device: str
 ) -> None:
-    """Nobody is asked whether it may run, wherever a config, a model or a tokenizer comes from: it may not."""
+    """A model folder's code is refused without a question on the terminal, and never runs."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     reference = Reference()
     reference.load(actor.weights())

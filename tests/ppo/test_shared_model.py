@@ -1,4 +1,4 @@
-"""A model that an actor and an engine share: both compute it in the same way, and refuse the same rows."""
+"""A model that an actor and an engine share: its dtype, its copies, and rows that are too long for it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ QUESTIONS = Problems.from_list(Problem("ab" * (1 + number), "", {}) for number i
 
 
 class Watched(GroupActor):
-    """An actor that knows in what its layers have computed."""
+    """An actor that records the dtypes in which a layer computes."""
 
     @method
     def watch(self) -> None:
-        """Begin to look."""
         self.seen: set[str] = set()
         layer: Any = self.model.module.model.layers[0].mlp.down_proj
         layer.register_forward_hook(lambda _module, _inputs, output: self.seen.add(str(output.dtype)))
 
     @method(collect=First())
     def dtypes(self) -> list[str]:
-        """Return what was seen since the last call."""
         seen, self.seen = sorted(self.seen), set()
         return seen
 
@@ -44,7 +42,7 @@ class Watched(GroupActor):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
 def test_dtype(parallel: str, dtype: str) -> None:
-    """An engine that has the actor's model computes in what the actor computes, and so do updates."""
+    """An engine with the actor's model computes in the actor's dtype, as updates do, and weights stay float32."""
     roles = {
         "actor": colocate.role(Watched, hidden=32, layers=1, dtype=dtype, parallel=parallel),
         "rollout": colocate.role("rollout.engine", engine="transformers", role="actor"),
@@ -75,7 +73,7 @@ def test_dtype(parallel: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies(copied: Callable[[nn.Module], nn.Module], dtype: Dtype, checkpointing: bool) -> None:
-    """A copy of the module computes with its own weights, in the dtype of the first, with gradients or without."""
+    """A copy of a module computes with its own weights in the original's dtype, with or without gradients."""
     module: Any = GroupActor(hidden=32, layers=1, dtype=dtype, gradient_checkpointing=checkpointing).model.module
     ids = torch.arange(4)[None]
     expected = module(input_ids=ids).logits
@@ -118,7 +116,7 @@ def phi(folder: Path) -> str:
 
 
 def test_long_rope(tmp_path: Path) -> None:
-    """Rows beyond the model's first range would change those beside them: refused, sampled or read."""
+    """A row beyond the model's short range would change the rows beside it: `generate` and `log_probs` refuse it."""
     actor = GroupActor(model=phi(tmp_path))
     rollout = actor.generate(QUESTIONS, 8, greedy=True)
     assert actor.generate(QUESTIONS[:1], 8, greedy=True)["token_ids"] == rollout["token_ids"][:1]

@@ -1,6 +1,6 @@
-"""A step in which one rank raises costs a step and not the run: what follows is as if nothing had happened.
+"""A step in which one rank raises is retried, and the run logs the metrics of an undisturbed run.
 
-The run in which nothing fails is also what `colocate plan` is compared with.
+The memory of the undisturbed run is also compared with `colocate plan`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL = [
 
 @attrs.frozen
 class Trained:
-    """What a run logs, without its times; the generation in which it ends, and what its roles hold then."""
+    """A run's metrics without times, its last generation, and the memory that its roles hold at the end."""
 
     rows: list[dict[str, Any]]
     generation: int
@@ -42,17 +42,17 @@ class Trained:
 
     @property
     def undisturbed(self) -> list[dict[str, Any]]:
-        """The same without what is told of failures."""
+        """The metrics without the counts of failed calls."""
         return [{name: value for name, value in row.items() if name != "failed_calls"} for row in self.rows]
 
     @property
     def failed(self) -> dict[int, int]:
-        """How many calls had failed, by steps."""
+        """The number of failed calls by step."""
         return {row["step"]: row["failed_calls"] for row in self.rows if "failed_calls" in row}
 
 
 def train(folder: Path, *changes: str, whole: bool = False) -> Trained:
-    """Run the example, smaller unless it is to be the whole one."""
+    """Run the example, with a small model and few steps unless `whole`."""
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -64,7 +64,7 @@ def train(folder: Path, *changes: str, whole: bool = False) -> Trained:
 
 
 def failing(folder: Path, where: str, minibatch: int = 1, step: int = AT) -> list[str]:
-    """What makes the actor fail in a step, on the last rank."""
+    """Return the config changes that make the actor fail on the last rank."""
     options = {"where": where, "step": step, "once": str(folder / "failed"), "minibatch": minibatch}
     given = [f"+groups.policy.roles.actor.with.{name}={value}" for name, value in options.items()]
     return ["groups.policy.roles.actor.use=tests.ppo.faulty:FaultyActor", *given]
@@ -72,7 +72,7 @@ def failing(folder: Path, where: str, minibatch: int = 1, step: int = AT) -> lis
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A run in which nothing fails."""
+    """Run the example without a failure."""
     return train(tmp_path_factory.mktemp("expected") / "run")
 
 
@@ -86,7 +86,7 @@ def test_nothing_fails(expected: Trained) -> None:
 
 @pytest.mark.long
 def test_what_is_planned_is_what_they_hold(expected: Trained, tmp_path: Path, forks: Forks) -> None:
-    """Shards of an actor with its optimizer, beside whole models; tests/cli/test_plan.py has the other layouts."""
+    """`colocate plan` predicts the memory of a sharded actor and of whole models; tests/cli has the other layouts."""
     changes = [part for change in SMALL for part in ("--set", change)]
     done = forks.run(("plan", str(EXAMPLE), "--json", *changes), tmp_path, os.environ)
     assert (done.returncode, done.stderr) == (0, "")
@@ -101,7 +101,7 @@ def test_what_is_planned_is_what_they_hold(expected: Trained, tmp_path: Path, fo
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["backward", "rollout", "before", "update"])
 def test_a_failed_part_is_done_again(tmp_path: Path, expected: Trained, where: str) -> None:
-    """With the same problems and random numbers, and without an update that was made already: all equal bit by bit."""
+    """A failed part is retried with the same problems and random numbers, and all metrics are equal."""
     found = train(tmp_path / "run", *failing(tmp_path, where))
     assert (tmp_path / "failed").exists()
     assert found.undisturbed == expected.rows
@@ -111,7 +111,7 @@ def test_a_failed_part_is_done_again(tmp_path: Path, expected: Trained, where: s
 
 @pytest.mark.long
 def test_on_one_slot(tmp_path: Path) -> None:
-    """Where nobody waits, models are in the middle of a step all the same."""
+    """On one slot, where no rank waits, a failed backward pass is retried, with unchanged metrics."""
     one = "pools.main.slots=1"
     undisturbed = train(tmp_path / "undisturbed", one)
     found = train(tmp_path / "run", one, *failing(tmp_path, "backward"))
@@ -121,7 +121,7 @@ def test_on_one_slot(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_weights_of_two_steps_go_back_to_the_checkpoint(tmp_path: Path, expected: Trained) -> None:
-    """After the last collective the other rank makes its update: the group restarts from step 2."""
+    """A failure after the last collective leaves the ranks with different weights, and the group restarts."""
     found = train(tmp_path / "run", *failing(tmp_path, "last collective"))
     assert found.rows == expected.rows
     assert found.generation == 1
@@ -143,7 +143,7 @@ def test_ending_the_run_instead(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def chosen(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """What puts an executor into the config: nothing for the one that it has."""
+    """Return the config changes for an executor: none for the config's own."""
     if request.param == "local":
         yield []
         return
@@ -159,7 +159,7 @@ def chosen(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     indirect=["chosen"],
 )
 def test_the_example_learns_all_the_same(tmp_path: Path, chosen: list[str], where: str) -> None:
-    """As it is, with a failure in step 30, on the executor that one word of the config names."""
+    """The whole example learns despite a failure in step 30, on every executor."""
     found = train(tmp_path / "run", *failing(tmp_path, where, step=30), *chosen, whole=True)
     assert (tmp_path / "failed").exists()
     assert [row["step"] for row in found.rows] == [*range(61)]

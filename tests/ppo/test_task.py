@@ -37,7 +37,7 @@ def test_no_held_out_word_is_ever_drawn() -> None:
 
 
 def test_the_split_is_by_question_and_fixed() -> None:
-    """A tenth of all words: as many of the task's 3 to 5 letter words as the recipe counted."""
+    """The split holds out a fixed tenth: 1,713 of the 16,772 questions with words of 3 to 5 letters."""
     dataset = Task(options={"min_word_len": 3, "max_word_len": 5})._training
     question = "Spell this word backward (example: sun -> nus): {}".format
     assert len(dataset.words) == 16772
@@ -45,7 +45,7 @@ def test_the_split_is_by_question_and_fixed() -> None:
 
 
 def test_held_out_problems_are_the_same_for_every_seed() -> None:
-    """They end where there are no more."""
+    """Held-out problems don't depend on the seed, and don't repeat if a task has too few."""
     first, second = Task(options=SHORT, seed=1), Task(options=SHORT, seed=2)
     assert first.held_out(20) == second.held_out(20)
     assert first.draw(20) != second.draw(20)
@@ -65,7 +65,7 @@ def test_a_stream_goes_on_at_its_position() -> None:
 def test_so_many_demonstrations_are_wrong_on_purpose(flawed: float) -> None:
     shown = Task().demonstrate(1000, flawed)
     right = [problem.answer == problem.entry["answer"] for problem in shown]
-    # A palindrome or a word in alphabetical order comes out right in spite of it.
+    # A flawed answer to a palindrome, or to a word in alphabetical order, can be right.
     assert 1 - sum(right) / len(right) == pytest.approx(flawed, abs=0.05)
     assert all(sorted(problem.answer) == sorted(problem.entry["answer"]) for problem in shown)
 
@@ -78,12 +78,12 @@ def test_other_tasks_are_selected_by_name_and_options() -> None:
 
 
 def numbers(count: int, word: str = "number") -> list[dict[str, str]]:
-    """Questions of one's own."""
+    """Return a task's questions."""
     return [{"question": f"{word} {index}", "answer": str(index), "more": "kept"} for index in range(count)]
 
 
 def test_a_task_of_ones_own() -> None:
-    """Its questions come in their order, again and again, but for those that are held out."""
+    """A task of one's own repeats its questions in order, without the held-out ones."""
     task = Task(f"{__name__}:numbers", {"count": 40})
     questions = [problem.question for problem in task.draw(100)]
     held_out = {problem.question for problem in task.held_out(100)}
@@ -118,7 +118,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def own_rows(kind: str = "same") -> Any:
-    """Rows as they were, or others."""
+    """Return the rows, changed by `kind`."""
     rows: Any = [dict(row) for row in ROWS]
     if kind == "shuffled":
         random.Random().shuffle(rows)
@@ -153,7 +153,7 @@ def own_rows(kind: str = "same") -> Any:
     ],
 )
 def test_rows_that_differ(kind: str, words: str | None) -> None:
-    """A task's rows are told from those before by what differs."""
+    """`compare_rows` says how a task's rows differ from earlier rows."""
     before = json.loads(json.dumps(Task(f"{__name__}:own_rows").describe_rows()))
     now = Task(f"{__name__}:own_rows", {"kind": kind}).describe_rows()
     difference = compare_rows(before, now)
@@ -162,7 +162,7 @@ def test_rows_that_differ(kind: str, words: str | None) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "numpy", "torch"])
 def test_shuffled_rows(kind: str) -> None:
-    """Rows that are shuffled by a global generator have the order of the run's seed; the generators are undisturbed."""
+    """Rows shuffled by a global generator get an order by the run's seed, and the generators' states don't change."""
 
     def state() -> list[Any]:
         return [repr(random.getstate()), repr(np.random.get_state()), torch.get_rng_state().tolist()]
@@ -177,7 +177,7 @@ def test_shuffled_rows(kind: str) -> None:
 
 @pytest.mark.long
 def test_rows_of_another_process() -> None:
-    """Sets, and objects that have an address, are the same there."""
+    """Rows with sets, and with objects whose repr has an address, are the same in another process."""
     code = f"import json; from {__name__} import *; "
     code += f"print(json.dumps(Task('{__name__}:own_rows', {{'kind': 'object'}}).describe_rows()))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
@@ -185,7 +185,7 @@ def test_rows_of_another_process() -> None:
 
 
 def test_generated_rows() -> None:
-    """Options and the seed make other rows."""
+    """Generated rows depend on options and seed, and the comparison names the changed one."""
     before = Task("spell_backward").describe_rows()
     assert compare_rows(before, Task("spell_backward").describe_rows()) is None
     options = {"min_word_len": 9}
@@ -197,7 +197,7 @@ def test_generated_rows() -> None:
 
 @pytest.mark.parametrize("job", ["ppo", "grpo"])
 def test_a_resumed_run_has_its_rows(job: str, tmp_path: Path) -> None:
-    """Others are refused before anything is learned from them, unless that is wanted."""
+    """A resumed run whose rows have another order is refused, unless `same_rows` is false."""
 
     def go(kind: str, **how: Any) -> test_job.Recorder:
         changes = [f"+job.with.task={__name__}:own_rows", f"job.with.task_options={{kind: {kind}}}"]

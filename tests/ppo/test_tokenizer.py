@@ -35,7 +35,7 @@ def test_unknown_characters_are_marked() -> None:
 
 
 def test_a_batch_is_padded() -> None:
-    """Prompts, which are lines, on the left; answers, which end, on the right."""
+    """Prompts end with a newline, padded on the left; answers end with an end token, padded on the right."""
     prompts = TOKENIZER.encode_prompts(["ab", "a"], torch.device("cpu"))
     assert prompts.mask.tolist() == [[True, True, True], [False, True, True]]
     assert prompts.tokens[1, 0] == TOKENIZER.pad

@@ -1,7 +1,7 @@
-"""A cluster of two raylets on this machine, in a process of its own: tests join it as drivers do.
+"""A cluster of two raylets on this machine, in its own process, which tests join as drivers do.
 
-Prints what to connect with; then obeys lines: `add` another node, `drain` it as a cloud does that takes it back,
-`remove` it as a machine that fails goes, `end` it as an autoscaler does. Ends with its input.
+The program prints the options to connect with, then reads commands: `add` another node, `drain` it as a cloud takes it
+back, `remove` it as a machine fails, `end` it as an autoscaler does. It ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 def main() -> None:
     made: Any = Cluster
-    spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # seconds of processor time
+    spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # saves seconds of CPU time
     head = {"num_cpus": 2, "num_gpus": 1, "labels": {"zone": "a", "rack": "r"}, **spared}
     cluster = made(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=1, num_gpus=2, labels={"zone": "b", "rack": "r"}, resources={"disk": 1})

@@ -21,14 +21,14 @@ pytest.importorskip("ray", reason="Ray is not installed")
 
 @attrs.define(eq=False)
 class RunningCluster:
-    """A cluster that other people use."""
+    """A Ray cluster in its own process."""
 
     process: subprocess.Popen[str]
     options: dict[str, Any]
-    """What to connect with."""
+    """The options to connect with."""
 
     def tell(self, word: str) -> None:
-        """Have it do something, and wait until it is done."""
+        """Send a command to the cluster, and wait for its completion."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{word}\n")
@@ -37,13 +37,12 @@ class RunningCluster:
 
     @property
     def address(self) -> str:
-        """Where it is."""
         return str(self.options["address"])
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
-    """A cluster of two nodes: 2 CPUs and 1 GPU, 1 CPU and 2 GPUs. It wants a token."""
+    """Start a cluster of two nodes: 2 CPUs and 1 GPU, 1 CPU and 2 GPUs. It requires a token."""
     command = [sys.executable, str(Path(__file__).with_name("clusters.py"))]
     with started("ray", command, {**SPARING, **NONE_IDLE}) as (process, options):
         yield RunningCluster(process, options)
@@ -52,14 +51,14 @@ def cluster() -> Iterator[RunningCluster]:
 @pytest.fixture(scope="module")
 def runtime(cluster: RunningCluster) -> Iterator[Runtime]:
     with colocate.connect("ray", **cluster.options) as runtime:
-        with runtime.reserve(1, cpus=0) as pool:  # what a runtime makes for its first group is there from now on
+        with runtime.reserve(1, cpus=0) as pool:  # the first group makes objects that last
             pool.spawn({"echo": colocate.role(Echo)})
         yield runtime
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of the cluster, `good-…`, and those of another authority, `bad-…`."""
+    """Write certificates of the cluster, `good-…`, and of another authority, `bad-…`."""
     import ray
 
     folder = tmp_path_factory.mktemp("certificates")
@@ -73,7 +72,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tls(patch: pytest.MonkeyPatch, folder: Path, authority: str = "good", own: str = "good") -> None:
-    """Say to Ray, by the environment, which certificates to use."""
+    """Set the certificates that Ray uses, by environment variables."""
     patch.setenv("RAY_USE_TLS", "1")
     patch.setenv("RAY_TLS_CA_CERT", str(folder / f"{authority}-ca.pem"))
     patch.setenv("RAY_TLS_SERVER_CERT", str(folder / f"{own}-cert.pem"))
@@ -82,5 +81,5 @@ def tls(patch: pytest.MonkeyPatch, folder: Path, authority: str = "good", own: s
 
 @pytest.fixture(autouse=True)
 def may_start_what_it_needs_later(_colocate_watch: LeakWatch) -> None:
-    """A runtime that tests share has Ray start the actors that hold its keepers when it needs them, on each machine."""
+    """Exempt keeper actors from the leak check: a shared runtime starts them when needed, on each machine."""
     _colocate_watch.shares_engines = True

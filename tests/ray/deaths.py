@@ -1,4 +1,4 @@
-"""Waiting for a death that comes from outside."""
+"""A helper that waits for the death of a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from colocate.testing.waiting import wait_until
 
 
 def death_of(group: ColocatedGroup) -> WorkerDied:
-    """The error with which a group's calls end, now or in a while."""
+    """Wait for the WorkerDied error of a group's calls, and return it."""
     errors: list[WorkerDied] = []
 
     def has_died() -> bool:

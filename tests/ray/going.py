@@ -1,4 +1,4 @@
-"""What Ray runs in a worker process before an actor: it begins and doesn't end on a node that is about to go."""
+"""A setup hook for Ray's worker processes: on a node that is about to leave, it starts and never returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 FOLDER = "GOING"
-"""The environment's variable that names a folder, in which files named by raylets' pids say which node it is."""
+"""The environment variable that names a folder, in which a file named by a raylet's pid marks that node."""
 
 
 def where_told() -> None:

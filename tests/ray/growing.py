@@ -1,7 +1,7 @@
-"""A Ray whose autoscaler makes nodes on this machine, up to two of 2 CPUs, in a process of its own.
+"""A Ray whose autoscaler starts nodes on this machine, up to two of 2 CPUs, in its own process.
 
-Prints what to connect with, once the autoscaler has said something, and ends with its input. In its environment is
-`RAY_FAKE_CLUSTER`, for the provider of nodes.
+The program prints the options to connect with after the autoscaler's first status, and ends at the end of its input.
+The environment has `RAY_FAKE_CLUSTER`, for the provider of nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from ray.util import get_node_ip_address
 
 _COMMANDS = [f"{when}_commands" for when in ("setup", "initialization", "head_setup", "worker_setup")]
-_NOTHING: dict[str, Any] = {  # what a config of Ray's has to say
+_NOTHING: dict[str, Any] = {  # keys that a config of Ray requires
     **{key: {} for key in ("auth", "docker", "file_mounts")},
     **{key: [] for key in (*_COMMANDS, "head_start_ray_commands", "worker_start_ray_commands")},
     **{key: [] for key in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},

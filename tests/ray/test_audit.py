@@ -1,4 +1,4 @@
-"""Audits on a cluster that is there already: by Ray's own tables, whatever drivers remember."""
+"""Audits on an existing cluster use Ray's own tables, not the drivers' memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colocate import Runtime
 from colocate.testing.probes.plain import Echo
 from colocate_run.cli.cluster import Cluster, find_strays
 
-# A driver that leaves a placement group with an actor in it, under our name, and another time takes them away.
+# A driver that leaves a placement group with an actor, under a name of colocate's, or removes the group.
 STRANGER = """
 import json, sys
 import ray
@@ -45,7 +45,7 @@ else:
 
 
 def stranger(cluster: Any, what: str, name: str) -> str:
-    """Run that driver to its end; what it says."""
+    """Run that driver to its end; return its output."""
     command = [sys.executable, "-c", STRANGER, cluster.address, what, name]
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
     return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
@@ -53,7 +53,7 @@ def stranger(cluster: Any, what: str, name: str) -> str:
 
 @contextmanager
 def left(cluster: Any) -> Iterator[tuple[str, int]]:
-    """A block in which a placement group under our name belongs to nobody: its id, and the pid of its actor."""
+    """Leave a placement group of nobody under a name of colocate's; yield its id and its actor's pid."""
     name = f"elsewhere-{uuid.uuid4().hex[:8]}/pool"
     pid = int(stranger(cluster, "leave", f"colocate/{name}"))
     try:
@@ -64,7 +64,7 @@ def left(cluster: Any) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.long
 def test_names(runtime: Runtime) -> None:
-    """Placement groups and actors have names that tell whose they are, also in Ray's own tables."""
+    """Placement groups and actors have names with their owner, also in Ray's own tables."""
     with runtime.reserve(2, name="named") as pool:
         owner = runtime._node.services.id
         running = runtime._node.services.executor.running()
@@ -84,7 +84,7 @@ def _command(pid: int) -> str:
 def test_placement_group_of_nobody(
     cluster: Any, runtime: Runtime, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a driver that is gone has left is found by every other driver's audit, and by the command."""
+    """A placement group and actor of a driver that is gone are in another driver's audit and in the command's."""
     with left(cluster) as (name, pid):
         audit = runtime.audit()
         assert audit.missing == ()
@@ -107,7 +107,7 @@ def test_placement_group_of_nobody(
 
 @pytest.mark.long
 def test_other_drivers_are_nobodys_strays(cluster: Any, runtime: Runtime) -> None:
-    """What living drivers have is theirs, and in nobody else's audit."""
+    """Reservations and actors of living drivers are in no driver's audit."""
     with colocate.connect("ray", **cluster.options) as other, other.reserve(1) as pool:
         pool.spawn({"echo": colocate.role(Echo)})
         assert not runtime.audit()

@@ -1,4 +1,4 @@
-"""What only Ray has of detached pools: the owner that owns them, and the table of names in Ray's own store."""
+"""Detached pools on Ray: their owner process, and the table of names in Ray's own store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colocate.keeper import Lease, PoolKeepers
 from colocate.testing.probes.counting import Counting
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
-# A cluster of their own; `make test` has what the suite asks of detached pools on Ray.
+# These tests need their own cluster; `make test` runs the suite's tests of detached pools on Ray.
 pytestmark = pytest.mark.long
 
 
@@ -39,7 +39,7 @@ def new(runtime: Runtime) -> tuple[Pool, Counting]:
 
 
 def owners(cluster: Any) -> list[psutil.Process]:
-    """Their processes in a cluster."""
+    """Return the owner processes in a cluster."""
     found = []
     for each in psutil.Process(cluster.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -49,7 +49,7 @@ def owners(cluster: Any) -> list[psutil.Process]:
 
 
 def detached(runtime: Runtime, cluster: Any, name: str) -> tuple[list[int], psutil.Process]:
-    """Its workers and its owner."""
+    """Detach a pool; return its workers' pids and its owner process."""
     pool, view = new(runtime)
     pids: list[int] = view.pid()
     pool.detach(name, ttl=300)
@@ -58,7 +58,7 @@ def detached(runtime: Runtime, cluster: Any, name: str) -> tuple[list[int], psut
 
 
 def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
-    """SIGKILL of the driver and its envoy together, before detach: its owner gives everything back."""
+    """A pool's owner gives everything back when the driver and its envoy are killed before the detach."""
     assert owners(cluster) == []
     driver = script(
         """
@@ -86,7 +86,7 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
 
 
 def test_driver_is_killed_before_it_knows_its_owner(cluster: Any) -> None:
-    """The envoy ends what its driver hasn't dialled."""
+    """The envoy ends an owner that its killed driver hasn't connected to."""
     assert owners(cluster) == []
     driver = script(
         """
@@ -107,7 +107,7 @@ def test_driver_is_killed_before_it_knows_its_owner(cluster: Any) -> None:
 
 
 def test_owner_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
-    """Without its owner a pool is over: nothing of it is left, and its name is free."""
+    """A killed owner ends its pool: the workers end, and the name is no longer known."""
     pids, owner = detached(runtime, cluster, name)
     workers = Processes(pids)
     owner.kill()
@@ -130,7 +130,7 @@ def test_owner_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
 
 
 def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> None:
-    """A name that a dead owner has left in the table is nobody's."""
+    """A name that a dead owner left in the table can be used again."""
     _, owner = detached(runtime, cluster, name)
     owner.kill()
     wait_until(lambda: not runtime.detached(), "it isn't listed any more")
@@ -144,7 +144,7 @@ def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> 
 
 
 def test_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that fails otherwise leaves it to its driver, and to nobody else."""
+    """A detach that fails leaves the pool with its driver, and nobody can attach it."""
     detach = PoolKeepers.detach
 
     def fail(keepers: PoolKeepers, lease: Lease) -> None:
@@ -164,7 +164,7 @@ def test_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.Monke
 
 
 def test_store(cluster: Any) -> None:
-    """What is used of Ray's internal store does what it is used for; what else Ray keeps there isn't touched."""
+    """Ray's internal store puts, overwrites, gets, lists and deletes keys as `colocate_ray.names` needs."""
     text = """
     import sys, ray
     from colocate_ray import names

@@ -1,4 +1,4 @@
-"""Ray's own processes, and ours in it, stopped or killed: closing ends, and nothing is left."""
+"""Stopped or killed processes of Ray, and of colocate in Ray: closing ends, and nothing is left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def envoy(runtime: Runtime) -> Any:
 
 
 def of_ray(runtime: Runtime, name: str) -> psutil.Process:
-    """One of the processes of a private Ray."""
     (found,) = (each for each in psutil.Process(envoy(runtime)._process.pid).children() if each.name() == name)
     return found
 
@@ -59,7 +58,7 @@ def of_ray(runtime: Runtime, name: str) -> psutil.Process:
     ids=["gcs-killed", "raylet-stopped", "raylet-killed"],
 )
 def test_engine(name: str, number: signal.Signals) -> None:
-    """Without its control store or its raylet a Ray confirms nothing: all ends, and is gone."""
+    """A private Ray without its control store or raylet still closes, and leaves no process and no folder."""
     runtime = colocate.connect("ray", cpus=2)
     pool = runtime.reserve(2)
     group = pool.spawn({"echo": colocate.role(Echo)})
@@ -78,13 +77,13 @@ def test_engine(name: str, number: signal.Signals) -> None:
 
 @pytest.mark.long
 def test_stopped_envoy() -> None:
-    """One that shows no life is ended, and with it all that it held."""
+    """A stopped envoy is ended when the pool closes, with all processes below it."""
     runtime = colocate.connect("ray", cpus=2)
     pool = runtime.reserve(2)
     group = pool.spawn({"echo": colocate.role(Echo)})
     processes = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
     send_signal(envoy(runtime)._process.pid, signal.SIGSTOP)
-    assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
+    assert group.role("echo", Echo).echo(1) == [1, 1]  # calls don't go through the envoy
     assert ended(pool.close) == []
     processes.wait_all()
     processes.release_all()
@@ -98,12 +97,12 @@ def test_stopped_envoy() -> None:
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
 )
 def test_driver_and_envoy(number: signal.Signals) -> None:
-    """A driver that is killed together with its envoy, or while that is stopped, leaves nothing: nor do its roles."""
+    """A driver that is killed with its envoy, or while that is stopped, leaves no process, folder or shared memory."""
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # Python's trackers tell what they remove
+        stderr=subprocess.DEVNULL,  # Python's trackers print the names that they remove
         text=True,
     ) as driver:
         assert driver.stdout is not None
@@ -121,7 +120,7 @@ def test_driver_and_envoy(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("tracks", [supervisor.is_tracker, janitor._is_tracker], ids=["supervisor", "janitor"])
 def test_trackers_are_known_from_their_start(tracks: Callable[[int], bool]) -> None:
-    """Whoever has started one goes on while the kernel still executes it: on one processor, nearly always."""
+    """A resource tracker is recognized from its start, even before the kernel has executed its program."""
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
     try:
@@ -129,7 +128,7 @@ def test_trackers_are_known_from_their_start(tracks: Callable[[int], bool]) -> N
             reads, writes = os.pipe()
             code = f"from multiprocessing.resource_tracker import main;main({reads})"
             command = [each.encode() for each in (sys.executable, "-I", "-S", "-c", code)]
-            pid: int = util.spawnv_passfds(command[0], command, [reads])  # as Python starts them
+            pid: int = util.spawnv_passfds(command[0], command, [reads])  # as Python starts trackers
             known = tracks(pid)
             os.close(reads)
             os.close(writes)
@@ -150,7 +149,7 @@ def joined(cluster: Any) -> Iterator[Runtime]:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signals) -> None:
-    """What an envoy held that is stopped or killed, another driver gets; a third one notices nothing."""
+    """Another driver gets the slots of a stopped or killed envoy, and its own group is undisturbed."""
     with joined.reserve(1, cpus=1) as theirs, colocate.connect("ray", **cluster.options) as runtime:
         other = theirs.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
         pool = runtime.reserve(2, cpus=1)
@@ -169,7 +168,7 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
 
 @pytest.mark.long
 def test_an_envoy_that_is_asked_to_end(joined: Runtime) -> None:
-    """As all processes of a batch job are at once, and all of a systemd unit: the driver decides when it ends."""
+    """An envoy ignores SIGTERM, which a batch system sends to all processes: its driver decides when it ends."""
     with joined.reserve(3, cpus=1) as pool:
         echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
         send_signal(envoy(joined)._process.pid, signal.SIGTERM)
@@ -181,7 +180,7 @@ def test_an_envoy_that_is_asked_to_end(joined: Runtime) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_actor_in_a_cluster(joined: Runtime, number: signal.Signals) -> None:
-    """The process of a keeper stopped or killed: when the pool is closed, its slots can be had at once."""
+    """A pool whose keeper process is stopped or killed frees its slots as soon as it is closed."""
     pool = joined.reserve(3, cpus=1)
     group = pool.spawn({"echo": colocate.role(Echo)})
     (pid, *_), *_ = group.role("echo", Echo).place()

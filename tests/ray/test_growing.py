@@ -1,4 +1,4 @@
-"""A Ray cluster that has nodes made for slots that are waited for, and ends those that hold none."""
+"""A Ray cluster whose autoscaler starts nodes for waiting reservations, and ends idle nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 _ENVIRONMENT = {
     "RAY_FAKE_CLUSTER": "1",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # nodes that an autoscaler has made don't end with it
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # nodes of an autoscaler don't end with it
 }
 
 
@@ -45,7 +45,7 @@ def nodes(runtime: Runtime) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("detachable", [False, True])
 def test_from_none_to_two(runtime: Runtime, detachable: bool) -> None:
-    """Nodes are made for pools, also by labels; they stay as long as a pool has slots there, and go when none has."""
+    """Nodes are started for pools, also by labels; they stay while a pool has slots there, and end afterwards."""
     assert nodes(runtime) == 1
     reserve = partial(runtime.reserve, cpus=2, labels={"kind": "new"}, timeout=PATIENCE_S, detachable=detachable)
     with reserve() as kept:
@@ -60,7 +60,7 @@ def test_from_none_to_two(runtime: Runtime, detachable: bool) -> None:
 
 @pytest.mark.long
 def test_more_than_it_makes(runtime: Runtime) -> None:
-    """The error has the autoscaler's words; a pool that doesn't want to wait for it is refused at once."""
+    """The error has the autoscaler's reason; with `grow=False`, a pool that doesn't fit is refused at once."""
     words = (
         r"within 1 s \(Ray's autoscaler has 1 ray\.head\.default, and makes no more: of its types of nodes none would"
     )
@@ -73,7 +73,7 @@ def test_more_than_it_makes(runtime: Runtime) -> None:
 
 @pytest.mark.long
 def test_where_an_owner_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the head, where nodes come and go: its own node would stay for its sake, or be ended as it is started."""
+    """An owner that must stay is placed on the head node: another node would be kept for it, or ended."""
     from colocate_ray.nodes import Nodes
 
     address = {"NodeManagerAddress": "", "NodeManagerPort": 1, "NodeManagerHostname": "", "Alive": True}
@@ -85,7 +85,7 @@ def test_where_an_owner_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both generations, as Ray's own classes have it; a cluster without one reports a type for each node."""
+    """`read_autoscaler` reads the reports of both autoscaler generations, and returns None without an autoscaler."""
     from ray._private import worker
     from ray.autoscaler._private.autoscaler import AutoscalerSummary
     from ray.autoscaler._private.node_provider_availability_tracker import (
@@ -125,9 +125,9 @@ def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     report["autoscaler_report"] |= {"active_nodes": {"node_12ab": 1}, "pending_nodes": [], "pending_launches": {}}
     assert read_autoscaler() is None
     nodes: dict[str, int] = report["autoscaler_report"]["active_nodes"]
-    nodes.clear()  # as long as it has seen no node, not even the head
+    nodes.clear()  # an autoscaler that has seen no node yet, not even the head
     monkeypatch.setattr("colocate_ray.growing.time.sleep", lambda seconds: nodes.update(head=1))
-    assert read_autoscaler() is None  # by then
+    assert read_autoscaler() is None  # the head isn't seen yet
     found = read_autoscaler(within_s=60)
     assert found is not None
     assert found.nodes == {"head": 1}
@@ -147,7 +147,7 @@ def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     status.idle_nodes.append(node(ray_node_type_name="headgroup", node_id=""))
     status.pending_launches.append(launch)
     status.failed_launches.append(replace(launch, details="no quota"))
-    assert read_autoscaler() is None  # nothing is said by one
+    assert read_autoscaler() is None  # a status without a version is no autoscaler's
     status.stats.autoscaler_version = "7"
     found = read_autoscaler()
     assert found is not None

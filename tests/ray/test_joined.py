@@ -1,4 +1,4 @@
-"""Clusters that are there already: joining them, several nodes, other drivers, what can go wrong."""
+"""Existing Ray clusters: joining, several nodes, other drivers, and failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS = json.loads(sys.argv[1])
 
 
 def script(text: str, cluster: Any, **env: str) -> subprocess.Popen[str]:
-    """A driver as a process of its own."""
+    """Start a driver in its own process."""
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT + textwrap.dedent(text), json.dumps(cluster.options)],
         env={**os.environ, **env},
@@ -57,16 +57,16 @@ def everything_is_free(runtime: Runtime) -> None:
 
 
 def test_nodes(runtime: Runtime) -> None:
-    """Nodes of different kinds; two on one machine have different names."""
+    """Nodes have their own CPUs and GPUs, and two nodes on one machine have different names."""
     nodes = runtime._node.services.executor.nodes()
     assert sorted((node.cpus, node.gpus) for node in nodes) == [(1, 2), (2, 1)]
     assert len({node.name for node in nodes}) == 2
 
 
-@pytest.mark.long  # what ranks of a private Ray see, test_private.py has
+@pytest.mark.long  # test_private.py covers the ranks of a private Ray
 @pytest.mark.parametrize("ids", [("0", "1"), ("5", "3")])
 def test_gpus_when_ray_does_not_show_them(cluster: Any, ids: tuple[str, str]) -> None:
-    """Each rank sees the one that Ray has given its actor, by the name that it has there."""
+    """Each rank sees the GPU that Ray gave its actor, by its name on that node, even if Ray sets no variable."""
     variables = {f"RAY_EXPERIMENTAL_NOSET_{VARIABLE}": "1"}
     if ids != ("0", "1"):
         variables[VARIABLE] = ",".join(ids)
@@ -83,7 +83,7 @@ def test_gpus_when_ray_does_not_show_them(cluster: Any, ids: tuple[str, str]) ->
 
 
 def test_killed_by_ray(runtime: Runtime, cluster: Any) -> None:
-    """A keeper's actor ended by `ray.kill` takes the worker along, and what roles have started, of whatever session."""
+    """`ray.kill` of a keeper's actor ends its worker, and the children of its roles in any session."""
     with runtime.reserve(1, name="killed") as pool:
         group = pool.spawn({"echo": colocate.role(Echo), "parent": colocate.role(Parent)})
         ((pid, *_),) = group.role("echo", Echo).place()
@@ -104,7 +104,7 @@ def test_killed_by_ray(runtime: Runtime, cluster: Any) -> None:
 
 
 def test_spread(runtime: Runtime) -> None:
-    """As many nodes as possible; values go from one to the other, between groups too."""
+    """`spread` takes as many nodes as possible, and a resident passes between groups on different nodes."""
     with runtime.reserve(2, cpus=1, strategy="spread") as pool:
         assert len({slot.node for slot in pool.slots}) == 2
         left = pool[0].spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
@@ -114,7 +114,7 @@ def test_spread(runtime: Runtime) -> None:
 
 
 def test_places(runtime: Runtime) -> None:
-    """Ray places slots by labels, further resources and strictly, as it is told; detachable pools too."""
+    """Ray places slots by labels, resources and strict strategies; detachable pools go by labels, too."""
     offers = runtime._node.services.executor.nodes()
     zones = {node.labels["zone"]: node.name for node in offers if "zone" in node.labels}
 
@@ -139,7 +139,7 @@ def test_places(runtime: Runtime) -> None:
 
 
 def test_without_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ray that is older than 2.60 lacks it, and says so."""
+    """A Ray older than 2.60 refuses `together` with CapabilityError, and takes labels."""
     from colocate_ray import placing
 
     monkeypatch.setattr(placing, "placement_group", lambda bundles, strategy="PACK", bundle_label_selector=None: None)
@@ -152,7 +152,7 @@ def test_without_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_are_sorted(runtime: Runtime) -> None:
-    """By node and device, as the ranks of a group see it too."""
+    """Slots are sorted by node and device, and the ranks of a group see the same order."""
     with runtime.reserve(3, gpus=1, cpus=0) as pool:
         places = [(slot.node, slot.devices) for slot in pool.slots]
         nodes = [node.name for node in runtime._node.services.executor.nodes()]
@@ -166,7 +166,7 @@ def test_ranks_are_sorted(runtime: Runtime) -> None:
 
 
 def test_killed_while_it_waits(cluster: Any, runtime: Runtime) -> None:
-    """A driver that is killed while its request waits gets nothing of what becomes free, though a fork lives on."""
+    """A driver that is killed while its request waits gets no slots, even if its forked child lives on."""
     with runtime.reserve(3, cpus=1) as everything:
         driver = script(
             """
@@ -186,11 +186,11 @@ def test_killed_while_it_waits(cluster: Any, runtime: Runtime) -> None:
             driver.kill()
         everything.close()
         with runtime.reserve(3, cpus=1), runtime.reserve(3, gpus=1, cpus=0):
-            os.kill(child, signal.SIGKILL)  # it was still there
+            os.kill(child, signal.SIGKILL)  # the child was still alive
 
 
 def test_no_ray_by_accident(tmp_path: Path) -> None:
-    """What an envoy is still asked for when it has left its cluster, as its driver was killed, starts no other Ray."""
+    """A request to an envoy that has left its cluster starts no other Ray."""
     text = """
         from colocate_ray.service import _prepare_environment
         _prepare_environment(None)
@@ -218,7 +218,7 @@ def test_no_ray_by_accident(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_own_init(cluster: Any) -> None:
-    """`auto` is the cluster that the driver is in by its own `ray.init()`, which stays as it is."""
+    """`auto` joins the cluster of the driver's own `ray.init()`, which still works afterwards."""
     driver = script(
         """
         import ray
@@ -240,7 +240,7 @@ def test_own_init(cluster: Any) -> None:
 
 
 def test_auto(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` is what RAY_ADDRESS says, where it is set."""
+    """`auto` joins the cluster at RAY_ADDRESS, if it is set."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with colocate.connect("ray", address="auto", token_file=cluster.options["token_file"]) as runtime:
         assert len(runtime._node.services.executor.nodes()) == 2
@@ -248,7 +248,7 @@ def test_auto(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_colocate_is_missing(cluster: Any) -> None:
-    """A node where colocate can't be imported is named, with what to do; nothing stays reserved."""
+    """The error names a node where colocate can't be imported, and what to do; nothing stays reserved."""
     env = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent / "without")}}
     with colocate.connect("ray", **cluster.options, runtime_env=env) as runtime:
         with pytest.raises(ColocateError, match=r"colocate can't be imported there .*colocate_ray.holder"):
@@ -273,7 +273,7 @@ HOOK = "worker_process_setup_hook"
     ],
 )
 def test_an_environment_that_fails(cluster: Any, env: dict[str, str], detachable: bool, words: str) -> None:
-    """Said as such, in Ray's last words: what can't be set up isn't taken for a colocate that isn't installed."""
+    """A runtime environment that fails is reported in Ray's last words, not as a missing colocate."""
     with colocate.connect("ray", **cluster.options, runtime_env=env) as runtime:
         with pytest.raises(ColocateError, match=words) as caught:
             runtime.reserve(1, detachable=detachable)
@@ -288,14 +288,14 @@ def test_an_environment_that_fails(cluster: Any, env: dict[str, str], detachable
     ],
 )
 def test_an_environment_that_ray_does_not_take(cluster: Any, env: dict[str, Any], words: str) -> None:
-    """A key that Ray would ignore is refused, and so is what it would refuse itself."""
+    """An unknown key of `runtime_env` is refused, and so is a value that Ray refuses."""
     with pytest.raises(ConfigError, match=words):
         colocate.connect("ray", **cluster.options, runtime_env=env)
 
 
 @pytest.mark.long
 def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
-    """Said as such, with the ways to give the right one."""
+    """A wrong token is reported as such, with the ways to give the right one."""
     wrong = tmp_path / "token"
     wrong.write_text("cd" * 32)
     with pytest.raises(ConnectionError, match=r"refuses this driver's token.*token_file") as caught:
@@ -304,14 +304,14 @@ def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_a_cluster_without_tls(cluster: Any, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes with certificates is told that it has none; tests/ray/test_tls.py has one that does."""
+    """A driver with certificates learns that the cluster has no TLS; tests/ray/test_tls.py has the reverse."""
     tls(monkeypatch, certificates)
     with pytest.raises(ClusterError, match=r"doesn't talk TLS with this driver .*unset RAY_USE_TLS"):
         colocate.connect("ray", **cluster.options)
 
 
 def test_unreachable() -> None:
-    """Said soon, where Ray would try for minutes."""
+    """An address without a Ray cluster raises ConnectionError; Ray itself would retry for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"no Ray cluster can be reached at .*:{port}") as caught:
@@ -336,7 +336,7 @@ def test_refused_options(options: dict[str, Any], words: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("detachable", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool) -> None:
-    """A request ends when its time is up, and names it; when it goes on, nothing is held for that request."""
+    """A request to a stopped head fails with its address; when the head continues, nothing is held for that request."""
     (head,) = (
         each for each in psutil.Process(cluster.process.pid).children(recursive=True) if each.name() == "gcs_server"
     )
@@ -351,7 +351,7 @@ def test_a_head_that_is_stopped(cluster: Any, runtime: Runtime, detachable: bool
 
 @pytest.mark.long
 def test_a_machine_that_is_silent(cluster: Any, runtime: Runtime) -> None:
-    """Others are had at once, by an owner too; who needs it is told which it is. Ray alone places nothing any more."""
+    """A silent node blocks no other node's slots, with an owner too; a request that needs the node sees its row."""
     before = _raylets(cluster)
     cluster.tell("add")
     (third,) = _raylets(cluster) - before
@@ -376,7 +376,7 @@ def _raylets(cluster: Any) -> set[int]:
 @pytest.mark.long
 @pytest.mark.parametrize("grow", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path, grow: bool) -> None:
-    """Another one's coming is waited for, as before; where none may come it is said that what is left never fits."""
+    """If a node leaves before its keepers start, the request waits for another; with `grow=False` it never fits."""
     before = _raylets(cluster)
     cluster.tell("add")
     (third,) = _raylets(cluster) - before
@@ -404,7 +404,7 @@ def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path,
 
 @pytest.mark.long
 def test_what_a_lost_node_leaves(cluster: Any, runtime: Runtime) -> None:
-    """What lives on the other slots of the pool has them as before: nobody else is given them."""
+    """Groups on the other slots of a pool that lost a node keep their slots: nobody else gets them."""
     before = {node.name for node in runtime._node.services.executor.nodes()}
     cluster.tell("add")
     with runtime.reserve(4, cpus=1) as pool:
@@ -423,7 +423,7 @@ def test_what_a_lost_node_leaves(cluster: Any, runtime: Runtime) -> None:
 
 @pytest.mark.long
 def test_a_drained_node(cluster: Any, runtime: Runtime, tmp_path: Path) -> None:
-    """A run is told of it, if it has workers there, and asks for a checkpoint, once."""
+    """A drained node makes one checkpoint due in a run that has workers there, and isn't reported to others."""
     cluster.tell("add")
     told: list[Leaving] = []
     with runtime.reserve(3, cpus=1, strategy="spread") as pool:
@@ -460,7 +460,7 @@ class Noticing:
 
 @pytest.mark.long
 def test_restart_when_another_node_has_come(cluster: Any, runtime: Runtime) -> None:
-    """The cluster is full without the lost node: its slot is waited for, and what lives on the others goes on."""
+    """A restart in a full cluster waits for a new node, while groups on the pool's other slots keep working."""
     before = {node.name for node in runtime._node.services.executor.nodes()}
     cluster.tell("add")
     with runtime.reserve(4, cpus=1) as pool:

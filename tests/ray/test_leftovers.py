@@ -1,4 +1,4 @@
-"""What is left of Ray on this machine by drivers that are gone is found; a private Ray that lives isn't."""
+"""Leftovers of Ray on this machine are found if their driver is gone; a living private Ray isn't one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT = "import sys; sys.stdin.read()"
 
 @contextmanager
 def pretending(*words: str, **env: str) -> Iterator[int]:
-    """A process with the command line of one of ours."""
+    """Start a process with the command line of a colocate process."""
     command = [sys.executable, "-c", WAIT, *words]
     with subprocess.Popen(command, env={**os.environ, **env}, stdin=subprocess.PIPE) as process:
         try:
@@ -38,7 +38,7 @@ def pretending(*words: str, **env: str) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def gone() -> int:
-    """The id of a process that is gone."""
+    """Return the pid of an ended process."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
     return process.pid
@@ -58,7 +58,7 @@ def test_envoy_without_its_driver(gone: int) -> None:
 
 
 def test_processes_without_their_envoy() -> None:
-    """By the folder on their command line, or by the mark in their environment; a janitor is none of them."""
+    """Processes without their envoy are found by their folder or by their mark; a janitor isn't one of them."""
     folder = f"{tempfile.gettempdir()}/{PREFIX}{uuid.uuid4().hex[:8]}"
     with pretending(f"--session-dir={folder}/r/session_1") as pid:
         (stray,) = (each for each in find_leftovers() if each.pid == pid)
@@ -82,7 +82,7 @@ def test_folder_that_nobody_uses() -> None:
 
 @pytest.mark.long
 def test_living_private_ray() -> None:
-    """Nothing of one is found, while it starts, while it runs and when it has ended."""
+    """A private Ray isn't a leftover while it runs, and leaves none."""
     before = {each.id for each in find_leftovers()}
     with colocate.connect("ray", cpus=1) as runtime, runtime.reserve(1):
         executor: Any = runtime._node.services.executor

@@ -1,4 +1,4 @@
-"""A private Ray: it is the driver's own, and gone with it, however it ends."""
+"""Private Rays: each belongs to one driver, and ends with it, however the driver ends."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def envoy(runtime: Runtime) -> Any:
 
 
 def test_clean_end(tmp_path: Path) -> None:
-    """It leaves no process, no file and no word, and doesn't care for what the shell says of other clusters.
+    """A private Ray leaves no process, file or output, and ignores the shell's settings for other clusters.
 
-    While it runs nothing of it is taken for a leftover, and each rank has a GPU of its own, of those that the job was
-    given, also where Ray is told to leave them to others.
+    While it runs, none of its parts is a leftover, and each rank has its own GPU of the job's, even if Ray is told to
+    leave GPUs to others.
     """
     home = tmp_path / "home"
     home.mkdir()
@@ -117,7 +117,7 @@ def test_clean_end(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_killed_driver() -> None:
-    """Nothing is left behind, even if a forked child of the driver's lives on."""
+    """A killed driver leaves nothing of its private Ray, even if a forked child of the driver lives on."""
     fork = "child = os.fork()\nif child == 0:\n    sys.stdin.read(); os._exit(0)\n"
     with driver(CONNECTED + fork + "say(child)\nsys.stdin.read()") as process:
         folder = Path(hear(process))
@@ -133,7 +133,7 @@ def test_killed_driver() -> None:
 
 @pytest.mark.long
 def test_killed_while_it_starts() -> None:
-    """The same when Ray is only being started."""
+    """A driver that is killed while its private Ray starts leaves no process."""
     with driver("colocate.connect('ray')") as process:
         wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 2, "Ray is being started")
         processes = below(process)
@@ -144,7 +144,7 @@ def test_killed_while_it_starts() -> None:
 
 @pytest.mark.long
 def test_nobody_else_gets_in(runtime: Runtime) -> None:
-    """Another driver that finds it on this machine has no token for it."""
+    """A private Ray refuses another driver on this machine, which has no token."""
     with pytest.raises(ConnectionError, match="refuses this driver's token"):
         colocate.connect("ray", address=_address(runtime))
 
@@ -156,7 +156,7 @@ def _address(runtime: Runtime) -> str:
 
 @pytest.mark.long
 def test_another_one(runtime: Runtime) -> None:
-    """A second private Ray in the same driver is one of its own; what becomes of it is no matter to the first."""
+    """A second private Ray in one driver is separate: its loss doesn't affect the first."""
     other = colocate.connect("ray", cpus=1)
     assert [node.cpus for node in other._node.services.executor.nodes()] == [1]
     assert [node.cpus for node in runtime._node.services.executor.nodes()] == [2]
@@ -169,7 +169,7 @@ def test_another_one(runtime: Runtime) -> None:
 
 
 def _lose_the_envoy(runtime: Runtime, group: ColocatedGroup) -> None:
-    """Without the process that is in Ray nothing can go on; the error says so, and closing still ends all."""
+    """Kill a runtime's envoy, and check that its group fails and that closing still ends everything."""
     process = psutil.Process(envoy(runtime)._process.pid)
     processes = Processes(child.pid for child in process.children(recursive=True))
     process.kill()
@@ -184,7 +184,7 @@ def _lose_the_envoy(runtime: Runtime, group: ColocatedGroup) -> None:
 
 @pytest.mark.long
 def test_one_that_does_not_start(tmp_path: Path) -> None:
-    """The error has the last lines of Ray's own logs, and they are kept with the run; here its store finds no place."""
+    """The error of a private Ray that can't start has the last lines of Ray's logs, which the run keeps."""
     (tmp_path / "noop.py").write_text("def job(run): ...\n")
     (tmp_path / "demo.yaml").write_text(
         "executor: {use: ray, with: {cpus: 1}}\npools: {main: {slots: 1}}\njob: noop:job\n"
@@ -202,7 +202,7 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_one_whose_envoy_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same error as for one that doesn't start by itself."""
+    """A private Ray whose envoy ends during the start raises ClusterError with Ray's logs, and leaves no files."""
 
     others = psutil.Process().children()
 
@@ -226,7 +226,7 @@ def test_one_whose_envoy_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_not_installed() -> None:
-    """The error has the line that installs it."""
+    """Without Ray installed, the error has the line that installs it."""
     text = """
     sys.modules["ray"] = None
     try:
@@ -240,7 +240,7 @@ def test_not_installed() -> None:
 
 @pytest.mark.long
 def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA takes for no GPU, Ray would count as one."""
+    """A private Ray counts no GPU if CUDA's variable hides all; Ray itself would count one."""
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ("",))
     monkeypatch.setenv(gpus.VARIABLE, "-1")
     with colocate.connect("ray", cpus=1) as runtime:

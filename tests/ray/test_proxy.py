@@ -1,4 +1,4 @@
-"""A module beside the driver: it is called, heard, and ends with it."""
+"""A proxy process beside the driver: it answers calls, sends notifications, and ends with the driver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 
 class Toy:
-    """A proxy of that module, and what it says."""
+    """A proxy of that module, with its notifications."""
 
     def __init__(self, folder: Path) -> None:
         self.left = folder / "left"
@@ -79,9 +79,9 @@ def toy(no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def test_called_and_heard(toy: Toy) -> None:
-    """Methods by name; what it says by itself comes before the answer that follows it; it leaves when it is closed.
+    """A proxy calls methods by name, delivers notifications before the next answer, and calls `leave` at its end.
 
-    Our errors come as they are, an engine's as text, that of a method that there isn't as any other.
+    An engine's error, and the error of a missing method, arrive as text.
     """
     assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
     assert toy.proxy.call("add", 1, 2, within_s=WAIT_S) == 3
@@ -101,7 +101,7 @@ def test_called_and_heard(toy: Toy) -> None:
 
 
 def test_one_that_does_not_open(toy: Toy) -> None:
-    """The error is raised, and the process is gone."""
+    """A proxy whose `open` fails raises its error, and the process ends."""
     with Processes([toy.proxy.pid]) as process:
         with pytest.raises(ConfigError, match="no file is given"):
             toy.proxy.open(None, within_s=WAIT_S)
@@ -109,9 +109,9 @@ def test_one_that_does_not_open(toy: Toy) -> None:
 
 
 def test_one_that_ends(toy: Toy, tmp_path: Path) -> None:
-    """What was asked for fails with how it ended, and its last words; so does whatever is asked for afterwards.
+    """A call during which the process ends fails with its exit code and last words, and so do later calls.
 
-    The folder of what it has started is there when its error is made, and gone when that is raised.
+    The folder of its processes still exists when the error is made, and is deleted when the error is raised.
     """
     folder = tmp_path / "started"
     folder.mkdir()
@@ -131,7 +131,7 @@ def test_one_that_ends(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked whether it is there, and ended when it isn't."""
+    """A call to a proxy process that doesn't answer pings fails: the connection is given up."""
     monkeypatch.setattr(proxy, "SILENCE_S", 0.1)
     monkeypatch.setattr(proxy, "_PONG_WITHIN_S", 0.1)
     assert toy.proxy.open(str(toy.left), within_s=WAIT_S)
@@ -142,7 +142,7 @@ def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_it_ends_with_the_driver(toy: Toy, tmp_path: Path, stopped: bool) -> None:
-    """Though that is killed, and it is stopped: then its janitor ends it."""
+    """The proxy process ends when its driver is killed; if it is stopped, its janitor kills it."""
     script = f"""
         from colocate_ray.proxy import DriverProxy
         proxy = DriverProxy("toy_side", engine="Toy")

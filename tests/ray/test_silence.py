@@ -1,4 +1,4 @@
-"""Which servers answer: all are asked at once."""
+"""The search for servers that answer, which asks all at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _answer(server: socket.socket) -> None:
 
 
 def test_who_answers(server: socket.socket) -> None:
-    """A kernel that takes the connection is no answer; nor is one that refuses it, nor a machine that isn't there."""
+    """Only a server that answers counts: not one that merely accepts, one that refuses, or an unreachable machine."""
     thread = threading.Thread(target=_answer, args=(server,))
     thread.start()
     with socket.create_server(("127.0.0.1", 0)) as stopped, socket.create_server(("127.0.0.1", 0)) as refusing:
@@ -36,14 +36,14 @@ def test_who_answers(server: socket.socket) -> None:
             "answers": server.getsockname(),
             "stopped": stopped.getsockname(),
             "refuses": ("127.0.0.1", port),
-            "nowhere": ("192.0.2.1", 1),  # for examples, of no network
+            "nowhere": ("192.0.2.1", 1),  # an address reserved for examples
         }
         assert find_answering(servers, 1.0) == {"answers"}
     thread.join()
 
 
 def test_it_is_remembered(server: socket.socket) -> None:
-    """Who was silent is given less time, until it answers: then nobody is silent any more."""
+    """A server that was silent gets less time at the next check, until it answers."""
     silence, servers = SilentNodes(), {"one": server.getsockname()}
     began = time.monotonic()
     assert silence.find_silent(servers) == {"one"}
@@ -51,7 +51,7 @@ def test_it_is_remembered(server: socket.socket) -> None:
     began = time.monotonic()
     assert silence.find_silent(servers) == {"one"}
     assert time.monotonic() - began < first
-    for _ in range(2):  # those that have gone again
+    for _ in range(2):  # the connections of earlier checks
         server.accept()[0].close()
     answers = threading.Thread(target=_answer, args=(server,))
     answers.start()

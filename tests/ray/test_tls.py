@@ -1,4 +1,4 @@
-"""A cluster that talks by TLS: who comes with the wrong certificates is told, soon."""
+"""Ray clusters with TLS: a driver with wrong certificates gets an error that says so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colocate_report.window import inspect_cluster_job
 
 @pytest.fixture(scope="module")
 def cluster(certificates: Path) -> Iterator[dict[str, Any]]:
-    """How to connect to a cluster that talks by TLS."""
+    """Start a TLS cluster; yield the options to connect with."""
     with pytest.MonkeyPatch.context() as patch:
         tls(patch, certificates)
         with running("ray") as options:
@@ -39,7 +39,7 @@ def refused(options: dict[str, Any]) -> str:
 def test_right_certificates(
     cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Who looks at a job from another machine does so by TLS, too."""
+    """A driver with the right certificates joins a TLS cluster, and its job can be inspected over TLS."""
     tls(monkeypatch, certificates)
     with colocate.connect("ray", **cluster) as runtime, colocate.record(runtime, tmp_path / "demo"):
         with runtime.reserve(1, cpus=0) as pool:

@@ -1,4 +1,4 @@
-"""Records of runs that never were, and pages as a parser sees them."""
+"""Made-up run records, and report pages as a parser reads them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ executor:
 
 
 def calls(rounds: int = 20, slots: int = 2, warm_ups: int = 30, group: str = "policy") -> list[Span]:
-    """What the slots did: warm-ups, then rounds that all begin with actor.generate after a pause."""
+    """Return the slots' spans: warm-ups, then rounds that all begin with actor.generate after a pause."""
     spans = []
     for slot in range(slots):
         now = STARTED + 0.001 * slot
@@ -85,7 +85,7 @@ def _owner(kind: str, name: str, line: int, children: list[dict[str, Any]]) -> d
 
 
 def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
-    """A group's memory on processes of 600 MiB; roles have 8 and 2 MiB if nothing else is said."""
+    """Return a group's memory on processes of 600 MiB; roles have 8 and 2 MiB by default."""
     held = roles or {"actor": {"parameters": 2 * MIB, "optimizer": 6 * MIB}, "critic": {"tensors": 2 * MIB}}
     return GroupMemory(
         "policy",
@@ -106,7 +106,7 @@ def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
 
 
 def record(**changes: Any) -> RunRecord:
-    """A run that learned, with whatever is to be different."""
+    """Return the record of a run that learned, with changed fields."""
     spans = tuple(calls())
     rows: list[dict[str, Any]] = [{"step": 0, "eval_accuracy": 0.18, "seconds": {"warm_up": 1.0}}]
     for step in range(1, 21):
@@ -136,7 +136,7 @@ def record(**changes: Any) -> RunRecord:
 
 
 class Page:
-    """A page that was written and read again: well-formed, or there is none."""
+    """A report page, written and parsed again; malformed pages raise."""
 
     def __init__(self, folder: Path, of: RunRecord, error: str | None = None) -> None:
         self.path = report.write(folder, of, error=error)
@@ -149,15 +149,15 @@ class Page:
         return found
 
     def head(self, path: str) -> list[str]:
-        """What the elements at a path of the page's head say, with single spaces."""
+        """Return the texts of the elements at a path of the page's header, with single spaces."""
         return [" ".join("".join(each.itertext()).split()) for each in self.root.iterfind(f"./body/header/{path}")]
 
     def words(self, name: str) -> str:
-        """What a section says, with single spaces."""
+        """Return a section's text, with single spaces."""
         return " ".join("".join(self.section(name).itertext()).split())
 
     def rows(self, name: str, table: int = 0) -> Iterator[list[str]]:
-        """The cells of a table of a section."""
+        """Yield the rows of a section's table, as texts of cells."""
         for row in self.section(name).findall(".//table")[table].findall("./tbody/tr"):
             yield ["".join(cell.itertext()).replace("\xa0", " ").strip() for cell in row]
 
@@ -166,5 +166,5 @@ class Page:
 
 
 def has(element: ElementTree.Element, attributes: Mapping[str, str]) -> bool:
-    """Whether an element's attributes contain these words; class_ stands for class."""
+    """Return whether an element's attributes contain these words; class_ stands for class."""
     return all(value in element.get(name.rstrip("_"), "").split() for name, value in attributes.items())

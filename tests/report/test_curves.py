@@ -1,4 +1,4 @@
-"""Learning curves: what is important, what shares an axis, and lines that are honest about what they leave out."""
+"""Learning curves: the choice of large charts, shared axes, and lines that show their gaps and ranges."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TestLines:
         assert chart.summary == "Steps 0 to 10: Loss from 0 to 0.5."
 
     def test_what_is_no_number_is_a_gap(self) -> None:
-        """And one that no longer is a number isn't shown as it was before."""
+        """A value that isn't finite is a gap in the line, and as a last value isn't replaced by an earlier one."""
         for bad in (None, math.nan, math.inf, -math.inf):
             values = [0.0, 1.0, bad, 0.5, 0.0]
             (chart,) = drawn(*({"step": step, "loss": value} for step, value in enumerate(values))).large

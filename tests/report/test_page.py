@@ -1,4 +1,4 @@
-"""The page as a whole: it stands alone, has all its parts, and takes whatever a run leaves."""
+"""The report page as a whole: self-contained, complete, and robust to any record."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "p
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    """That of a run that learned."""
     return Page(tmp_path_factory.mktemp("report"), record())
 
 
 def test_it_needs_nothing_but_itself(page: Page) -> None:
-    """It loads and runs nothing, and tells the browser so."""
+    """The page loads and runs nothing, and its content security policy says so."""
     tags = {element.tag for element in page.root.iter()}
     assert not tags & {"script", "link", "img", "image", "iframe", "object", "embed", "base", "use", "audio", "video"}
     attributes = {name for element in page.root.iter() for name in element.attrib}
@@ -39,7 +38,7 @@ def test_it_needs_nothing_but_itself(page: Page) -> None:
 
 
 def test_all_parts_are_there_in_their_order(page: Page) -> None:
-    """And the figures that matter in its head."""
+    """The page has all sections in order, and the key figures in its header."""
     assert [section.get("id") for section in page.root.iter("section")] == PARTS
     assert page.root.findtext("./head/title") == "demo \u2013 run report"
     assert page.head("h1") == ["demo"]
@@ -74,7 +73,7 @@ def test_time_per_phase_role_and_method(page: Page) -> None:
         ["Warm up", "1 s", "5%"],
         ["Rollout", "9.5 s", "48%"],
         ["Actor update", "8 s", "40%"],
-        ["(rest)", "1.5 s", "8%"],  # what the job doesn't time
+        ["(rest)", "1.5 s", "8%"],  # time outside of the job's phases
     ]
     roles = {row[0]: row[1:] for row in page.rows("times", 1)}
     assert list(roles) == ["actor", "reward", "reference", "critic"]
@@ -84,12 +83,12 @@ def test_time_per_phase_role_and_method(page: Page) -> None:
     assert [row[1] for row in methods if row[0] == "actor"] == ["generate", "update", "warm_up"]
     bars = page.find("times", "div", class_="bar")
     assert [re.findall(r"[\d.]+", part.get("style", "")) for part in bars[0]] == [["5.0"], ["47.5"], ["40.0"], ["7.5"]]
-    # Its six columns need the page's whole width: in half of 1,100 px the last one is hidden.
+    # The six columns of methods need the page's whole width: in half of 1,100 px the last one is hidden.
     assert [len(half.findall(".//table")) for half in page.find("times", "div", class_="columns")] == [2]
 
 
 def test_all_of_the_time_is_named(tmp_path: Path) -> None:
-    """A job that times everything has no rest; one that times nothing has no phases."""
+    """Time outside of phases is shown as rest, unless phases cover all time, or nothing is timed."""
     folders = iter([tmp_path / "all", tmp_path / "start", tmp_path / "none"])
 
     def phases(**changes: Any) -> list[str]:
@@ -103,7 +102,7 @@ def test_all_of_the_time_is_named(tmp_path: Path) -> None:
 
 
 def test_labels_of_a_nearly_constant_metric(tmp_path: Path) -> None:
-    """Rounding is no slope, and the labels beside the plot have room."""
+    """A nearly constant metric has distinct axis labels, and the plot leaves room for them."""
     values = {"ratio": 1 + 2.0**-52, "entropy": -0.6931471805599, "rate": 2.00000001e-05, "tokens": 1234567.25}
     rows = [{"step": step, **{name: value * (1 + 1e-9 * step) for name, value in values.items()}} for step in range(9)]
     for plot in Page(tmp_path, record(metrics=rows)).find("curves", "div", class_="plot"):
@@ -115,7 +114,7 @@ def test_labels_of_a_nearly_constant_metric(tmp_path: Path) -> None:
 
 
 def test_the_config_and_what_it_ran_on(page: Page) -> None:
-    """Hosts and folders stay at home."""
+    """The page shows the config and the environment, without host names and folders."""
     assert (page.section("setup").findtext(".//pre") or "").startswith("name: demo\nseed: 7\n")
     facts = [(each.findtext("dt"), each.findtext("dd")) for each in page.section("setup").iterfind(".//dl/div")]
     assert facts == [("python", "3.13.1"), ("cpus", "2")]
@@ -140,7 +139,7 @@ HOSTILE = "</td><script>alert('x')</script>&amp;<!-- \"]]>{{ 7*7 }}{% raw %}"
 def test_hostile_text_is_text_wherever_it_comes_from(tmp_path: Path) -> None:
     span = Span(HOSTILE, 0, HOSTILE, HOSTILE, 1_700_000_001.0, 1_700_000_002.0)
     spans = [span, *(Span(HOSTILE, 1, HOSTILE, HOSTILE, 1_700_000_000.0 + n, 1_700_000_000.5 + n) for n in range(9))]
-    answer = "a\x00b\x1b[31mc\x7f\x85\ud800\ufffed\n\te"  # what no page can have becomes visible
+    answer = "a\x00b\x1b[31mc\x7f\x85\ud800\ufffed\n\te"  # characters that no page can contain become visible
     page = Page(
         tmp_path,
         record(
@@ -192,7 +191,7 @@ def test_a_run_of_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_says_so_first(tmp_path: Path) -> None:
-    """The log and the start-up are there, too."""
+    """The page of a failed run begins with the error, and has the log and the start-up, too."""
     error = "actor.update raised ValueError on rank 1\n\nTraceback in the worker:\n  boom"
     page = Page(tmp_path, record(log="first\n<b>second</b>\n", start_up=3.0), error)
     assert page.root.findtext("./body/header/p/span[@class='state failed']") == "failed"
@@ -227,7 +226,7 @@ def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("empty", "said"), [(50 << 20, True), (None, False)], ids=["processes", "threads"])
 def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> None:
-    """Two slots with two roles each are two processes less than four; threads are none."""
+    """Two slots with two roles each save two processes on an executor with processes; on threads nothing is claimed."""
     roles = tuple(RoleMemory(name, 0, {"parameters": 1}, {}, 0, 0, None, True) for name in ("actor", "critic"))
     slots = tuple(SlotMemory(slot, "a", "cpu", roles, empty, empty, 0, None) for slot in range(2))
     waiting = [RoleUse("policy", "actor", 2.0, {"critic": 0.5}, 0)]
@@ -257,7 +256,7 @@ def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> Non
 
 
 def test_what_fusing_saves_of_copies(tmp_path: Path) -> None:
-    """Also where nobody waited, and on threads."""
+    """The page shows the copies that fusing saved, also if nobody waited."""
     over = [Handover("policy", "actor", "critic", 3 << 20), Handover("policy", "", "reward", 1 << 20)]
     text = (
         "Of kept results, 4 MiB were used where they lay; processes of their own would have copied them: "

@@ -1,4 +1,4 @@
-"""Numbers, times, tables, the ownership graph, and colours that can be read."""
+"""Parts of the page: numbers, times, memory, the ownership graph, and readable colours."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TestNumbers:
 
 class TestMemory:
     def test_bars_and_a_table(self, tmp_path: Path) -> None:
-        """Each role's part of its process; what is empty of the bar is nobody's."""
+        """The memory bars and table show each role's part of its process; the table also has the rest."""
         page = Page(tmp_path, record())
         assert "slot 1, cpu: 600 MiB" in page.words("memory")
         bars = page.find("memory", "div", class_="bar")
@@ -94,7 +94,7 @@ class TestOwnership:
 
 
 class TestColours:
-    """Text is read on its ground by those who see less well, in light and in dark (WCAG: 4.5, and 3 for lines)."""
+    """Colours have enough contrast for weak sight, in light and dark schemes (WCAG: 4.5, and 3 for lines)."""
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_contrast(self, scheme: str) -> None:

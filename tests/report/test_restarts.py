@@ -1,4 +1,4 @@
-"""What a group was lost by, and what that has cost, in words."""
+"""The cause and the cost of a group's failure, in words."""
 
 from __future__ import annotations
 

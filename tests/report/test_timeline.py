@@ -1,4 +1,4 @@
-"""Lanes: who was busy when, light however many calls there were."""
+"""Timeline lanes: the busy time of each role, in a bounded size for any number of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def drawn(*spans: Span, end: float = 10.0, columns: int = 10) -> Lane:
 
 
 def heights(area: str, columns: int = 10) -> list[int]:
-    """The height in each column of a lane's area."""
     found = [0] * columns
     for column, height in re.findall(r"H(\d+)V(\d+)", area):
         found[int(column) :] = [LEVELS - int(height)] * (columns - int(column))

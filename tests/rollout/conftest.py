@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more threads."""
+    """Run torch on one thread: small tensors gain nothing from more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Models that say in several places which tokens end a response, and the responses of `generate` of transformers."""
+"""Models whose folders name end tokens in several places, and the responses of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate_rollout import Row
 from colocate_rollout.role import EngineRole
 from colocate_rollout.testing import LLAMA, PROMPTS, Trainer, make_model
 
-# By what says them: `eos_token_id` of config.json and of generation_config.json; None: there is no such file.
+# The values of `eos_token_id` in config.json, and of generation_config.json; None: there is no such file.
 PLACES: Mapping[str, tuple[Any, Any]] = {
     "several": (3, {"eos_token_id": [3, *range(5, 25)]}),
     "others": (list(range(5, 25)), {"eos_token_id": list(range(40, 60))}),
@@ -36,7 +36,7 @@ def make_folder(folder: Path, place: str) -> str:
 
 
 def generated(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[int, ...]]:
-    """Return the likeliest response to each prompt by `generate`."""
+    """Return the likeliest response to each prompt by transformers' `generate`."""
     model = AutoModelForCausalLM.from_pretrained(model).eval() if isinstance(model, str) else model
     found = []
     for prompt in prompts:
@@ -46,7 +46,7 @@ def generated(model: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tu
 
 
 def check_ends(role: EngineRole, model: Any) -> None:
-    """Compare what a role generates with `generate`, to the last token."""
+    """Assert that a role's greedy responses equal transformers' `generate`, to the last token."""
     expected = generated(model)
     rows = role.generate(PROMPTS, sampling={"temperature": 0, "max_tokens": LENGTH})
     assert [row.token_ids for (row,) in rows] == expected
@@ -58,7 +58,7 @@ def _finish(row: Row) -> str:
 
 
 class Ending(Trainer):
-    """A trainer whose model's generation config has more ends than its config."""
+    """A trainer whose generation config has more end tokens than its model's config."""
 
     def __init__(self) -> None:
         super().__init__(LLAMA)
@@ -66,5 +66,5 @@ class Ending(Trainer):
 
     @method
     def generated(self) -> list[tuple[int, ...]]:
-        """Return what `generate` says."""
+        """Return the model's responses by `generate`."""
         return generated(self.model)

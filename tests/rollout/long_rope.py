@@ -1,4 +1,4 @@
-"""A small model with long-rope, whose first range of positions is 16 tokens."""
+"""A small model with long-rope, whose short range of positions is 16 tokens."""
 
 from typing import Any
 

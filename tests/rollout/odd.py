@@ -1,4 +1,4 @@
-"""An engine whose processes import no torch, which would take them a second each."""
+"""An engine that misbehaves, whose processes import no torch: that would take a second each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FINE, EXITS, HANGS, RAISES = range(4)
 
 
 class Odd:
-    """An engine that does to its process what nobody should, as a prompt's first token says."""
+    """An engine that exits, hangs or raises in its process, as a prompt's first token says."""
 
     def __init__(self, ctx: colocate.Context, refuses: bool = False) -> None:
         self.ctx, self.weights = ctx, 0
@@ -48,7 +48,7 @@ class Odd:
 
 
 class OddError(Exception):
-    """That can't be made again elsewhere."""
+    """An error that can't be rebuilt in another process."""
 
     def __init__(self, one: Any, two: Any) -> None:
         super().__init__(f"{two} by {type(one).__name__}")

@@ -1,4 +1,4 @@
-"""An engine in a child of its role: whose failures leave the trainer alone, and which has an environment of its own."""
+"""An engine in a child process: its failures leave the trainer alone, and its environment is its own."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _pid(_: colocate.Context) -> int:
 
 
 def pid_of(view: Any) -> int:
-    """The child, as the engine says it."""
+    """Return the pid of the child, which the engine gives as a token."""
     ((row,),) = view.generate([[FINE]])
     return int(row.token_ids[0])
 
 
 @pytest.mark.long
 def test_the_trainer_goes_on(runtime: colocate.Runtime) -> None:
-    """Rows are those of an engine in the worker. Killed amid a call it fails that; with the next weights it is anew."""
+    """A child's engine draws the rows of one in the worker; a killed child fails calls until the next sync."""
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
         "here": colocate.role("rollout.engine", role="trainer", **OPTIONS),
@@ -95,7 +95,7 @@ def _child(runtime: colocate.Runtime) -> int:
 
 
 def test_its_end(runtime: colocate.Runtime) -> None:
-    """Is an error with its exit code and last words; without weights of others it begins anew by itself."""
+    """The exit, hang or exception of a child is an error with the reason, and a dead child is replaced."""
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn({"odd": odd(hung_after=1.0)})
         view, worker = group.role("odd"), group.run(_pid)[0]
@@ -118,7 +118,7 @@ def test_its_end(runtime: colocate.Runtime) -> None:
 
 @pytest.mark.long
 def test_a_cancelled_call_whose_engine_hangs(runtime: colocate.Runtime) -> None:
-    """Nobody waits for it: the child is ended before its group would be."""
+    """A timed-out call in a hanging child ends the child, and the group isn't restarted."""
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn({"odd": odd()})
         with pytest.raises(CallTimeout):
@@ -128,7 +128,7 @@ def test_a_cancelled_call_whose_engine_hangs(runtime: colocate.Runtime) -> None:
 
 
 def test_the_group_may_fail_of_it(runtime: colocate.Runtime) -> None:
-    """So that a restart acts."""
+    """With `fails="group"` the exit of a child restarts the group."""
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn({"odd": odd(fails="group")}, on_failure="restart")
         error = group.role("odd").generate.submit([[EXITS]]).exception(PATIENCE_S)
@@ -140,7 +140,7 @@ def test_the_group_may_fail_of_it(runtime: colocate.Runtime) -> None:
 
 @pytest.mark.parametrize("how", ["close", "kill"])
 def test_nothing_is_left(runtime: colocate.Runtime, how: str) -> None:
-    """After the end of the group, and of the worker."""
+    """A child ends with its group, and with its killed worker."""
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn({"odd": odd(python=sys.executable)})
         with Processes([pid_of(group.role("odd"))]) as child:
@@ -166,14 +166,14 @@ def test_nothing_is_left(runtime: colocate.Runtime, how: str) -> None:
     ],
 )
 def test_wrong_ones(child: Any, options: dict[str, Any], said: str) -> None:
-    """Are told as the role is made; nothing is left."""
+    """A wrong option of a child or its engine fails the role's start, with the reason."""
     with pytest.raises(RoleStartError) as caught:
         colocate.spawn({"odd": colocate.role(EngineRole, Odd, child=child, **options)})
     assert said in str(caught.value)
 
 
 def test_ranks_that_would_be_one_engine() -> None:
-    """Are refused."""
+    """An engine in a child is refused if the role's mesh has a `tp` axis."""
     role = colocate.role(EngineRole, Odd, child=True).on(mesh={"dp": 1, "tp": 2})
     with pytest.raises(RoleStartError, match="ranks along the axis 'tp' would be one engine"):
         colocate.spawn({"odd": role}, slots=2)

@@ -1,4 +1,4 @@
-"""The engine of the page for users: it is one, by the suite that the page names."""
+"""The engine of the page for users passes the suite that the page names, and refuses wrong calls."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ from colocate_rollout.testing import EngineSuite
 
 
 def source() -> str:
-    """Return the class as the page has it, with its imports and nothing else of that."""
+    """Return the source of the page's class and its imports."""
     first, *_ = blocks_of(ROOT / "docs" / "engines.md")
     parsed = ast.parse(first.text)
     parsed.body = [each for each in parsed.body if isinstance(each, ast.Import | ast.ImportFrom | ast.ClassDef)]
@@ -26,14 +26,13 @@ def source() -> str:
 
 
 def written() -> Any:
-    """Return the class itself."""
     found: dict[str, Any] = {"__name__": "page"}
     exec(source(), found)
     return found["Dice"]
 
 
 class TestDice(EngineSuite):
-    """It generates without a model."""
+    """The page's engine, which has no model, passes the suite."""
 
     engine = written()
 
@@ -48,7 +47,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]))
 
 
 def test_without_torch(tmp_path: Path) -> None:
-    """Who writes an engine that needs no torch runs the suite without it."""
+    """The suite runs without torch, numpy and transformers."""
     suite = "from colocate_rollout.testing import EngineSuite\nclass TestDice(EngineSuite):\n    engine = Dice\n"
     (tmp_path / "test_dice.py").write_text(f"{source()}\n{suite}")
     words = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "test_dice.py")]
@@ -59,7 +58,7 @@ def test_without_torch(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def views() -> Iterator[list[Any]]:
-    """A role in a group, and one outside of any worker."""
+    """Return a view of a role in a group, and a role outside any worker."""
     with colocate.spawn({"rollout": colocate.role(EngineRole, written())}, slots=2) as group:
         yield [group.role("rollout", EngineRole), EngineRole(written())]
 
@@ -79,7 +78,7 @@ PROMPTS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("prompts", "said"), PROMPTS, ids=str)
 def test_no_prompts(prompts: Any, said: str, views: list[Any]) -> None:
-    """What is no list of lists of token ids is a mistake that says so, and none is made into tokens."""
+    """Prompts that are no lists of token ids are refused with their type, in a group and outside any worker."""
     for view in views:
         for generate in (view.generate, lambda given, view=view: [*view.generate.stream(given)]):
             with pytest.raises((DispatchError, RoleError), match=said):
@@ -97,7 +96,7 @@ def test_no_prompts(prompts: Any, said: str, views: list[Any]) -> None:
     ids=str,
 )
 def test_wrong_options_of_a_call(options: dict[str, Any], said: str, views: list[Any]) -> None:
-    """They are told by name."""
+    """A wrong `samples` or `sampling` is refused by name."""
     for view in views:
         with pytest.raises((ConfigError, RoleError), match=said):
             view.generate([[1]], **options)

@@ -1,4 +1,4 @@
-"""`docs/examples/grpo-vllm.yaml`: it learns with vLLM beside the trainer, and doesn't where scores say nothing."""
+"""`docs/examples/grpo-vllm.yaml` learns with vLLM beside the trainer, and doesn't with shuffled rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "grpo-vllm.yaml"
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_the_example(shuffled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 30 steps from a warm start; trainer and engine agree in each."""
+    """In 30 steps the reward rises, unless rewards are shuffled, and trainer and engine agree in each step."""
     monkeypatch.chdir(tmp_path)
     changes = ["+job.with.shuffle_rewards=true"] if shuffled else []
     with colocate.launch(colocate.load_config(EXAMPLE, set=changes)) as job:
@@ -27,7 +27,7 @@ def test_the_example(shuffled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_beside_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an actor whose two ranks have a part each (FSDP2): an engine in both slots has whole weights in each step."""
+    """Beside an actor in FSDP2 shards on two ranks, the engine in each slot has whole weights in each step."""
     monkeypatch.chdir(tmp_path)
     changes = ["pools.main.slots=2", "+groups.policy.roles.actor.with.parallel=fsdp2"]
     changes += ["job.with.warm_up_steps=2", "job.with.steps=2", "job.with.batch=8", "job.with.samples=4"]

@@ -1,4 +1,4 @@
-"""An engine of a distribution that is installed by itself, which has it as an entry point of `colocate.engines`."""
+"""An engine that an installed distribution declares as an entry point of `colocate.engines`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ BESIDE = """
 
 
 class TestDice(EngineSuite):
-    """By its name, it is one."""
+    """The engine passes the suite by its name."""
 
     engine = "dice"
 
     @pytest.fixture(scope="class", autouse=True)
     @staticmethod
     def there(installed: Installed) -> Iterator[None]:
-        """Have the distribution on the path."""
+        """Put the distribution on the path."""
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(installed("acme")))
             yield
@@ -58,7 +58,7 @@ def colocate(tmp_path: Path, installed: Installed, forks: Forks) -> CommandLine:
 
 
 def test_a_config_names_it(colocate: CommandLine) -> None:
-    """Workers have it, and before them whoever looks at the config."""
+    """`doctor` finds an installed engine that a config names, and `run` uses the engine."""
     done = colocate("doctor", "demo.yaml", distributions=("acme",))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("\ndemo.yaml: works here\n")
@@ -70,7 +70,7 @@ def test_a_config_names_it(colocate: CommandLine) -> None:
 
 
 def test_plugins_show_it(colocate: CommandLine) -> None:
-    """With its options, among all; one that is none is told."""
+    """`colocate plugins` shows the engine and its options, and reports a hook that returns no engine."""
     listed = colocate("plugins", distributions=("acme",)).stdout
     assert ["dice", "engine", "acme", "1.0.0", "acme.dice"] in [line.split() for line in listed.splitlines()]
     done = colocate("plugins", "dice", distributions=("acme",))
@@ -85,7 +85,7 @@ def test_plugins_show_it(colocate: CommandLine) -> None:
 
 
 def test_what_a_config_gets_wrong(colocate: CommandLine) -> None:
-    """Is told before a worker starts, with its line."""
+    """`check` and `doctor` report a config's unknown engine, unknown option and wrong value."""
     where = "line 9: groups.policy.roles.rollout.with"
     for change, said in (
         ("with.sides=two", f"{where}.sides: must be an integer, not the text 'two'"),
@@ -104,7 +104,7 @@ def test_what_a_config_gets_wrong(colocate: CommandLine) -> None:
 
 @pytest.mark.parametrize("command", ["check", "doctor", "run"])
 def test_it_may_not_be_allowed(colocate: CommandLine, command: str) -> None:
-    """Its plugin isn't imported then."""
+    """An engine whose plugin isn't in `plugins.allow` is refused by `check`, `doctor` and `run`."""
     colocate.write("demo.yaml", DICE.replace("[dice]", "[acme]"))
     done = colocate(command, "demo.yaml", distributions=("acme",))
     assert done.returncode == 1

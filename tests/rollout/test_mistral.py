@@ -24,7 +24,7 @@ CHATS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model of Mistral's with the tokenizer of Mistral Nemo."""
+    """Return the folder of a small Mistral model with the tokenizer of Mistral Nemo."""
     from transformers import MistralConfig, MistralForCausalLM
 
     made = tmp_path_factory.mktemp("mistral")
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_chats(folder: str) -> None:
-    """Messages are asked as Mistral's own encoder has them, and answers come back as text to the blank."""
+    """Messages have the prompts of Mistral's own encoder, and answers are decoded to the last blank."""
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
     from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
@@ -62,7 +62,7 @@ def test_chats(folder: str) -> None:
 
 
 def test_texts(folder: str) -> None:
-    """A text begins once and doesn't end; roles that Mistral doesn't know are refused."""
+    """A text's prompt has one begin token and no end token; an unknown message role is refused."""
     actor = GroupActor(model=folder)
     ((begin, *tokens), again) = actor.prompts(
         Problems.from_list([Problem("a  b\n", "", {}), Problem("a  b\n", "", {})])

@@ -1,4 +1,4 @@
-"""`colocate plan` of engines: what they will hold, of which none is made."""
+"""`colocate plan` predicts the memory of engines without making one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def colocate(tmp_path: Path, installed: Installed, forks: Forks) -> CommandLine:
 
 
 def planned(colocate: CommandLine, options: Mapping[str, Any], **role: Any) -> dict[str, int]:
-    """What an engine beside a trainer will hold, by kind."""
+    """Return the planned memory of an engine beside a trainer, by kind."""
     trainer = {"use": "colocate_rollout.testing:Trainer", "with": {"model": MODEL}}
     roles = {"trainer": trainer, "rollout": {"use": "rollout.engine", "with": dict(options), **role}}
     groups = {"policy": {"pool": "main", "roles": roles}}
@@ -43,7 +43,7 @@ def planned(colocate: CommandLine, options: Mapping[str, Any], **role: Any) -> d
 
 @pytest.mark.long
 def test_vllm(colocate: CommandLine, tmp_path: Path) -> None:
-    """Its weights by the model's config, and the cache that it is given, without vLLM."""
+    """vLLM's weights and cache are planned from the model's config and the options, without importing vLLM."""
     model = make_model(MODEL)
     numbers = sum(each.numel() for each in model.parameters())
     vectors = sum(each.numel() for each in model.parameters() if each.ndim == 1)
@@ -61,7 +61,7 @@ def test_vllm(colocate: CommandLine, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_transformers(colocate: CommandLine) -> None:
-    """Another role's model counts there, one of its own here; its cache has room for each row."""
+    """The plan has the engine's cache for all rows, and parameters only of a model of its own."""
     numbers = sum(each.numel() for each in make_model(MODEL).parameters())
     options = {"engine": "transformers", "max_rows": 4, "max_length": 63}
     cache = {"tensors": 4 * 2 * 2 * 4 * 8 * 64 * 32}

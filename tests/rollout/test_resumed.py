@@ -1,4 +1,4 @@
-"""A run that goes on is the one that was never interrupted, with engines whose draws no `seed=` decides."""
+"""A restored run draws the rows of an uninterrupted run, though no `seed=` is given to the engine."""
 
 import os
 import random
@@ -22,7 +22,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Strange:
-    """An engine of somebody else's."""
+    """A third party's engine."""
 
     def __init__(self, ctx: colocate.Context) -> None:
         self.version = 0
@@ -52,7 +52,7 @@ def kill(ctx: colocate.Context) -> None:
 
 
 def steps(group: colocate.ColocatedGroup, count: int = 2) -> list[list[list[tuple[int, ...]]]]:
-    """What steps of a user's own loop draw."""
+    """Return the tokens that steps of a user's own loop draw."""
     found = []
     for _ in range(count):
         if "trainer" in group.roles:
@@ -65,9 +65,9 @@ def steps(group: colocate.ColocatedGroup, count: int = 2) -> list[list[list[tupl
 @pytest.mark.long
 @pytest.mark.parametrize("engine", [*ENGINES, "strange"])
 def test_resumed_and_killed(engine: str, tmp_path: Path) -> None:
-    """Restored in place, after a kill, by another process: each draws as the run that goes on, whatever comes between.
+    """A group that is restored in place, after a kill or as a new group draws the same rows as the run that continues.
 
-    The group of a stranger's engine has no trainer.
+    The group with a third party's engine has no trainer.
     """
     if engine == "strange":
         roles: dict[str, Any] = {"rollout": colocate.role("rollout.engine", engine=Strange)}

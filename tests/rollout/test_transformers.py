@@ -1,4 +1,4 @@
-"""The engine `transformers`: what all engines hold, and what it alone does."""
+"""The engine `transformers`: the suite of all engines, and behaviour of its own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from colocate_rollout.testing import LLAMA, PROMPTS, ModelSuite, Trainer, log_pr
 
 
 class TestTransformers(ModelSuite):
-    """By a few rows at once, of short prompts, so that rows come and go in every step."""
+    """The suite with a few rows at once and short prompts, so that rows begin and end in every step."""
 
     engine = "transformers"
     options: ClassVar[dict[str, Any]] = {"model": LLAMA, "max_rows": 5, "max_batch_tokens": 12}
@@ -23,7 +23,7 @@ class TestTransformers(ModelSuite):
 
 
 class TestInAChild(ModelSuite):
-    """In a process of its own, which takes seconds to start: of the models one is tried."""
+    """The suite in a child process, which takes seconds to start: only one of the models is tried."""
 
     engine = "transformers"
     options: ClassVar[dict[str, Any]] = {
@@ -34,11 +34,11 @@ class TestInAChild(ModelSuite):
 
     @pytest.fixture
     def leave_nothing(self) -> None:
-        """The engine stays for the next test, and so does its group."""
+        """Skip the leak check: the engine and its group stay for the next test."""
 
     @pytest.fixture
     def without(self) -> None:
-        """It is in the way of no other child."""
+        """Keep the shared engine: a second child can run beside it."""
 
     @pytest.mark.long
     @pytest.mark.usefixtures("without")
@@ -64,7 +64,7 @@ class TestInAChild(ModelSuite):
     ],
 )
 def test_weights_by_hand(given: Callable[[Any], Any]) -> None:
-    """Outside of any worker a role takes weights as they come from a module; what are none is told."""
+    """A role outside any worker loads weights from a module, and refuses values that are no weights."""
     model, role = make_model(LLAMA), EngineRole("transformers", model=LLAMA)
     role.load_weights(given(model), 3)
     ((row,),) = role.generate(PROMPTS[:1], sampling={"max_tokens": 8})
@@ -78,19 +78,19 @@ def test_weights_by_hand(given: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_ends(tmp_path: Path, place: str) -> None:
-    """Responses end where transformers' `generate` ends them, wherever a folder says that."""
+    """Responses end where transformers' `generate` ends them, wherever a folder names the end tokens."""
     folder = make_folder(tmp_path, place)
     role = EngineRole("transformers", model=folder, max_rows=3)
     check_ends(role, folder)
     lengths = {len(each) for each in generated(folder)}
-    assert lengths == {LENGTH} if place == "none" else len(lengths) > 1  # or the comparison would prove nothing
+    assert lengths == {LENGTH} if place == "none" else len(lengths) > 1  # Equal lengths would prove nothing.
     role.close()
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("processes", [False, True])
 def test_ends_of_another_roles_model(processes: bool, background: bool) -> None:
-    """An engine that has another role's model, or a copy of it, ends where `generate` of that model does."""
+    """An engine with another role's model, or a copy, ends responses where that model's `generate` does."""
     engine = colocate.role("rollout.engine", engine="transformers", role="trainer").on(background=background)
     with colocate.connect(**({"processes": True} if processes else {})) as runtime, runtime.reserve(slots=1) as pool:
         group = pool.spawn({"trainer": colocate.role(Ending), "rollout": engine})
@@ -104,7 +104,7 @@ def test_ends_of_another_roles_model(processes: bool, background: bool) -> None:
 
 
 def test_ends_by_text_are_refused() -> None:
-    """A generation config that ends responses by text names the option that an engine can go by."""
+    """A text that ends responses is refused; the error points to `eos_token_id`."""
     with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
         roles = {
             "trainer": colocate.role(Texts),
@@ -115,7 +115,7 @@ def test_ends_by_text_are_refused() -> None:
 
 
 class Texts(Trainer):
-    """A trainer whose model's generation config has a text that ends responses."""
+    """A trainer whose generation config ends responses by a text."""
 
     def __init__(self) -> None:
         super().__init__(LLAMA)
@@ -123,7 +123,7 @@ class Texts(Trainer):
 
 
 def test_long_rope() -> None:
-    """Rows that would change those beside them are refused by name; shorter ones are the model's own."""
+    """A long-rope model is refused unless `max_length` is short; short rows depend on no other row."""
     with pytest.raises(ConfigError, match=r"long-rope.* more than 16 tokens .* may have 64: max_length=16"):
         EngineRole("transformers", model=PHI)
     role, model = EngineRole("transformers", model=PHI, max_length=16, max_rows=3), make_model(PHI)

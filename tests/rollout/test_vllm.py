@@ -1,4 +1,4 @@
-"""The engine `vllm`: what all engines hold, and what it alone does; `make engines` runs it where vLLM is installed."""
+"""The engine `vllm`: the suite of all engines, and behaviour of its own; `make engines` runs it with vLLM installed."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ ENDLESS = Sampling(max_tokens=100, stop_token_ids=())
 
 
 class TestVllm(ModelSuite):
-    """What all engines hold, and what is left by failures inside vLLM."""
+    """The suite of all engines, and vLLM's own failures, memory and options."""
 
     engine = "vllm"
     options: ClassVar[dict[str, Any]] = {"model": LLAMA, "kv_cache_memory_bytes": "4MiB", "max_num_seqs": 5}
 
     @pytest.fixture
     def leave_nothing(self) -> None:
-        """The engine stays for the next test; `test_the_process_is_as_before` holds what is left of one."""
+        """Skip the leak check: the engine stays, and `test_the_process_is_as_before` has its own."""
 
     @pytest.fixture
     def unpacked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have matrices lie where one can read them, as on a GPU."""
-        with warnings.catch_warnings(action="ignore"):  # of what vLLM imports
+        """Keep matrices readable, as on a GPU."""
+        with warnings.catch_warnings(action="ignore"):  # vLLM's imports warn.
             from vllm import _custom_ops
             from vllm.model_executor.layers import utils
 
@@ -75,12 +75,12 @@ class TestVllm(ModelSuite):
     @pytest.mark.usefixtures("without", "unpacked")
     @pytest.mark.parametrize("kind", MODELS)
     def test_weights_given_back(self, kind: str) -> None:
-        """Merged projections and padded embeddings come as transformers has them."""
+        """Merged projections and padded embeddings are given back in transformers' layout."""
         super().test_weights_given_back(kind)
 
     @pytest.mark.usefixtures("without")
     def test_packed_weights_given_back(self) -> None:
-        """A CPU's matrices are where nobody can read them: that is told, and not something else given."""
+        """Matrices that vLLM has packed on a CPU can't be read, and the error says so."""
         role = self.ready()
         engine: Any = role._engine
         with pytest.raises(ConfigError, match=r"weight model\.layers\.0\..* back: on a CPU vLLM packs matrices"):
@@ -91,7 +91,7 @@ class TestVllm(ModelSuite):
     def test_failed_inside(
         self, role: EngineRole, rows: Mapping[tuple[int, int], Row], method: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An exception in one of vLLM's steps leaves no request, which would have the next call go on for ever."""
+        """An exception in one of vLLM's steps leaves no request, and the next call has the usual rows."""
         engine: Any = role._engine
         before, count = getattr(engine._runner, method), [0]
 
@@ -110,7 +110,7 @@ class TestVllm(ModelSuite):
 
     @pytest.mark.usefixtures("without")
     def test_tied_weights_under_one_name(self) -> None:
-        """A head that is tied gets new weights with the embedding, though vLLM has packed it apart."""
+        """A tied head gets new weights with the embedding, though vLLM packs the two separately."""
         fields = {**LLAMA, "tie_word_embeddings": True}
         model = make_model(fields)
         role = EngineRole("vllm", **{**self.options, "model": fields})
@@ -122,7 +122,7 @@ class TestVllm(ModelSuite):
         role.close()
 
     def test_what_it_manages(self, role: EngineRole) -> None:
-        """Its weights and its cache are told, and of these the cache goes, as nothing else of it can on a CPU."""
+        """`managed` reports the bytes of weights and cache, and on a CPU only the cache can sleep."""
         engine = role._engine
         whole = {"weights": WEIGHTS * 4, "cache": CACHE}
         assert engine.managed() == whole
@@ -137,7 +137,7 @@ class TestVllm(ModelSuite):
 
     @pytest.mark.usefixtures("without")
     def test_bfloat16(self) -> None:
-        """A trainer in float32 and an engine in bfloat16 are as near as these numbers are; weights take half."""
+        """An engine in bfloat16 agrees with a float32 trainer to 0.1, and its weights take half the bytes."""
         model = make_model(LLAMA)
         role = EngineRole("vllm", **self.options, dtype="bfloat16")
         assert role.managed() == {"weights": WEIGHTS * 2, "cache": CACHE}
@@ -148,7 +148,7 @@ class TestVllm(ModelSuite):
 
     @pytest.mark.usefixtures("without")
     def test_wrong_options_of_vllm(self) -> None:
-        """Names are vLLM's own; what loads code isn't for a config; what vLLM refuses is told in its words."""
+        """A wrong option is refused: an unknown name, an option that loads code, or a value that vLLM refuses."""
         for options, said in (
             ({"max_num_seq": 3}, "vLLM has no option 'max_num_seq'; did you mean 'max_num_seqs'?"),
             ({"worker_extension_cls": "os.path"}, "'worker_extension_cls' of vLLM's isn't for users"),
@@ -165,21 +165,21 @@ class TestVllm(ModelSuite):
 
     @pytest.mark.usefixtures("without")
     def test_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is a warning."""
+        """An untried version of vLLM gives a warning."""
         monkeypatch.setattr(VllmEngine, "tested_versions", ("0.1", "0.2"))
         with pytest.warns(UserWarning, match=r"tried with vLLM 0\.1 and 0\.2, and .* is installed"):
             EngineRole("vllm", **self.options).close()
 
 
 class TestInAChild(ModelSuite):
-    """In a process of its own, which takes seconds to start: of the models one is tried."""
+    """The suite in a child process, which takes seconds to start: only one of the models is tried."""
 
     engine = "vllm"
     options: ClassVar[dict[str, Any]] = {**TestVllm.options, "child": {"bucket": "4KiB"}}
 
     @pytest.fixture
     def leave_nothing(self) -> None:
-        """As above."""
+        """Skip the leak check: the engine stays for the next test."""
 
     @pytest.mark.usefixtures("without")
     @pytest.mark.parametrize("kind", ["tied"])
@@ -189,7 +189,7 @@ class TestInAChild(ModelSuite):
 
     @pytest.mark.parametrize("kind", ["untied"])
     def test_weights_given_back(self, role: EngineRole, kind: str) -> None:
-        """A child says why it can't, and goes on."""
+        """A child that can't give weights back says why, and still generates."""
         engine: Any = role._engine
         for _ in range(2):
             with pytest.raises(ConfigError, match="on a CPU vLLM packs matrices"):
@@ -198,7 +198,7 @@ class TestInAChild(ModelSuite):
 
 
 def state() -> dict[str, Any]:
-    """What there is once in a process."""
+    """Return the process-wide state that an engine might change."""
     return {
         "torch": _read_names(),
         "environ": dict(os.environ),
@@ -210,7 +210,7 @@ def state() -> dict[str, Any]:
 
 
 def test_the_process_is_as_before() -> None:
-    """Torch, the environment and the collector are, between any two steps; groups and files are after the end."""
+    """An engine leaves torch and environment alone between steps, and nothing after its end."""
     weights = make_weights(make_model(LLAMA))
     before, frozen = state(), gc.get_freeze_count()
     role = EngineRole(model=LLAMA, **OPTIONS)
@@ -219,7 +219,7 @@ def test_the_process_is_as_before() -> None:
         now = state()
         for what in ("torch", "environ", "threads", "random"):
             assert now[what] == before[what], what
-        assert gc.get_freeze_count() <= frozen  # of those of before some are gone
+        assert gc.get_freeze_count() <= frozen  # Some frozen objects may be freed.
     with pytest.raises(ConfigError, match="this process has an engine 'vllm' already"):
         EngineRole(model=LLAMA, **OPTIONS)
     role.close()
@@ -231,7 +231,7 @@ def test_the_process_is_as_before() -> None:
 
 @pytest.fixture
 def group() -> Iterator[colocate.ColocatedGroup]:
-    """A trainer and an engine, whose model is as the trainer's, in each of two slots."""
+    """Spawn a trainer, and an engine with the same model, in each of two slots."""
     roles = {
         "engine": colocate.role("rollout.engine", model=LLAMA, **OPTIONS),
         "trainer": colocate.role(Trainer, LLAMA),
@@ -247,7 +247,7 @@ def check(trainer: Any, found: list[tuple[Row, ...]]) -> None:
 
 
 def test_in_a_group(group: colocate.ColocatedGroup) -> None:
-    """Weights are in sync, a timeout ends a call after a step, and memory that the engine frees is told."""
+    """Rows in a group agree with the trainer after a sync, a timeout and a sleep."""
     engine, trainer = group.role("engine"), group.role("trainer")
     with pytest.raises(colocate.RoleError, match=r"no whole weights: none have come yet"):
         engine.generate(PROMPTS)
@@ -269,14 +269,14 @@ def test_in_a_group(group: colocate.ColocatedGroup) -> None:
 
 
 class Failing(VllmEngine):
-    """It fails where it is told to, says in a file that it amid rows, and knows whether anything is left of them."""
+    """An engine that fails on demand, marks in a file that rows have begun, and checks for leftover requests."""
 
     def __init__(self, ctx: colocate.Context, begun: str, **options: Any) -> None:
         super().__init__(ctx, **options)
         self.begun, self.last_row = Path(begun), 0
 
     def fail_in(self, name: str) -> None:
-        """Have the third call of one of vLLM's own methods fail, once."""
+        """Make the third call of one of vLLM's own methods fail, once."""
         before, count = getattr(self._runner, name), itertools.count(1)
 
         def fails(*args: Any, **kwargs: Any) -> Any:
@@ -288,11 +288,10 @@ class Failing(VllmEngine):
         setattr(self._runner, name, fails)
 
     def fail_at(self, row: int) -> None:
-        """Have a row fail; 0 for none."""
+        """Make a row fail; 0 for none."""
         self.last_row = row
 
     def left_nothing(self) -> None:
-        """Raise where there are requests."""
         assert self.requests == 0
 
     def rows(self, prompts: Sequence[Prompt], sampling: Sampling, stop: Callable[[], bool]) -> Iterator[Row]:
@@ -310,18 +309,18 @@ class Failing(VllmEngine):
 
 
 class FailingRole(EngineRole):
-    """A role whose engine can be told to fail, wherever it is."""
+    """A role that calls any method of its engine, in the worker or in a child."""
 
     @method
     def tell(self, name: str, *what: Any) -> None:
-        """Have a method of the engine called."""
+        """Call a method of the engine."""
         engine = self._engine
         engine._call_engine(name, *what) if isinstance(engine, ChildEngine) else getattr(engine, name)(*what)
 
 
 @pytest.mark.parametrize("child", [False, True], ids=["here", "child"])
 def test_after_a_failure(child: bool, tmp_path: Path) -> None:
-    """Whatever ends a call: no request is left, and the next rows are those of an engine that was just made."""
+    """After any failure of a call no request is left, and the next rows equal a fresh engine's."""
     begun = tmp_path / "begun"
     options: Any = {**OPTIONS, "begun": str(begun), "child": child}
     del options["engine"]
@@ -383,7 +382,7 @@ def numbered(found: list[tuple[Row, ...]]) -> dict[tuple[int, int], Row]:
 
 
 def test_wrong_places() -> None:
-    """Tensor parallelism is over a mesh, and vLLM's groups are of all slots."""
+    """Tensor parallelism without a mesh, and an engine on a part of its group's slots, are refused."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
         role = colocate.role("rollout.engine", model=LLAMA, tensor_parallel_size=2, **OPTIONS)
         with pytest.raises(RoleStartError, match=r"say \.on\(mesh=\{'dp': 1, 'tp': 2\}\)"):
@@ -394,7 +393,7 @@ def test_wrong_places() -> None:
 
 
 def test_tensor_parallel() -> None:
-    """Two slots are one engine, whose ranks end together when a call is cut short."""
+    """Two tensor-parallel slots are one engine: rows agree with the trainer after a sync, a sleep and a timeout."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
         role = colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(mesh={"dp": 1, "tp": 2})
         group = pool.spawn({"engine": role, "trainer": colocate.role(Trainer, LLAMA)})
@@ -415,7 +414,7 @@ def test_tensor_parallel() -> None:
 
 
 class Unpacked(EngineRole):
-    """An engine whose matrices lie where one can read them, as on a GPU, and which may forget a shard of one."""
+    """An engine with readable matrices, as on a GPU, which can spoil a shard on one rank."""
 
     def __init__(self, **options: Any) -> None:
         with warnings.catch_warnings(action="ignore"):
@@ -437,11 +436,11 @@ class Unpacked(EngineRole):
         if self.forgets:
             engine: Any = self._engine
             (model,) = engine._engine.apply_model(lambda model: model)
-            model.model.layers[1].mlp.gate_up_proj.weight.data[-1, -1] += 1  # of what is up_proj elsewhere
+            model.model.layers[1].mlp.gate_up_proj.weight.data[-1, -1] += 1  # This is up_proj in the source.
 
 
 def test_weights_of_ranks_that_are_one_engine() -> None:
-    """Parts of merged projections come whole; what one of two ranks has wrong is named as the source calls it."""
+    """Tensor-parallel weights are compared whole, and a wrong shard is named as in the source."""
     fields = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
         role = colocate.role(Unpacked, model=fields, **OPTIONS).on(mesh={"dp": 1, "tp": 2})
@@ -459,7 +458,7 @@ def test_weights_of_ranks_that_are_one_engine() -> None:
 
 
 def test_beside_other_work() -> None:
-    """In the background it generates while the trainer computes; paused, it goes on by other weights."""
+    """A background engine that is paused in a call continues with the weights of a sync in the pause."""
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
         "engine": colocate.role("rollout.engine", model=LLAMA, **OPTIONS).on(background=True, weights="from sync"),
@@ -482,7 +481,7 @@ def test_beside_other_work() -> None:
 @pytest.mark.parametrize("child", [False, {"env": {"OMP_NUM_THREADS": "1"}}], ids=["here", "child"])
 @pytest.mark.parametrize("executor", ["threads", "processes", "ray", "dask"])
 def test_on_each_executor(executor: str, child: Any, rows_elsewhere: dict[str, Any]) -> None:
-    """The same seed draws the same rows; the process of a thread is as before when the group is closed."""
+    """The same seed draws the same rows on every executor, and a closed group leaves the process as before."""
     options = {"processes": True} if executor == "processes" else {}
     roles = {
         "trainer": colocate.role(Trainer, LLAMA),
@@ -509,12 +508,12 @@ def test_on_each_executor(executor: str, child: Any, rows_elsewhere: dict[str, A
 
 @pytest.fixture(scope="module")
 def rows_elsewhere() -> dict[str, Any]:
-    """What executors have drawn so far."""
+    """Return the rows that executors have drawn so far."""
     return {}
 
 
 def test_the_first_config_of_the_readme(tmp_path: Path) -> None:
-    """It is sound, but for its executor, which is not installed here."""
+    """The README's first config is valid with the executor `local`."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").partition("```yaml\n")[2]
     config = text.partition("```")[0].replace("executor: ray", "executor: {use: local, with: {processes: true}}", 1)
     (tmp_path / "config.yaml").write_text(config)
@@ -524,7 +523,7 @@ def test_the_first_config_of_the_readme(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_ends(tmp_path: Path, place: str) -> None:
-    """Responses end where transformers' `generate` ends them, wherever a folder says that."""
+    """Responses end where transformers' `generate` ends them, wherever a folder names the end tokens."""
     folder = make_folder(tmp_path, place)
     role = EngineRole("vllm", model=folder, dtype="float32", kv_cache_memory_bytes="4MiB")
     check_ends(role, folder)
@@ -532,7 +531,7 @@ def test_ends(tmp_path: Path, place: str) -> None:
 
 
 def test_ends_of_another_roles_model() -> None:
-    """Responses end where `generate` of the model ends them whose weights the engine gets."""
+    """An engine with a trainer's weights ends responses where the trainer's `generate` does."""
     roles = {"trainer": colocate.role(Ending), "engine": colocate.role("rollout.engine", role="trainer", **OPTIONS)}
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=1) as pool:
         group = pool.spawn(roles)
@@ -544,11 +543,11 @@ def test_ends_of_another_roles_model() -> None:
 
 
 def test_long_rope() -> None:
-    """Rows beyond the model's first range of positions are refused by name; shorter ones are the model's own."""
+    """A `max_model_len` beyond the model's short range is refused; shorter rows have the model's log-probabilities."""
     options = {**OPTIONS, "model": PHI}
     with pytest.raises(ConfigError, match=r"long-rope.* more than 16 tokens .* may have 64: max_model_len=16"):
         EngineRole(**options, max_model_len=64)
-    role, model = EngineRole(**options), make_model(PHI)  # By itself vLLM takes no longer ones.
+    role, model = EngineRole(**options), make_model(PHI)  # vLLM's default takes no longer rows.
     role.load_weights(make_weights(model), 1)
     for index, (row,) in enumerate(role.generate([[1, 2, 3], [*range(4, 12)]], sampling={"max_tokens": 8})):
         assert row.log_probs == pytest.approx(log_probs(model, [[1, 2, 3], [*range(4, 12)]][index], row), abs=5e-5)

@@ -1,9 +1,9 @@
-"""Raises a signal at each place of the framework's own frames on the main thread, one after the other.
+"""Raise a signal at each place of the framework's own frames on the main thread, one place per run.
 
 `python -m tests.signals.program OPERATION,… ENGINE HANDLER SHARE OF` runs each operation again and again, each time
-with a signal at a place (a code object and an offset in it) where there was none before: at every OF-th place, from the
-SHARE-th on. After each one later calls are tried, everything is closed, and it is looked for what is left. Prints how
-many places there were; ends with an error, and the stacks of all threads, at the first one where something is wrong.
+with a signal at a new place (a code object and an offset in it): at every OF-th place, from the SHARE-th on. After each
+run the program tries later calls, closes everything, and looks for leftovers. The program prints the number of places;
+at the first place with a failure it exits with an error, or with the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from colocate._signals.deferred import COURIER
 from colocate._system.lines import is_own_code
 
 HANGS_AFTER_S = 30.0
-PUT_OFF_S = 10.0  # a handler that comes amid code of ours runs by then
+PUT_OFF_S = 10.0  # a handler that our own code defers runs by then
 ENDS_WITHIN_S = 10.0
 CLOSES_WITHIN_S = 8.0
-ROWS = 12  # of a stream: more than may have begun and aren't read
+ROWS = 12  # of a stream: more rows than may run unread
 
 
 class Adder(Role):
-    """Adds, and can be saved."""
+    """A role that adds, and can be saved."""
 
     @method(collect=colocate.First())
     def add(self, number: int, other: int) -> int:
-        """The sum."""
+        """Return the sum."""
         return number + other
 
     @method(rows="number", concurrency=2)
     async def twice(self, number: int) -> int:
-        """For rows."""
+        """Double a row."""
         return 2 * number
 
     def save(self, directory: str) -> None:
-        """There is little to save."""
+        """Write a file, in the place of a state."""
         Path(directory, f"rank-{self.ctx.rank}").write_text("saved", encoding="utf-8")
 
     def restore(self, directory: str) -> None:
-        """There is nothing to restore."""
+        """Restore nothing: the role has no state."""
 
 
 class Stage:
-    """What one run has: a runtime, a group that nothing happens to, and perhaps one on which the operation works."""
+    """The objects of one run: a runtime, an undisturbed group, and perhaps a group for the operation."""
 
     def __init__(self, engine: str, folder: str) -> None:
         self.engine = engine
@@ -74,18 +74,18 @@ class Stage:
         self.runtime = self.connect()
         self.bystander = self.spawn(self.runtime, "bystander")
         self.group: ColocatedGroup | None = None
-        self.kept: object = None  # what would otherwise go amid the operation: what a `__del__` raises is lost
+        self.kept: object = None  # keeps an object alive beyond the operation: errors of `__del__` are lost
 
     def connect(self) -> Runtime:
-        """Another runtime."""
+        """Return a new runtime."""
         return colocate.connect("local", processes=self.engine == "processes")
 
     def spawn(self, runtime: Runtime, name: str | None = None) -> ColocatedGroup:
-        """A group."""
+        """Return a new group."""
         return runtime.reserve(1).spawn({"adder": colocate.role(Adder)}, name)
 
     def checkpoint(self, group: ColocatedGroup) -> None:
-        """One in a folder of its own."""
+        """Write a checkpoint of a group to a new folder."""
         self.runs += 1
         group.checkpoint(os.path.join(self.folder, f"{id(self)}-{self.runs}"))
 
@@ -145,9 +145,9 @@ def leave(stage: Stage) -> None:
 
 
 def read(take: Callable[[list[Any]], bool], index: Callable[[Any], int] = operator.itemgetter(0)) -> None:
-    """Take all that there is, and go on after an interruption; nothing is lost by that.
+    """Take all items, also after an interruption, and check that no item is lost.
 
-    An item gets into the list in the step that gives it, so that no handler of a user's comes in between.
+    `take` adds an item to the list in the same step that yields the item, so that no handler runs in between.
     """
     found, raised = list[Any](), None
     while True:
@@ -207,7 +207,7 @@ _WITHOUT_GROUP = (connect_and_reserve, spawn, leave)
 
 
 class Ended(SystemExit):
-    """What a user's handler of SIGTERM raises."""
+    """The exit that a user's handler of SIGTERM raises."""
 
 
 def _interrupt(stage: Stage) -> None:
@@ -255,7 +255,7 @@ def _close(stage: Stage) -> None:
 
 @contextlib.contextmanager
 def _unless_closed(group: ColocatedGroup) -> Iterator[None]:
-    """One refuses that is just being closed, whose pipeline is open, or its stream half read; the bystander never."""
+    """Accept refusals of a group that closes, has an open pipeline, or a half-read stream; none of the bystander."""
     try:
         yield
     except (colocate.ClosedError, colocate.PipelineError):
@@ -284,7 +284,7 @@ _RETURNS = dis.opmap["RETURN_VALUE"]
 
 
 class Places:
-    """Raises the signal at the first place that hasn't been, of those that are ours."""
+    """A trace function that raises the signal at the first new place of its share."""
 
     def __init__(self, share: int, of: int) -> None:
         self._seen: set[tuple[CodeType, int]] = set()
@@ -297,8 +297,8 @@ class Places:
         if not _is_framework(frame.f_code.co_filename) or _is_in_del(frame):
             return None
         frame.f_trace_opcodes = True
-        # As a function returns, Python runs no handler before the caller has what is returned; and it ignores what a
-        # handler raises amid `__del__`, in whomever's.
+        # While a function returns, Python runs no handler before the caller has the value. Exceptions that a handler
+        # raises amid any `__del__` are ignored.
         if event == "opcode" and not self.fired and frame.f_code.co_code[frame.f_lasti] != _RETURNS:
             place = frame.f_code, frame.f_lasti
             if place not in self._seen:
@@ -324,7 +324,7 @@ def _is_framework(file: str) -> bool:
 
 
 def run(operation: Callable[[Stage], None], engine: str, handler: str, places: Places, folder: str) -> bool:
-    """One run with one signal; False when there is no place left."""
+    """Run an operation with one signal; return False when no place is left."""
     stage = Stage(engine, folder)
     if operation not in _WITHOUT_GROUP:
         stage.group = stage.spawn(stage.runtime)
@@ -379,7 +379,7 @@ def run(operation: Callable[[Stage], None], engine: str, handler: str, places: P
 
 
 def close_all() -> None:
-    """Every runtime is closed, within a bounded time, whatever had become of it."""
+    """Close every runtime, whatever its state, and check that each close ends in time."""
     for connection in list(live_connections.values()):
         began = time.monotonic()
         Runtime._wrap(connection).close(grace=1, force=True)
@@ -389,10 +389,10 @@ def close_all() -> None:
 
 
 def what_is_there() -> dict[str, list[str]]:
-    """Threads, processes and descriptors."""
+    """Return the threads, child processes and descriptors of this process."""
     descriptors = []
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             descriptors.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
     return {
         "threads": sorted(t.name for t in threading.enumerate() if not t.name.startswith(COURIER)),
@@ -402,7 +402,7 @@ def what_is_there() -> dict[str, list[str]]:
 
 
 def nothing_more_than(before: dict[str, list[str]]) -> None:
-    """What was made is gone, or goes within seconds."""
+    """Check that new threads, processes and descriptors are gone within seconds."""
     deadline = time.monotonic() + ENDS_WITHIN_S
     while is_more(now := what_is_there(), before) and time.monotonic() < deadline:
         gc.collect()
@@ -411,16 +411,16 @@ def nothing_more_than(before: dict[str, list[str]]) -> None:
 
 
 def is_more(now: dict[str, list[str]], before: dict[str, list[str]]) -> bool:
-    """Whether something was made, or taken away; a thread of before may have been about to end."""
+    """Return whether something was added or removed; a thread of `before` may have ended."""
     if Counter(now["threads"]) - Counter(before["threads"]):
         return True
     return {**now, "threads": []} != {**before, "threads": []}
 
 
 def run_all(operation: Callable[[Stage], None], engine: str, handler: str, places: Places, folder: str) -> None:
-    """A run for each place, and one that finds none left."""
+    """Run an operation once for each place, and check that nothing is left."""
     none = Places(0, 1 << 60)
-    for _ in range(2):  # what is made once and stays
+    for _ in range(2):  # objects that are made once stay
         run(operation, engine, handler, none, folder)
     before = what_is_there()
     more = True
@@ -437,7 +437,7 @@ def run_all(operation: Callable[[Stage], None], engine: str, handler: str, place
 
 
 def main() -> None:
-    """See above."""
+    """Run the operations on the command line; print the number of places of each."""
     operations, engine, handler, share, of = sys.argv[1:]
     faulthandler.enable()
     for operation in operations.split(","):

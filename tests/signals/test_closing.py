@@ -1,4 +1,4 @@
-"""Closing in a signal's handler, whatever of colocate it has interrupted, with whatever locks held."""
+"""A signal handler can close the runtime while it interrupts a wait for a result, or another close."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND_S = 20.0  # a handler that waits for ever takes longer
 
 @contextmanager
 def hanging(handler: Callable[[Runtime], None], after_s: float) -> Iterator[tuple[Runtime, Call[Any]]]:
-    """A block in which a call hangs, and a moment after its begin a signal's handler interrupts it."""
+    """Run a block beside a call that hangs; `after_s` seconds later a signal's handler interrupts the block."""
     before = signal.signal(signal.SIGUSR1, lambda number, frame: handler(runtime))
     try:
         with Gate() as gate:
@@ -40,7 +40,7 @@ def hanging(handler: Callable[[Runtime], None], after_s: float) -> Iterator[tupl
 
 
 def test_while_a_result_is_waited_for() -> None:
-    """The usual moment: nothing is held, so everything is closed when the handler returns, and its errors are there."""
+    """A close in a handler that interrupts `result` is complete at its return, raises its errors, and ends the wait."""
     seen: list[Any] = []
 
     def close(runtime: Runtime) -> None:
@@ -56,7 +56,7 @@ def test_while_a_result_is_waited_for() -> None:
 
 
 def test_during_another_close() -> None:
-    """A second close, by a handler that interrupts the first one, doesn't wait for it."""
+    """A close in a handler that interrupts another close doesn't wait for the other one for ever."""
     took: list[float] = []
 
     def close(runtime: Runtime) -> None:

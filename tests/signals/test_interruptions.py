@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments of spawn, call, stream and close, on each executor: nothing is left, and nothing is lost."""
+"""Ctrl-C at random moments of spawn, call, stream and close, on each executor, leaves no group and harms no other."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def duration(runtime: Runtime) -> float:
 
 @pytest.fixture(scope="module", params=[*LOCAL, "ray", "dask"])
 def connection(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What to connect with."""
+    """Yield the executor's name and the options for `connect`."""
     engine: str = request.param
     if engine in LOCAL:
         yield {"executor": "local", **LOCAL[engine]}

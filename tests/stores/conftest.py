@@ -15,7 +15,7 @@ _KEYS = {"ACCESS_KEY_ID": "anybody", "SECRET_ACCESS_KEY": "anything", "DEFAULT_R
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """A server that speaks S3, which the environment names; a bucket of its."""
+    """Start an S3 server that the environment names; return a bucket."""
     s3fs = pytest.importorskip("s3fs", reason="`make stores` has what s3:// needs")
     server = pytest.importorskip("moto.server", reason="`make stores` has a server").ThreadedMotoServer("127.0.0.1", 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -32,7 +32,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", "file", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A folder of a store that nobody has used: in memory, on a disk, or on a server."""
+    """Return the address of an unused folder of a store: in memory, on a disk, or on a server."""
     name = uuid.uuid4().hex
     if request.param == "s3":
         return f"s3://{request.getfixturevalue('s3')}/{name}/deep"

@@ -1,4 +1,4 @@
-"""Checkpoints of runs in object stores: they count when all of them is there, and a run goes on from them elsewhere."""
+"""Checkpoints of runs in object stores: only whole ones count, and another machine can resume from one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("fsspec", reason="the extra `stores`")
 
 
 def made(root: Path, name: str, *steps: int) -> RunFolder:
-    """The folder of a run that has saved itself after some steps."""
+    """Make the folder of a run with checkpoints of some steps."""
     folder = RunFolder.create(name, root)
     folder.write_file("config.yaml", load_config({"name": name}).dump())
     for step in steps:
@@ -45,13 +45,13 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 def test_a_checkpoint_there_and_back(url: str, tmp_path: Path) -> None:
-    """Byte for byte, with what the run has logged; those that its folder has no longer are gone there, too."""
+    """A downloaded checkpoint has the same bytes and metrics, and the store drops what the run's folder has dropped."""
     store, here = Store(url), made(tmp_path / "here", "demo")
     assert not store.has_run("demo")
     for step in (1, 2, 10):
         save(here, step)
         store.upload_checkpoint(here, "demo", step)
-    store.upload_checkpoint(here, "demo", 10)  # it may be there already
+    store.upload_checkpoint(here, "demo", 10)  # A second upload replaces the first.
     assert Store(url)._list_names("demo") == ["step-000002", "step-000002.json", "step-000010-2", "step-000010-2.json"]
     Store(url).download_run("demo", tmp_path / "there")
     there = RunFolder.find_latest("demo", tmp_path / "there")
@@ -62,7 +62,7 @@ def test_a_checkpoint_there_and_back(url: str, tmp_path: Path) -> None:
 
 
 def test_nothing_is_brought_to_a_folder_that_another_driver_has(url: str, tmp_path: Path) -> None:
-    """What it has logged stays its own."""
+    """A download into a folder that another driver writes is refused, and changes no file."""
     Store(url).upload_checkpoint(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
     there = made(tmp_path / "there", "demo", 1)
     with lock_folder(there.path, lambda text: None):
@@ -77,7 +77,7 @@ def test_nothing_is_brought_to_a_folder_that_another_driver_has(url: str, tmp_pa
 
 
 def test_one_that_is_not_whole_does_not_count(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one before is gone on from; what was left there is removed by the next."""
+    """A partial upload doesn't count: a download gets the checkpoint before, and the next upload cleans up."""
     store, here = Store(url), made(tmp_path / "here", "demo", 1, 2)
     store.upload_checkpoint(here, "demo", 1)
 
@@ -100,7 +100,7 @@ def test_one_that_is_not_whole_does_not_count(url: str, tmp_path: Path, monkeypa
 def test_another_checkpoint_of_the_same_step(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
 ) -> None:
-    """Whichever call to the store is its last one: another machine gets the old checkpoint or the new one, whole."""
+    """An upload that is cut off at any call leaves the old checkpoint of the step or the new one, whole."""
     here = made(tmp_path / "here", "demo", *steps)
     for step in steps:
         Store(url).upload_checkpoint(here, "demo", step)
@@ -139,7 +139,7 @@ def test_another_checkpoint_of_the_same_step(
 
 @pytest.mark.long
 def test_a_process_that_is_killed_as_it_replaces_one(tmp_path: Path) -> None:
-    """A kill leaves the old checkpoint or the new one there; the next one that is brought there cleans up."""
+    """A kill during a replacement leaves the old checkpoint or the new one, and the next upload cleans up."""
     kills = killed_at_each_step(tmp_path, "stored")
     texts = [kill["brought"]["5"] for kill in kills]
     assert texts == sorted(texts, reverse=True)
@@ -150,7 +150,7 @@ def test_a_process_that_is_killed_as_it_replaces_one(tmp_path: Path) -> None:
 
 
 def test_whose_run_it_is(url: str, tmp_path: Path) -> None:
-    """The newest of this name; of a config that is called like a second one of it, none. Here it may be farther."""
+    """A download gets the run of exactly this name, if any, and keeps later local checkpoints."""
     store = Store(url)
     for name, steps in {"demo": (1,), "demo-2": (5,)}.items():
         store.upload_checkpoint(made(tmp_path / "here", name, *steps), name, steps[-1])
@@ -184,7 +184,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG.values(), ids=list(WRONG))
 def test_a_list_of_files_that_is_none(url: str, tmp_path: Path, text: str) -> None:
-    """One that was cut short, or that somebody else has written: it is refused, and nothing is written here."""
+    """A file list that is damaged or forged is refused, and nothing is written locally."""
     store = Store(url)
     store.upload_checkpoint(made(tmp_path / "here", "demo", 1, 2), "demo", 2)
     store._files.pipe_file(f"{store._root}/demo/step-000002.json", text.encode("latin-1"))
@@ -194,7 +194,7 @@ def test_a_list_of_files_that_is_none(url: str, tmp_path: Path, text: str) -> No
 
 
 class Counter(Role):
-    """Counts, and writes in two halves."""
+    """A counter that saves in two halves."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -214,7 +214,7 @@ class Counter(Role):
 
 
 def count(run: Run, *, steps: int) -> None:
-    """A job that saves itself after each step, beside the next one."""
+    """A job that saves a checkpoint after each step, beside the next step."""
     group = run.groups["policy"]
     done = 0 if run.resumed is None else json.loads((run.resumed / "done").read_text())
     for step in range(done + 1, steps + 1):
@@ -226,7 +226,7 @@ def count(run: Run, *, steps: int) -> None:
 
 @pytest.mark.in_make_test("memory")
 def test_a_run_goes_on_on_another_machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has none of its files: with the same numbers, and all that was logged. A new run gets another name."""
+    """A run resumes on a machine without its files, with the same numbers and log; a new run gets another name."""
 
     def rows(machine: str, steps: int, resume: bool) -> tuple[str, list[Any]]:
         (tmp_path / machine).mkdir(exist_ok=True)
@@ -263,6 +263,6 @@ def test_what_is_no_store(wrong: Any, words: str) -> None:
 
 @pytest.mark.usefixtures("s3")
 def test_a_bucket_that_is_not_there() -> None:
-    """It is said before a worker starts."""
+    """A missing bucket is refused when its store is opened."""
     with pytest.raises(ConfigError, match="s3://no-such-bucket/x isn't to be had: FileNotFoundError"):
         Store("s3://no-such-bucket/x")

@@ -1,4 +1,4 @@
-"""The laws of core and of features on every executor: a folder has those of a feature, and goes with it.
+"""Tests of core and of each feature on every executor; a feature's folder is removed with the feature.
 
-This imports nothing: a worker that imports a role from here imports this, too.
+This file imports nothing: a worker that imports a role from here runs this file, too.
 """

@@ -1,4 +1,4 @@
-"""Mark the laws of features that each executor is tried on: they stand on what it does itself."""
+"""A mark for feature tests that run on each executor, because the executor does part of the work."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -7,6 +7,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def mark_executor_part(test: F) -> F:
-    """Mark a test of what an executor carries for a feature: values, messages, a death."""
+    """Mark a feature's test that depends on the executor's values, messages or worker exits."""
     test.__dict__["level"] = "executor"
     return test

@@ -1,4 +1,4 @@
-"""What goes between a driver and its workers, counted."""
+"""Counters for the messages and bytes between a driver and its workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from colocate.wire import Packed
 
 
 class Traffic:
-    """Counts the messages with calls to the workers of a runtime, and the bytes of all values through the driver.
+    """Counts the messages to a runtime's workers, and the bytes of all values that pass through the driver.
 
-    Values that are handed over by reference count nothing.
+    A value that is handed over by reference counts no bytes.
     """
 
     def __init__(self, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,13 +45,13 @@ class Traffic:
 
     def _wrap_receive(self, hear: Callable[..., None]) -> Callable[..., None]:
         def heard(*args: Any) -> None:
-            self.received_bytes.append(_count_bytes(args[-1]))  # a message's body comes last
+            self.received_bytes.append(_count_bytes(args[-1]))  # A message's body is the last argument.
             hear(*args)
 
         return heard
 
     def calls_sent(self) -> list[int]:
-        """The messages with calls so far: how many calls are in each."""
+        """Return the number of calls in each message with calls so far."""
         kinds = (to_worker.Batch, to_worker.Call)
         return [
             len(message.calls) if isinstance(message, to_worker.Batch) else 1
@@ -60,7 +60,7 @@ class Traffic:
         ]
 
     def total_bytes(self) -> int:
-        """Bytes of values through the driver so far."""
+        """Return the bytes of all values through the driver so far."""
         return sum(self.sent_bytes) + sum(self.received_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The whole: what an executor does itself, the laws of core, and those of features."""
+"""The whole suite: tests of the executor itself, of core and of each feature."""
 
 from importlib import import_module
 
@@ -28,7 +28,7 @@ from colocate.features import FEATURES
 from colocate.testing import executors
 
 OF_FEATURES = [area for name in FEATURES for area in import_module(f"tests.suite.{name}.suite").AREAS]
-"""The areas of features, each of which lies with its own."""
+"""Test classes of features; each feature's folder has its own."""
 
 
 class ExecutorSuite(
@@ -73,15 +73,15 @@ class ExecutorSuite(
     *OF_FEATURES,  # type: ignore[misc]  # pyright: ignore[reportGeneralTypeIssues]
     executors.Executor,
 ):
-    """Everything that holds for every executor."""
+    """All tests that every executor passes."""
 
 
 class Executor(ExecutorSuite):
-    """What an executor does itself, and what it carries for features."""
+    """Tests of the executor itself, and of its part in features."""
 
 
 for _name in dir(ExecutorSuite):
     if _name.startswith("test_"):
         _test = getattr(ExecutorSuite, _name)
         if _test.__module__.startswith("tests.") and not hasattr(_test, "level"):
-            setattr(Executor, _name, None)  # what is None is no test
+            setattr(Executor, _name, None)  # Pytest collects no attribute that is None.

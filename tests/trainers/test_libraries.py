@@ -1,4 +1,4 @@
-"""What "Bring your trainer" says of Accelerate and Lightning Fabric: its very code trains, also after a failed step.
+"""The code for Accelerate and Lightning Fabric in "Bring your trainer" trains, also after a failed step.
 
 `make trainers` runs this where both are installed.
 """
@@ -63,7 +63,7 @@ def alone(x):
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The name of a module with what the page has for a library, and a step."""
+    """Write a module with the page's class for a library, and a step; return the module's name."""
     library, engine = LIBRARIES[request.param]
     pytest.importorskip(library)
     code = re.search(rf"^class {request.param}\(Role\):\n(?:(?:    .*)?\n)+", PAGE.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What "Weights in sync" says of PEFT: adapters come merged into the weights that they belong to, or alone."""
+"""PEFT in "Weights in sync": adapters are merged into their weights, or come alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", exc_type=ImportError)
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT reads this.
 
 
 def _model(**options: Any) -> Any:
-    """A model of PEFT's whose adapters aren't zeros."""
+    """Return a PEFT model whose adapters aren't zeros, and a plain one."""
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -31,7 +31,7 @@ def _model(**options: Any) -> Any:
 
 
 def test_merged() -> None:
-    """The model that is wrapped computes with them what PEFT's does."""
+    """A plain model with the merged weights computes what PEFT's model computes."""
     model, plain = _model()
     weights = colocate.torch.named_weights(model)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_merged() -> None:
 
 
 def test_alone() -> None:
-    """They have the names by which PEFT saves them."""
+    """Adapters alone have the names by which PEFT saves them."""
     model, _ = _model()
     saved = peft.get_peft_model_state_dict(model)
     assert [name for name, _ in colocate.torch.named_weights(model, adapters="alone")] == list(saved)

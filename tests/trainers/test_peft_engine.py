@@ -1,4 +1,4 @@
-"""An engine generates by a role's model of PEFT's, with its adapters as they are."""
+"""An engine generates with a role's PEFT model and its current adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", exc_type=ImportError)
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of much
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT gives many warnings.
 PROMPTS = [[5], [3, 4, 5, 6], [9, 9]]
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -54,7 +54,7 @@ class Actor(Role):
 
     @method(collect=First())
     def log_probs(self, prompts: list[list[int]], rows: list[Any], adapters: bool = True) -> list[list[float]]:
-        """Of the tokens of rows, as PEFT's model has them."""
+        """Return the log-probabilities of rows' tokens by PEFT's model."""
         model, found = self.whole or self.model, []
         model.eval()
         for prompt, row in zip(prompts, rows, strict=True):
@@ -85,7 +85,7 @@ def engine(role: str) -> Any:
 
 def check(group: Any, kind: str) -> None:
     actor, rollout = group.role(kind, Actor), group.role(f"rollout_of_{kind}")
-    if kind != "disabled":  # which are no source: nobody is to merge them
+    if kind != "disabled":  # Disabled adapters can't be synced.
         assert colocate.sync_weights(actor, rollout).by == ("shared",)
     rows = [row for (row,) in rollout.generate(PROMPTS)]
     gap = 0.2 if kind == "bfloat16" else 1e-4
@@ -104,7 +104,7 @@ def spawned(kinds: list[str], **options: Any) -> Any:
 
 
 def test_adapters_as_they_are() -> None:
-    """Whatever these are, rows are those of PEFT's own forward pass, without dropout; the model trains on."""
+    """Rows agree with PEFT's own forward pass without dropout, for adapters of each kind; the model trains on."""
     kinds = ["plain", "no_task", "bfloat16", "dora", "disabled", "merged", "compiled"]
     with spawned(kinds) as group:
         for kind in kinds:
@@ -112,7 +112,7 @@ def test_adapters_as_they_are() -> None:
 
 
 def test_several_ranks() -> None:
-    """Also where DDP is around it, or FSDP2 shards it with its root around PEFT's model."""
+    """Rows agree with a PEFT model under DDP, and with one in FSDP2 shards."""
     with spawned(["ddp", "shards"], slots=2, processes=True) as group:
         for kind in ("ddp", "shards"):
             check(group, kind)
@@ -120,7 +120,7 @@ def test_several_ranks() -> None:
 
 @pytest.mark.parametrize(("kind", "said"), [("prompts", "PROMPT_TUNING"), ("aLoRA", "aLoRA")])
 def test_what_is_not_in_layers(kind: str, said: str) -> None:
-    """What PEFT adds elsewhere would be left out token by token: it is refused as the engine is made."""
+    """A model with adapters outside its layers is refused when the engine is made."""
     with pytest.raises(
         RoleStartError, match=f"the model of role '{kind}' has adapters of the kind {said}, which aren't"
     ):

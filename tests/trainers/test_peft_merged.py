@@ -1,4 +1,4 @@
-"""Weights with adapters come as PEFT's own `merge_and_unload` makes them, bit by bit, or are refused by name."""
+"""Weights with adapters equal PEFT's own `merge_and_unload`, bit by bit, or are refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Experts(nn.Module):  # type: ignore[misc, name-defined]
 
 
 class Net(nn.Module):  # type: ignore[misc, name-defined]
-    """One layer of each kind that LoRA knows."""
+    """A module with a layer of each kind that LoRA knows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def trained(model: Any, seed: int = 1) -> Any:
-    """Give what is trained other values."""
+    """Change the trainable values of a model."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,7 +88,7 @@ def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def assert_as_peft(model: Any, refuses: str | None = None) -> None:
-    """Hold that what comes is what PEFT merges, or that both refuse; the model is as it was."""
+    """Assert that weights equal PEFT's merge, or that both refuse, and that the model is unchanged."""
     before = state(model)
     try:
         wanted = None if refuses else state(copy.deepcopy(model).merge_and_unload())
@@ -103,7 +103,7 @@ def assert_as_peft(model: Any, refuses: str | None = None) -> None:
         assert wanted is not None
         assert_alike(found, wanted)
         assert {name: (tuple(each.shape), each.dtype) for name, each in found.items()} == weights.specs
-        assert_alike(dict(weights), wanted)  # a second time
+        assert_alike(dict(weights), wanted)  # The second iteration is equal.
     assert_alike(state(model), before)
 
 
@@ -111,7 +111,7 @@ def assert_as_peft(model: Any, refuses: str | None = None) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_each_kind_of_layer(layer: str, option: str, dtype: Any) -> None:
-    """With each option, by adapters of float32 (PEFT's default) and of the model's own dtype."""
+    """Weights of each layer equal PEFT's merge for each option, with adapters in either dtype."""
     for autocast in (True, False):
         try:
             model = lora(Net().to(dtype), autocast, target_modules=[layer], **OPTIONS[option])
@@ -169,7 +169,7 @@ STATES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("what", STATES)
 def test_each_state_and_kind(what: str, dtype: Any) -> None:
-    """Several adapters, those merged already, what is trained beside them, and PEFT's other kinds."""
+    """Weights equal PEFT's merge for several or merged adapters, other trained parts, and PEFT's other kinds."""
     assert_as_peft(STATES[what](Net().to(dtype)))
 
 
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_refused(what: str) -> None:
-    """What would come otherwise isn't what the model computes with, or no weights could have it."""
+    """Adapters that the model doesn't use, or that weights can't contain, are refused by name."""
     make, words = REFUSED[what]
     assert_as_peft(make(), refuses=words)
 
@@ -261,7 +261,7 @@ TIES: list[tuple[dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("options", "fits"), TIES, ids=str)
 def test_tied_weights(options: dict[str, Any], fits: bool) -> None:
-    """One weight under two names comes alike under both, as PEFT's model computes with it, or is refused."""
+    """A tied weight is equal under both names and agrees with PEFT's model, or is refused."""
     model, plain = lora(llama(tie_word_embeddings=True), **{**QUERIES, **options}), llama(tie_word_embeddings=True)
     if not fits:
         with pytest.raises(
@@ -276,7 +276,7 @@ def test_tied_weights(options: dict[str, Any], fits: bool) -> None:
 
 
 class Around(nn.Module):  # type: ignore[misc, name-defined]
-    """As a model with a head for values."""
+    """A module around a model, with a head for values."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("what", AROUND)
 def test_what_is_around_it(what: str) -> None:
-    """Names are those of the model that was there first, whatever is around it and however adapters came into it."""
+    """Names are the original model's, whatever wraps the model and however adapters were added."""
     prefix = "pretrained_model." if what == "in another module" else ""
     wanted = {f"{prefix}{name}": each for name, each in state(lora(llama(), **QUERIES).merge_and_unload()).items()}
     found = {name: tensor.clone() for name, tensor in colocate.torch.named_weights(AROUND[what]())}
@@ -312,7 +312,7 @@ def test_what_is_around_it(what: str) -> None:
 
 
 def test_alone_of_another() -> None:
-    """Adapters alone are asked of a model that has some."""
+    """Adapters alone are refused for a model without adapters."""
     with pytest.raises(ConfigError, match=r"named_weights\(adapters='alone'\): Net is no model of PEFT's"):
         colocate.torch.named_weights(Net(), adapters="alone")
 
@@ -337,7 +337,7 @@ class Actor(Role):
 
     @method(collect=First())
     def merged(self) -> dict[str, Any]:
-        """What PEFT has made of it before it was sharded."""
+        """Return PEFT's merge of the model, made before sharding."""
         return self.wanted
 
 
@@ -362,7 +362,7 @@ SYNCS: list[tuple[str, bool, dict[str, Any]]] = [
 
 
 def test_syncs() -> None:
-    """Other roles have PEFT's digits, also of shards; a refusal writes nothing."""
+    """Synced weights equal PEFT's merge, also from shards, and a refused sync writes nothing."""
     roles: dict[str, Any] = {}
     for number, (dtype, shards, options) in enumerate(SYNCS):
         roles[f"actor{number}"] = colocate.role(Actor, dtype, shards, options)

@@ -1,4 +1,4 @@
-"""The loss of `grpo.train` and its gradient are those of TRL, on the same tensors."""
+"""The loss of `grpo.train` and its gradient equal TRL's, on the same tensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIZES: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 
 
 @attrs.frozen
 class Sampled:
-    """What an engine gives."""
+    """An answer as an engine returns it."""
 
     token_ids: list[int]
     log_probs: list[float]
 
 
 def trls_loss(actor: GroupActor, rollout: Any, beta: float, engine: bool, **inputs: Any) -> Any:
-    """What TRL makes of it: `loss_type="bnpo"`, the mean over the tokens of the batch."""
+    """Return TRL's loss and metrics for `loss_type="bnpo"`, the mean over the tokens of the batch."""
 
     def log_probs(model: Any, tokens: Any, attention: Any, keep: int, **_: Any) -> tuple[Any, Any, None]:
         logits = response_logits(model, tokens, attention.bool(), keep)
@@ -73,7 +73,7 @@ def trls_loss(actor: GroupActor, rollout: Any, beta: float, engine: bool, **inpu
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("engine", [False, True])
 def test_the_loss_is_that_of_trl(beta: float, engine: bool) -> None:
-    """With old log-probabilities that differ, some ratios clipped, some of an engine's weights truncated, and a KL."""
+    """Loss, gradient norm, entropy and clip fraction equal TRL's, with clipped ratios, truncated weights and a KL."""
     actor = GroupActor(**SIZES)
     generator = torch.Generator().manual_seed(0)
     problems = Task(options={"min_word_len": 3, "max_word_len": 6}).draw(3)

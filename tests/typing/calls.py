@@ -1,4 +1,4 @@
-"""Calls with arguments that don't fit, and names that a view has."""
+"""Calls with wrong arguments, and the names of a view."""
 
 import colocate
 from colocate import Concat, First, Role, Scatter, method

@@ -32,9 +32,9 @@ def declare(pool: colocate.Pool) -> None:
     colocate.role(Actor, 0.1, 2)  # E: layers by name only
     colocate.role(Actor, 0.1, layer=2)  # E: misspelt
     colocate.role(Actor, lr=0.1, name=3)  # E: an int is no str
-    colocate.role(Plain, 1)  # E: it takes none
+    colocate.role(Plain, 1)  # E: Plain takes no arguments
     colocate.role("acme.reward", 0.5)  # E: by name only
-    colocate.role()  # E: which?
+    colocate.role()  # E: the class is missing
     colocate.role(Actor, 0.1).on(slots=0)  # E: an int is no sequence
     colocate.role(Actor, 0.1).on(slot=[0])  # E: misspelt
     colocate.role(Actor, 0.1).on(mesh={"dp": 2, "tp": 4})

@@ -35,7 +35,7 @@ class Shape(First):
 
 
 class WorkerBroken(Collect[int]):
-    def join(self, results: Sequence[Any], ranks: Ranks) -> str:  # E: it says an int
+    def join(self, results: Sequence[Any], ranks: Ranks) -> str:  # E: the collect is of int
         return ""
 
 
@@ -110,10 +110,10 @@ def calls(actor: Actor) -> None:
 
 
 class Declared(Role):
-    @method(dispatch=Broadcast)  # E: without its parentheses
+    @method(dispatch=Broadcast)  # E: the parentheses are missing
     def class_as_dispatch(self) -> None: ...
 
-    @method(collect=Concat)  # E: without its parentheses
+    @method(collect=Concat)  # E: the parentheses are missing
     def class_as_collect(self) -> None: ...
 
     @method(collect=Reduce("median"))  # E: no such operation

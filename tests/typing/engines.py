@@ -1,4 +1,4 @@
-"""An engine of one's own."""
+"""An engine of the user's own."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class Dice:
 
 def used(ctx: colocate.Context) -> None:
     engine: Engine = Dice(ctx)
-    other: Engine = object()  # E: that is none
+    other: Engine = object()  # E: an object is no engine
     for each in (engine, other):
         each.wake(())
     colocate.role(EngineRole, Dice, sides=2)

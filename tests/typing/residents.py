@@ -1,4 +1,4 @@
-"""A resident isn't the value: `.ref` stands for it."""
+"""A resident is refused in place of its value; `.ref` is accepted."""
 
 from typing import assert_type
 
@@ -37,8 +37,8 @@ def chain(group: colocate.ColocatedGroup) -> None:
     critic.count({"texts": kept})  # E: a resident is no value
     critic.value(actor.generate.submit(["a"]))  # E: nor is a call
     actor.generate(critic.value.keep(["a"]).ref)  # E: floats are no strs
-    kept.value  # E: no such thing
-    kept.ref = ["b"]  # E: it can't be set
+    kept.value  # E: no such attribute
+    kept.ref = ["b"]  # E: .ref can't be set
     with kept as same:
         assert_type(same, Resident[list[str]])
     with group.scope():

@@ -1,4 +1,4 @@
-"""What calls give, by dispatch and collect."""
+"""The result types of calls, by dispatch and collect."""
 
 from typing import Any, assert_type
 
@@ -128,7 +128,7 @@ def waiting(actor: Actor) -> None:
 
 
 def wider(actor: Actor) -> None:
-    """A call or resident of a type serves where one of a wider type is wanted."""
+    """A call or resident of a type is accepted for one of a wider type."""
     call: Call[object] = actor.first.submit()
     resident: Resident[object] = actor.first.keep()
     wrong: Call[str] = actor.first.submit()  # E: an int is no str

@@ -56,9 +56,9 @@ def calls(group: colocate.ColocatedGroup) -> None:
     env.play(["a"], tool=True)  # E: misspelt
     env.play.stream([1])  # E: ints are no strs
     env.generate.stream("a")  # E: a str is no list
-    env.play.options(on_error="ignore")  # E: no such way
+    env.play.options(on_error="ignore")  # E: no such mode
     env.play.options(retry="twice")  # E: a str is no int
-    env.plain.stream(["a"])  # E: its value comes at once
+    env.plain.stream(["a"])  # E: plain yields no rows
 
 
 async def awaits(env: Env) -> Any:

@@ -61,20 +61,20 @@ class Narrower(Base):
 
 class Fewer(Base):
     @method(collect=First())
-    def make(self, name: int) -> Animal:  # E: it takes other arguments
+    def make(self, name: int) -> Animal:  # E: the override takes other arguments
         return Animal()
 
 
 class Elsewhere(Base):
     @method(collect=First())
-    def each(self, name: str) -> Animal:  # E: it gives one, not a list
+    def each(self, name: str) -> Animal:  # E: the override gives one value, not a list
         return Animal()
 
 
 class Own(Base):
     @method
     def both(self) -> list[int]:
-        """On the class it is the function as it is written, whatever the driver gets."""
+        """On the class, a method has the type of its function, whatever its calls give."""
         assert_type(Base.each(self, "a"), Animal)
         assert_type(Base.make(self, name="a"), Animal)
         assert_type(Base.spread(self, [1]), list[int])
@@ -85,7 +85,7 @@ class Own(Base):
 
     @method(collect=First())
     async def waits(self) -> Animal:
-        assert_type(self.both(), list[list[int]])  # on self the checkers see what a view gives
+        assert_type(self.both(), list[list[int]])  # On self, the checkers see the type of a view's call.
         found: Animal = await Base.later(self, "a")
         Base.later(self)  # E: name is missing
         return found
@@ -152,8 +152,8 @@ def takes(call: RoleCall[[str], Animal]) -> Animal:
 
 
 def passed(narrower: Narrower, base: Base, plain: Plain) -> None:
-    """A role's method can be handed on, as what it gives or wider."""
+    """A role's method can be passed on as a callable of its result type, or a wider one."""
     takes(base.make)
     takes(narrower.make)
-    takes(base.each)  # E: it gives a list
-    takes(plain.times)  # E: it takes a list
+    takes(base.each)  # E: each gives a list
+    takes(plain.times)  # E: times takes a list

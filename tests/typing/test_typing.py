@@ -1,4 +1,4 @@
-"""Both type checkers report the wanted errors of this folder (`# E:`), and nothing else."""
+"""Both type checkers report the errors that this folder marks with `# E:`, and no others."""
 
 from __future__ import annotations
 

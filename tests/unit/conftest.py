@@ -1,4 +1,4 @@
-"""Event loops and ends for the tests of lanes, certificates for those of encrypted connections."""
+"""Event loops and ends for the tests of lanes, and certificates for encrypted connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate.wire.tls import get_secured
 
 
 def certificates(names: Iterable[str] = ("colocate.test",), authority: trustme.CA | None = None) -> Tls:
-    """Those of a new authority, or of one that there is."""
+    """Return certificates of a new authority, or of the given one."""
     authority = authority or trustme.CA()
     one = authority.issue_cert(*names)
     return Tls(
@@ -28,21 +28,21 @@ def certificates(names: Iterable[str] = ("colocate.test",), authority: trustme.C
 
 @pytest.fixture(scope="session")
 def cluster() -> Tls:
-    """Those of a cluster."""
+    """Return a cluster's certificates."""
     return certificates()
 
 
 @pytest.fixture(scope="session")
 def stranger() -> Tls:
-    """Those of another cluster."""
+    """Return another cluster's certificates."""
     return certificates()
 
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No thread, descriptor or memory of messages may be left.
+    """Check that no thread, descriptor or memory of messages is left.
 
-    What was there before may go meanwhile: a template of workers that no test needs any more ends after a while.
+    Earlier ones may end meanwhile, as a template of workers does that no test uses any more.
     """
     threads, (files, mappings) = set(threading.enumerate()), left_behind()
     yield
@@ -79,7 +79,7 @@ def ends(connected: tuple[socket.socket, socket.socket], event_loop: EventLoop) 
 
 @pytest.fixture
 def half(connected: tuple[socket.socket, socket.socket], event_loop: EventLoop) -> Iterator[tuple[End, socket.socket]]:
-    """An end, and the bare socket of the other side, which a test can neglect."""
+    """Yield an end, and the bare socket of the other side, which a test can neglect."""
     one, other = connected
     with other:
         end = End(event_loop, one)

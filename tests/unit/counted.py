@@ -1,4 +1,4 @@
-"""How much an action does, without a clock."""
+"""Counts how much an action does, without a clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def functions_called(action: Callable[[], object]) -> int:
-    """How many functions it calls on this thread, in Python and in C; the least of three times."""
+    """Return how many functions an action calls on this thread, in Python and C; the least of three runs."""
     return min(_once(action) for _ in range(3))
 
 

@@ -1,4 +1,4 @@
-"""Ends of connections, with what they receive."""
+"""Ends of connections, with the messages that they receive."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from colocate.wire import EventLoop, Packed, SocketLane, Tls, unpack
 from colocate.wire.framing import FILE_BYTES
 from colocate.wire.tls import wrap_tls
 
-WAIT_S = 20  # How long a test waits for what should come at once.
+WAIT_S = 20  # The limit for events that should come at once.
 KINDS = ["unix", "tcp"]
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
 
 
 def left_behind() -> tuple[list[str], int]:
-    """The open descriptors, and how many mappings of message memory there are."""
+    """Return the open descriptors, and the number of mappings of message memory."""
     with open("/proc/self/maps") as maps:
         return sorted(os.listdir("/proc/self/fd")), maps.read().count("memfd:colocate")
 
@@ -31,7 +31,7 @@ def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
 
 
 def tls_pair(tls: Tls, secrets: tuple[bytes, bytes] = (b"", b"")) -> tuple[socket.socket, socket.socket]:
-    """Two ends that have yet to set TLS up."""
+    """Return two ends on which TLS isn't set up yet."""
     one, other = socket_pair("tcp")
     return (
         wrap_tls(one, tls.context(server=False), server=False, secret=secrets[0]),
@@ -40,7 +40,7 @@ def tls_pair(tls: Tls, secrets: tuple[bytes, bytes] = (b"", b"")) -> tuple[socke
 
 
 class End:
-    """One end of a connection: what it receives goes into a queue, and its end into another."""
+    """One end of a connection, with a queue of its messages and one of its ends."""
 
     def __init__(self, event_loop: EventLoop, sock: socket.socket) -> None:
         self.messages: queue.Queue[tuple[tuple[Any, ...], Packed | None]] = queue.Queue()

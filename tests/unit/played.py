@@ -1,4 +1,4 @@
-"""A GPU that is played: its tensors have contents, in this process, and nothing is done before it is waited for."""
+"""A played GPU: its tensors have contents in this process, and work ends only when it is waited for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from colocate.worker.residents import store
 
 
 class Cuda:
-    """Plays `torch.cuda` to copies: tensors of its own, on which nothing is done before a stream is waited for.
+    """A stand-in for `torch.cuda` in copies, with its own tensors: work ends when a stream is waited for.
 
     Attributes:
         copied: The bytes of each copy, in order of their ends.
-        fails_at: Which of the copies fails as it is begun; None for none.
+        fails_at: The copy that fails at its start; None for none.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -35,30 +35,30 @@ class Cuda:
         self._begun = 0
         self._mine: dict[int, Any] = {}
         self.streams = [self._usual]
-        patch.setattr(store, "in_use", lambda device: self)  # slots of the host's play one, too
+        patch.setattr(store, "in_use", lambda device: self)  # Slots on the host play one, too.
         for name in ("in_use", "_device_of", "_empty", "_begin"):
             patch.setattr(device_copies, name, getattr(self, name))
         patch.setattr(device_copies, "_rings", {})
         patch.setattr(codec, "_on_device", self.has)
 
     def ones(self, *shape: int) -> torch.Tensor:
-        """A tensor there, of numbers that count up."""
+        """Return a tensor of ascending numbers on the device."""
         tensor = self._empty(shape, torch.float32, "cuda:0", False)
         tensor.copy_(torch.arange(float(tensor.numel())).view(shape))
         return tensor
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is there."""
+        """Return whether a tensor is on the device."""
         return tensor.untyped_storage()._cdata in self._mine
 
     def end(self) -> int:
-        """What has been begun and not been waited for; it ends."""
+        """End all work that nobody has waited for, and return how much it was."""
         left = sum(len(stream.queue) for stream in self.streams)
         for stream in self.streams:
             stream.synchronize()
         return left
 
-    # As torch.cuda
+    # The interface of torch.cuda
 
     def Stream(self, device: str) -> Stream:
         self.streams.append(Stream(self))
@@ -78,7 +78,7 @@ class Cuda:
         finally:
             self._here.stream = before
 
-    # In the place of what is in `device_copies`
+    # Replacements for names of `device_copies`
 
     def in_use(self, device: str) -> Any:
         return self if device.startswith("cuda") else None
@@ -91,7 +91,7 @@ class Cuda:
         self.pinned += tensor.nbytes if pinned else 0
         if str(device).startswith("cuda"):
             storage = tensor.untyped_storage()
-            self._mine[storage._cdata] = storage  # so that no other one is called so
+            self._mine[storage._cdata] = storage  # This keeps the key from other storages.
         return tensor
 
     def _begin(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class Cuda:
 
 
 class Stream:
-    """What one is to do, in order; it does it when somebody waits."""
+    """A queue of work, which runs when somebody waits."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.queue: deque[Callable[[], object]] = deque()
@@ -119,13 +119,13 @@ class Stream:
             self.queue.append(lambda: other.run_to(last))
 
     def mark(self) -> object:
-        """A place in the queue."""
+        """Append a place to the queue."""
         place = _Place()
         self.queue.append(place)
         return place
 
     def run_to(self, place: object) -> None:
-        """Do what comes before a place, if that is still to come."""
+        """Run the work before a place, if the place is still to come."""
         if place in self.queue:
             while (work := self.queue.popleft()) is not place:
                 work()
@@ -136,7 +136,7 @@ class Stream:
 
 class _Place:
     def __call__(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
 
 class Event:
@@ -160,11 +160,11 @@ class PlayedDriver:
     """Plays CUDA's driver where processes lend each other memory of the played device.
 
     Attributes:
-        lends: Why it gives no handles; None where it does.
-        opens: Why it opens none.
-        asked: How often it was asked for one.
-        open_now: What is open.
-        amid: What is called when a copy is done.
+        lends: The reason why it gives no handles; None if it does.
+        opens: The reason why it opens no handles; None if it does.
+        asked: The number of requests for handles.
+        open_now: The addresses that are open.
+        amid: A callback after each copy.
     """
 
     def __init__(self, cuda: Cuda, patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`vmm.c` on a driver that is played (`played_cuda.c`): its GPU's memory is the host's, and has an end."""
+"""`vmm.c` on a played driver (`played_cuda.c`): its GPU's memory is the host's, and has a limit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import pytest
 from colocate.features.memory import ledger, vmm
 from colocate.features.memory.vmm import Vmm, compile_library
 
-GRAIN = 1 << 16  # as the real driver's 2 MiB
+GRAIN = 1 << 16  # in place of the real driver's 2 MiB
 ROOM = 256 * GRAIN
 
 
 @functools.cache
 def _built() -> dict[str, bytes]:
-    """Both, compiled."""
+    """Return both compiled libraries by name."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     with tempfile.TemporaryDirectory() as folder:
@@ -33,16 +33,16 @@ def _built() -> dict[str, bytes]:
 
 
 class PlayedVmm:
-    """One GPU's, with `vmm.c` as it is.
+    """A played GPU with the real `vmm.c`.
 
     Attributes:
-        vmm: That.
-        driver: The driver, with what a test asks of it.
-        path: Where it was loaded from.
+        vmm: The allocator.
+        driver: The played driver, with its controls.
+        path: The driver's file.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: Where it is loaded from: a copy, so that others have nothing to do with it."""
+        """Load copies from `folder`, apart from those of other tests."""
         for name, content in _built().items():
             (folder / name).write_bytes(content)
         path = folder / "played_cuda.so"
@@ -56,38 +56,38 @@ class PlayedVmm:
         self._alloc.restype = ctypes.c_void_p
 
     def alloc(self, size: int) -> int | None:
-        """A segment's address, as torch asks for it."""
+        """Return a segment's address, as torch requests it."""
         address: int | None = self._alloc(ctypes.c_ssize_t(size), ctypes.c_int(0), None)
         return address
 
     def free(self, address: int) -> None:
-        """As torch lets go of it."""
+        """Free a segment, as torch does."""
         self._free(ctypes.c_void_p(address), ctypes.c_ssize_t(0), ctypes.c_int(0), None)
 
     def end(self) -> None:
-        """Nothing is left of its memory."""
+        """Free all of the driver's memory."""
         self.driver.played_end()
 
     def limit(self, size: int) -> None:
-        """How much memory there is from now on."""
+        """Limit the memory from now on."""
         self.driver.played_limit(ctypes.c_size_t(size))
 
     def fail_at(self, call: int) -> None:
-        """Which of the next calls of the driver fails; 0 for none."""
+        """Make one of the next calls of the driver fail; 0 for none."""
         self.driver.played_fail_at(ctypes.c_long(call))
 
     def state(self) -> tuple[int, int, int]:
-        """Bytes that the driver has given, mappings, and ranges of addresses; it was asked for nothing impossible."""
+        """Return the driver's bytes in use, mappings and ranges of addresses, and check that no call was impossible."""
         assert self.driver.played_misuses() == 0
         return self.driver.played_in_use(), self.driver.played_mappings(), self.driver.played_ranges()
 
 
 class Arena:
-    """Plays torch's allocator over it: tensors that lie side by side in segments, and what it tells of them.
+    """A stand-in for torch's allocator: tensors that are side by side in segments, and its statistics.
 
     Attributes:
-        segments: By address, the blocks of each: size and state.
-        cached: What torch could give back when it is asked to.
+        segments: The blocks of each segment, with size and state, by address.
+        cached: The addresses that `empty_cache` frees.
     """
 
     def __init__(self, gpu: PlayedVmm, patch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ class Arena:
             patch.setattr(module, "in_use", lambda device: self)
 
     def segment(self, *blocks: int, states: Mapping[int, str] = MappingProxyType({})) -> list[Any]:
-        """A segment with tensors of so many bytes; those with a state of their own are None: nobody has them."""
+        """Return tensors of so many bytes in a new segment; None for each block with a state of its own."""
         import torch
 
         begin = self.gpu.alloc(sum(blocks))
@@ -114,37 +114,37 @@ class Arena:
             begin += size
         return tensors
 
-    # As torch.cuda
+    # The interface of torch.cuda
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
-        """All segments; one of memory that nobody can take away from its addresses, too."""
+        """Return all segments, and one whose memory can't be moved from its addresses."""
         own = [{"address": address, "blocks": blocks} for address, blocks in self.segments.items()]
         return [{"address": 1 << 40, "blocks": [{"size": 1 << 20, "state": "active_allocated"}]}, *own]
 
     def empty_cache(self) -> None:
-        """Give the device what nobody uses."""
+        """Free the cached segments."""
         while self.cached:
             self.gpu.free(self.cached.pop())
 
     def memory_allocated(self, device: str) -> int:
-        """What tensors have, as torch believes."""
+        """Return the bytes of tensors, by torch's books."""
         blocks = [block for blocks in self.segments.values() for block in blocks]
         return sum(block["size"] for block in blocks if block["state"] == "active_allocated")
 
     def memory_reserved(self, device: str) -> int:
-        """What torch has, as it believes."""
+        """Return the bytes of segments, by torch's books."""
         return sum(segment.size for segment in self.gpu.vmm.list_segments(0))
 
     def mem_get_info(self, device: str) -> tuple[int, int]:
-        """What is free, and all there is."""
+        """Return the free and the total bytes."""
         return ROOM - self.gpu.state()[0], ROOM
 
 
 def fill(address: int, size: int, value: int) -> None:
-    """Write a byte everywhere."""
+    """Set each byte to a value."""
     ctypes.memset(address, value, size)
 
 
 def holds(address: int, size: int, value: int) -> bool:
-    """Whether it is everywhere."""
+    """Return whether each byte has a value."""
     return ctypes.string_at(address, size) == bytes([value]) * size

@@ -1,4 +1,4 @@
-"""Values with rows, cut."""
+"""Splits values by their rows."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from colocate._values.leaves import split_structure
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Contiguous parts with these numbers of rows, which add up to those of the value."""
+    """Return contiguous parts with these numbers of rows, which add up to the value's."""
     return split_structure(value, len(sizes), create_leaf_splitter(sizes))

@@ -1,4 +1,4 @@
-"""A backend whose groups are freed by `abort`, as NCCL's are and gloo's aren't: a stand-in, since there is no GPU."""
+"""A stand-in for backends whose groups an abort frees, as NCCL's but unlike gloo's: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 class Waiting(Role):
-    """Sums over a group of the stand-in, which is freed by nothing else."""
+    """Sum over a group of the stand-in, in which only an abort ends a wait."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -54,7 +54,7 @@ class Waiting(Role):
 
     @method
     def total(self, gate: Address) -> None:
-        """One rank waits for the other, which raises."""
+        """Block rank 0 in a collective, while the other rank raises."""
         import torch
         import torch.distributed as dist
 
@@ -66,16 +66,15 @@ class Waiting(Role):
 
     @method
     def told(self) -> list[str]:
-        """What the backend has heard."""
+        """Return the events that the backend has recorded."""
         return self.heard
 
     def renew(self) -> None:
-        """Let go of it."""
         del self.group
 
 
 def test_who_waits_in_it_is_freed_by_an_abort() -> None:
-    """On a thread of its own, between a group's start and end, on each rank."""
+    """An abort, on a thread of its own between a group's start and end, ends the wait of a rank in the backend."""
     with colocate.connect(processes=True) as runtime:
         spec = colocate.role(Waiting).on(default_group=True)
         group = runtime.reserve(2, cpus=0).spawn({"waiting": spec})
@@ -88,6 +87,6 @@ def test_who_waits_in_it_is_freed_by_an_abort() -> None:
                 call.result(PATIENCE_S)
         found = waiting.told.submit().result(PATIENCE_S)
         each = ["start", "abort on colocate-abort", "end"]
-        # Who was freed by it has failed then, and cuts once more: that is idempotent.
+        # The freed rank has failed as well, and aborts once more: an abort is idempotent.
         assert all(heard in (each, [*each, *each]) for heard in found)
         assert group.state == "ready"

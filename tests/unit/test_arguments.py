@@ -1,4 +1,4 @@
-"""Arguments arrive on the slot's device, and results leave it as ordinary ones, whatever has the tensors."""
+"""Arguments arrive on the slot's device, in whatever kind of value the tensors are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Node:
 
 
 def where(value: Any) -> Any:
-    """The devices in a value."""
+    """Return the devices of a value's tensors, in the structure of the value."""
     if isinstance(value, numpy.ndarray):
         return "none"
     if isinstance(value, torch.Tensor):
@@ -53,7 +53,7 @@ def on(device: str, value: Any, host: bool = False) -> Any:
 
 
 def test_loops() -> None:
-    """A record that comes back to itself does so where it arrives; the one that was given stays as it is."""
+    """A record in a reference cycle is moved as a cycle; the original stays as it is."""
     node = Node(torch.nn.Linear(1, 1))
     node.parent = [Node(torch.ones(1), node)]
     moved = on("meta", node)
@@ -64,7 +64,7 @@ def test_loops() -> None:
 
 
 def test_a_record_that_refuses_to_be_copied() -> None:
-    """It says why it can't go there, and what to give instead; where it is already nothing is copied."""
+    """A record that can't be copied is refused with a remedy; on its target device it isn't copied at all."""
 
     @dataclasses.dataclass
     class Refusing(Exception):
@@ -81,7 +81,7 @@ def test_a_record_that_refuses_to_be_copied() -> None:
 
 
 def test_a_string_is_not_taken_letter_by_letter() -> None:
-    """A string is refused, with what to write; also where its letters are parameters. So is what is no parameter."""
+    """A string as `host` is refused even if its letters are parameters, and so is a name that isn't a parameter."""
     with pytest.raises(DispatchError, match="host names 'length', but its parameters are lengths"):
 
         class Unknown(Role):

@@ -1,4 +1,4 @@
-"""What a user's `__del__` does that the garbage collector runs in the middle of the framework's own work."""
+"""A user's `__del__`, run by the garbage collector, interrupts the framework at work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Notes(Role):
 
 
 class Dropped:
-    """Garbage in a cycle, which does something at its end."""
+    """Garbage in a cycle, whose `__del__` calls `end`."""
 
     def __init__(self, end: Callable[[], object]) -> None:
         self.itself = self
@@ -45,7 +45,7 @@ def group() -> Iterator[ColocatedGroup]:
 
 @pytest.fixture
 def collected(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Have something done by a `__del__` that runs when the next message has been sent to the first slot only."""
+    """Run a callback in a `__del__`, as soon as the next message has been sent to the first slot only."""
     host: Any = group._node.workforce.workers[0].host
     send = host.send
 
@@ -59,7 +59,7 @@ def collected(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
         monkeypatch.setattr(host, "send", send_and_collect)
 
-    gc.disable()  # so that it happens there, and not before
+    gc.disable()  # The cycle must be collected in `send`, and not before.
     try:
         yield arm  # type: ignore[misc]
     finally:
@@ -67,8 +67,10 @@ def collected(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 
 def test_what_is_kept_there_is_sent_later(group: ColocatedGroup, collected: Any) -> None:
-    """It doesn't overtake, on any slot, the call of which a part has been sent. Nor may a call that uses the resident
-    overtake that: it would wait in the worker for what is queued behind it."""
+    """A call that a `__del__` keeps doesn't overtake, on any slot, a call that is sent only in part.
+
+    A call that uses the resident is refused: it would wait in the worker for a call queued behind it.
+    """
     notes = group.role("notes", Notes)
     kept: list[Resident[Any]] = []
     refused: list[str] = []
@@ -89,7 +91,7 @@ def test_what_is_kept_there_is_sent_later(group: ColocatedGroup, collected: Any)
 
 
 def test_what_would_wait_there_is_refused(group: ColocatedGroup, collected: Any, tmp_path: Path) -> None:
-    """With words that say what to do instead; the call that was being sent goes on."""
+    """A blocking call in such a `__del__` is refused with the reason; the call that was being sent completes."""
     notes = group.role("notes", Notes)
     kept = notes.note.keep("kept")
     pool: Any = group.owner
@@ -130,7 +132,7 @@ def test_what_would_wait_there_is_refused(group: ColocatedGroup, collected: Any,
 
 
 def test_threads_of_users_wait(group: ColocatedGroup) -> None:
-    """A thread of the user's may, and so may a callback."""
+    """A callback of the user's may block: its thread isn't the framework's."""
     notes = group.role("notes", Notes)
     heard: list[Any] = []
     done = threading.Event()

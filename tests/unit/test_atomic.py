@@ -1,4 +1,4 @@
-"""Folders that get their name when they are complete, whatever was there and whatever goes wrong."""
+"""A folder gets its name when it is complete, whatever had the name before and whatever fails."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 def written_and_interrupted(final: Path) -> None:
-    """Put a folder there, and wait for an interruption."""
+    """Write a folder, and wait for an interruption."""
     written(final, "new")
     wait_until(lambda: False, "the interruption comes")
 
 
 @pytest.fixture
 def final(tmp_path: Path) -> Path:
-    """A folder's name, alone in its parent."""
+    """Return a folder's path; the folder is alone in its parent."""
     return tmp_path / "all" / "final"
 
 
 def written(final: Path, text: str) -> None:
-    """Put a folder there that says something."""
+    """Write a folder with one file, which holds `text`."""
     with atomic_folder(final) as part:
         (part / "text").write_text(text)
 
 
 def found(final: Path) -> dict[str, str]:
-    """What is there, by name."""
+    """Return the text in each folder beside `final`, by name."""
     return {path.name: (path / "text").read_text() for path in final.parent.iterdir()}
 
 
 def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old one has its name back."""
+    """If the new folder can't be renamed, the old one has its name again."""
     written(final, "old")
     rename = Path.rename
 
@@ -55,7 +55,7 @@ def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C there, while a runtime is connected: it comes when the new one is there, whole, and nothing else."""
+    """Ctrl-C during the rename is raised when the complete new folder is the only one there."""
     rename, at_it, may = Path.rename, threading.Event(), threading.Event()
 
     def slow(path: Path, to: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Who may connect: only those that know the key, and nobody can hold up the others."""
+"""Only a peer that knows the key can connect, and no stranger holds up the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colocate.wire.hello import GREETING, WELCOME, dial
 
 KEY, OTHER = new_key(), new_key()
 KINDS: list[Kind] = ["unix", "tcp"]
-WAIT_S = 20  # How long a test waits for what should come at once.
+WAIT_S = 20  # The limit for events that should come at once.
 
 
 class Server:
@@ -51,7 +51,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def is_turned_away(sock: socket.socket) -> bool:
-    """Whether the other side closes."""
+    """Return True when the peer closes; raise `TimeoutError` if it stays."""
     sock.settimeout(WAIT_S)
     try:
         while sock.recv(1000):
@@ -70,7 +70,7 @@ def test_another_key_is_refused_and_says_so(server: Server) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
-    """An impostor can relay nothing: it gets a proof, but has none to give."""
+    """A listener that reflects the dialler's proof is refused, and never sees the key."""
     listener = listen(kind)
     seen = bytearray()
 
@@ -82,7 +82,7 @@ def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
             sock.sendall(GREETING + bytes(32))
             while len(seen) < 64:
                 seen.extend(sock.recv(64))
-            sock.sendall(WELCOME + seen[32:])  # The dialler's own proof, reflected.
+            sock.sendall(WELCOME + seen[32:])  # The impostor reflects the dialler's own proof.
 
     thread = threading.Thread(target=impostor)
     thread.start()
@@ -118,7 +118,7 @@ def test_a_stranger_is_turned_away_and_its_bytes_are_never_unpickled(
 
 
 def test_a_replayed_proof_is_worthless(server: Server) -> None:
-    """What a successful dialler said doesn't work a second time: the listener's nonce is new."""
+    """The bytes of a successful handshake don't work a second time: the listener's nonce is new."""
     said = bytearray()
     with dial(server.address, WAIT_S) as sock:
         spy = Spy(sock, said)

@@ -1,4 +1,4 @@
-"""Rows by what they cost: how even the parts are, and that nothing is lost on the way."""
+"""Rows are split by their costs: the parts are even, and no row is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = st.integers(1, 3)
 
 
 def split(costs: list[int], count: int, of: int = 1) -> Any:
-    """The parts, of which None stands for those that lie one after the other."""
+    """Return the parts, contiguous ones where `balance_rows` returns None."""
     if (found := balance_rows(costs, count, of)) is not None:
         return found
     ends = itertools.accumulate(split_evenly(len(costs), count, of), initial=0)
@@ -31,7 +31,7 @@ def largest(costs: list[int], parts: Any) -> int:
 @settings(deadline=None)
 @given(COSTS, PARTS)
 def test_the_largest_part_is_within_the_bound_of_the_best(costs: list[int], count: int) -> None:
-    """LPT's bound, 4/3 - 1/(3 count), of the best of all ways to split them."""
+    """The largest part is within LPT's bound, 4/3 - 1/(3 count), of the best split's."""
     best = min(
         max(sum(cost for cost, at in zip(costs, where, strict=True) if at == part) for part in range(count))
         for where in itertools.product(range(count), repeat=len(costs))

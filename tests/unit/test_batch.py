@@ -1,4 +1,4 @@
-"""Rows of values: kinds that tests/laws doesn't draw, what is handed on as it is, and errors with paths."""
+"""Rows of values: kinds that tests/laws doesn't draw, values passed on uncopied, and errors with paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocate.errors import ConfigError, DispatchError, SerializationError
 
 
 class Text:
-    """A type that nobody but `register_batch` knows the rows of."""
+    """A type whose rows only `register_batch` knows."""
 
     def __init__(self, lines: str) -> None:
         self.lines = lines
@@ -65,7 +65,7 @@ def jagged(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def test_jagged_tensors_that_compute_together_still_do() -> None:
-    """Torch allows arithmetic of jagged tensors only when they hold the same offsets."""
+    """Jagged tensors with shared offsets still share them in all parts: torch adds no others."""
     a = jagged([2, 0, 3, 1])
     value = {"a": a, "td": TensorDict({"c": a + 1}, [4])}
     parts = split(value, [1, 3])
@@ -97,7 +97,7 @@ def test_tensordict_rows_of_other_kinds() -> None:
 
 
 def test_parts_of_several_devices() -> None:
-    """They are joined where the first one is. Of the devices that are here `meta` is one that isn't the host."""
+    """Parts on several devices are joined on the first one's device. Only `meta` is here besides the host."""
     tensors = [torch.ones(2, device=device) for device in ("meta", "cpu")]
     assert batch.concat(tensors, "x").is_meta
     assert batch.concat([TensorDict({"a": tensor}, [2]) for tensor in tensors], "x")["a"].is_meta
@@ -105,7 +105,7 @@ def test_parts_of_several_devices() -> None:
 
 
 def test_what_is_whole_is_handed_on_as_it_is() -> None:
-    """A group of one rank pays nothing for its batches."""
+    """A group of one rank passes its batches on without a copy."""
     value = {"a": torch.ones(3), "b": [1, 2, 3]}
     part = split(value, [3])[0]
     assert part["a"] is value["a"]
@@ -152,8 +152,10 @@ def test_parts_that_differ_are_refused(parts: list[Any], message: str) -> None:
 
 
 def test_registering() -> None:
-    """The nearest registered class decides. The same again is allowed, since modules get imported again; anything else
-    is not. What a split miscounts is found out."""
+    """The nearest registered class decides, and a split's wrong row counts are refused.
+
+    The same functions may be registered again, since modules get imported again; other ones are refused.
+    """
 
     class Odd(LongText):
         pass
@@ -187,14 +189,14 @@ register(Leafy, concat=lambda parts: Leafy("".join(each.lines for each in parts)
 
 
 def test_leaves_of_several_devices() -> None:
-    """They are where the first one's are before the type's own concat joins them."""
+    """Leaves are moved to the device of the first part's before the type's own concat joins them."""
     parts = [Leafy("ab", torch.ones(2, device=device)) for device in ("meta", "cpu")]
     assert batch.concat(parts, "x").leaf.is_meta
     assert not parts[1].leaf.is_meta
 
 
 def test_a_value_that_is_its_own_leaf() -> None:
-    """It can't be sent, and the error says so."""
+    """A value that is its own leaf can't be sent, and the error says so."""
     value = Leafy("ab")
     value.leaf = value
     with pytest.raises(SerializationError, match="x can't be sent: it contains itself"):
@@ -215,7 +217,7 @@ def test_a_value_that_is_its_own_leaf() -> None:
 )
 @pytest.mark.parametrize("use", [detach_value, lambda value: wire.unpack(wire.pack(value))])
 def test_leaves_that_are_wrong(changes: Any, message: str, use: Any) -> None:
-    """They are found out by whoever looks into a value."""
+    """Wrong `leaves` or `rebuild` functions are refused wherever a value is looked into."""
     kind = type("Wrong", (Leafy,), {})
     register(kind, **changes)
     with pytest.raises(DispatchError, match=message):
@@ -223,7 +225,7 @@ def test_leaves_that_are_wrong(changes: Any, message: str, use: Any) -> None:
 
 
 def test_registering_leaves() -> None:
-    """They come with `rebuild`, are for types that colocate doesn't look into, and count for subclasses, too."""
+    """`leaves` needs `rebuild`, is for types that colocate doesn't look into, and holds for subclasses, too."""
     kind = type("Below", (Leafy,), {})
     assert detach_value(kind("ab", torch.ones(1, requires_grad=True))).leaf.requires_grad is False
     for gone in ("leaves", "rebuild"):

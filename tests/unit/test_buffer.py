@@ -1,4 +1,4 @@
-"""The laws of `Buffer`: nothing is lost or given twice, nothing too old is given, who is faster waits."""
+"""A `Buffer` loses no item, gives none twice or too stale, and blocks the faster side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = st.lists(
 
 @given(STEPS, st.integers(3, 5), st.integers(0, 2))
 def test_what_is_given(steps: list[tuple[str, int]], capacity: int, staleness: int) -> None:
-    """As many as are asked for, in the order in which they were put, none too old; all others are counted or there."""
+    """`get` returns as many items as requested, in order and none too stale; all others are counted or buffered."""
     buffer: Buffer[tuple[int, int]] = Buffer(capacity, staleness)
     there: list[tuple[int, int]] = []
     version = put = taken = 0
@@ -64,7 +64,7 @@ def test_what_is_given(steps: list[tuple[str, int]], capacity: int, staleness: i
 
 
 def test_threads() -> None:
-    """Several who put and several who take: each item once, and never more there than the capacity."""
+    """Concurrent producers and consumers exchange each item exactly once."""
     buffer: Buffer[int] = Buffer(3)
     with ThreadPoolExecutor() as pool:
         takes = [pool.submit(lambda: [*buffer]) for _ in range(3)]
@@ -76,7 +76,7 @@ def test_threads() -> None:
 
 
 def test_what_is_dropped_makes_room() -> None:
-    """Who waits for room goes on when what is too old is dropped; who takes gets what comes then."""
+    """A `put` that waits for room continues when stale items are dropped, and `get` returns the new items."""
     buffer: Buffer[str] = Buffer(2, max_staleness=0)
     buffer.put("old", 0)
     buffer.put("older", 0)
@@ -88,7 +88,7 @@ def test_what_is_dropped_makes_room() -> None:
 
 
 def test_the_end() -> None:
-    """What is there when it is closed can be got, then nothing, or the error; who waits for room is told."""
+    """A closed buffer gives its last items, then nothing or its error; a `put` that waits for room raises."""
     buffer: Buffer[int] = Buffer(1)
     buffer.put(1)
     with ThreadPoolExecutor() as pool:
@@ -112,7 +112,7 @@ def test_the_end() -> None:
 
 
 def test_an_error_is_told_often() -> None:
-    """Each time with the lines where it was raised first, and no more."""
+    """Each `get` from a failed buffer raises the error with the same traceback, which ends where the error arose."""
     buffer: Buffer[int] = Buffer(1)
     try:
         raise ValueError("the generator has failed")
@@ -128,7 +128,7 @@ def test_an_error_is_told_often() -> None:
 
 
 def test_putting_amid_getting() -> None:
-    """As a signal's handler does that comes while it is looked for what is too old: nothing is lost."""
+    """An item that is put while `get` drops stale ones, as by a signal handler, isn't lost."""
 
     class Interrupted(int):
         def __lt__(self, other: int) -> bool:

@@ -1,4 +1,4 @@
-"""`colocate close`: an interruption of it leaves nothing taken."""
+"""An interrupted `colocate close` keeps no reservation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate.testing.waiting import wait_until
 
 
 class Interrupted:
-    """A cluster with one pool, whose record can't be read; the driver gets Ctrl-C just after it has been granted it."""
+    """A cluster with one pool, whose record can't be read; Ctrl-C reaches the driver right after the first grant."""
 
     def __init__(self) -> None:
         self.alive = True
@@ -36,11 +36,11 @@ class Interrupted:
     release = detach
 
     def check_usable(self) -> None:
-        """It is open."""
+        """Accept: the cluster is open."""
 
 
 def test_ctrl_c_in_it_gives_back_what_it_has_taken() -> None:
-    """It is raised at once; what has begun goes on to its end."""
+    """Ctrl-C during `close_detached` is raised, and each reservation that was granted is given back."""
     cluster = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         close_detached(cast("Connection", cluster), "pool", force=False)

@@ -1,4 +1,4 @@
-"""A job's window for others of its cluster, where something is in the way."""
+"""A job's window for its cluster: a failed announcement, and the choice among several jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate_run.cli.top import JobView, _choose_view
 
 
 class Registry(Watchable):
-    """An engine's, in this process, which refuses what is announced."""
+    """A registry in this process that refuses each announcement."""
 
     def __init__(self) -> None:
         self.heard: list[Window] = []
@@ -35,7 +35,7 @@ class Registry(Watchable):
 
 
 def test_one_that_can_not_be_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job goes on without it, and nothing listens any more."""
+    """A job whose window can't be announced runs without one, and no thread of the window remains."""
     registry = Registry()
     with colocate.connect() as runtime:
         with monkeypatch.context() as patch:
@@ -49,7 +49,7 @@ def test_one_that_can_not_be_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_is_meant() -> None:
-    """By name, by process, or the only one; what is there is said where that isn't clear."""
+    """A job is chosen by its process or as the only one; the error for an unclear choice lists the jobs."""
     one, other = (JobView("demo", (id, id.split("/")[1]), lambda: None) for id in ("n1/7/1", "n2/8/1"))
     assert _choose_view(None, [one], "on this cluster") is one
     assert _choose_view("8", [one, other], "on this cluster") is other

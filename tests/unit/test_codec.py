@@ -1,4 +1,4 @@
-"""Values to bytes and back."""
+"""Values are encoded as bytes and decoded again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def address(buffer: Any) -> int:
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 def test_tensors(dtype: torch.dtype) -> None:
-    """Nothing is copied, neither by encoding nor by decoding."""
+    """Neither encoding nor decoding copies a tensor."""
     tensor = torch.randint(0, 2, (LARGE,)).to(dtype)
     packed = pack({"x": [tensor]})
     assert [address(b) for b in packed.buffers] == [tensor.data_ptr()]
@@ -39,7 +39,7 @@ def test_tensors(dtype: torch.dtype) -> None:
 
 
 def test_what_lies_in_memory_once_goes_once() -> None:
-    """Expanded tensors and overlapping windows arrive as they are."""
+    """Expanded tensors and overlapping windows are sent once, and arrive with their shapes and strides."""
     few, line = torch.arange(3.0), torch.arange(float(LARGE))
     for tensor, most in (
         (few[:1].expand(100_000_000), 500),
@@ -87,7 +87,7 @@ def test_tensors_inside_objects_are_not_copied(make: Callable[[Any], Any], reach
 
 @pytest.mark.parametrize("size", [0, 10, 100_000])
 def test_a_tensor_that_was_sent_stays_torchs_own(size: int) -> None:
-    """Of which there was an array, torch would never resize."""
+    """A tensor stays resizable after it was sent: torch never resizes a tensor once an array shares its memory."""
     x = torch.arange(float(size))
     assert torch.equal(unpack(pack([x, x[size // 2 :]]))[1], x[size // 2 :])
     assert x.untyped_storage().resizable()

@@ -1,4 +1,4 @@
-"""Collect: results become one value, each part of the work once and weighted by its rows."""
+"""Collect makes one value of the results: each part of the work counts once, weighted by its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate.errors import DispatchError
 
 
 def test_results_of_some_ranks() -> None:
-    """`results` goes along the ranks that the call went to."""
+    """Each collect matches the results of a call on some ranks with these ranks."""
     ranks = Ranks(8, {"": Mesh({"dp": 4, "tp": 2})}, targets=[6, 3, 2])
     assert Gather().join(["g", "d", "c"], ranks) == ["g", "d", "c"]
     assert Concat().join([["g"], ["d"], ["c"]], ranks) == ["c", "g"]
@@ -38,8 +38,10 @@ def test_padding_is_trimmed_or_the_rank_is_named() -> None:
 
 
 def test_results_without_rows() -> None:
-    """They don't spoil the shape: a rank that ran on nothing often returns nothing of another one. Alone they are no
-    result of a reduction."""
+    """Results of ranks without rows are ignored, as their shape is often another one.
+
+    A reduction of such results only is refused.
+    """
     results = [torch.ones(2, 4, dtype=torch.int64), torch.ones(0), torch.ones(1, 4, dtype=torch.int64)]
     assert Concat().join(results, Ranks(3)).shape == (3, 4)
     assert Concat().join([[], []], Ranks(2)) == []
@@ -65,7 +67,7 @@ def test_results_that_cannot_be_joined(results: list[Any], message: str) -> None
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_comes_out_does_not_depend_on_the_number_of_ranks(world: int) -> None:
-    """What works on one rank works on many, and gives values of the same types."""
+    """A reduction's result has the same type on one rank as on many."""
     ranks = Ranks(world)
 
     def all_ranks(operation: Any, value: Any) -> Any:
@@ -105,14 +107,14 @@ def test_halves_are_added_up_in_full() -> None:
 
 @pytest.mark.parametrize("value", [np.float16(1000), np.uint8(200), np.int8(-100)])
 def test_a_mean_of_numpys_numbers_does_not_overflow(value: Any) -> None:
-    """Numbers of a few bits are weighed by rows of which there are more than they can count."""
+    """A mean of small number types is right even if its row counts exceed their range."""
     found = Reduce("mean").join([value] * 2, Ranks(2, rows=[100_000, 100_001]))
     assert found == value
     assert isinstance(found, np.floating)
 
 
 def test_a_sum_of_whole_numbers_does_not_overflow() -> None:
-    """It is in the largest type of its kind, as torch's and NumPy's own sums are, on one rank, too."""
+    """A sum has the largest type of its kind, as torch's and NumPy's own sums have, on one rank, too."""
     for value in (np.uint8(200), torch.tensor(200, dtype=torch.uint8), np.array(200, dtype=np.uint8)):
         for world in (1, 2):
             found = Reduce("sum").join([value] * world, Ranks(world))

@@ -1,4 +1,4 @@
-"""Waits for a collective that end when nothing else ends them."""
+"""A wait for a collective keeps its caller's timeout, and a wait for a receive isn't sliced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLICE = collective_waits._SLICE
 
 
 class Work:
-    """What torch gives for a collective that somebody else ends."""
+    """A stand-in for torch's handle of a collective, which the test ends."""
 
     def __init__(self, collective: bool = True) -> None:
         self.collective = collective
@@ -45,7 +45,7 @@ def as_torch_waits(work: Work, timeout: datetime.timedelta | None = None) -> boo
 
 
 class Looks:
-    """Says when a wait is hopeless, and ends the work at a look if it is told to."""
+    """Reports whether a wait is hopeless, and runs a callback at a chosen look."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -69,18 +69,18 @@ wait = collective_waits._guard_wait(as_torch_waits)
 
 
 def test_the_callers_timeout(looks: Looks) -> None:
-    """A timeout that the caller gives is kept."""
+    """A wait in slices keeps the timeout that its caller gives."""
     work, begun = Work(), time.monotonic()
     with pytest.raises(RuntimeError, match="timed out"):
         wait(work, 5 * SLICE)
     assert time.monotonic() - begun >= 5 * SLICE.total_seconds() - 0.001
     *slices, _ = work.waits
-    assert slices == [SLICE] * looks.count  # how many, that is the machine's
+    assert slices == [SLICE] * looks.count  # The machine's speed decides how many.
     assert slices
 
 
 def test_a_receive_waits_as_ever(looks: Looks) -> None:
-    """A slice would be the end of its group."""
+    """A receive is awaited without slices: a slice that times out would end its group."""
     looks.reason = "a call failed on another rank"
     work = Work(collective=False)
     work.end()

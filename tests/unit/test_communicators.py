@@ -1,4 +1,4 @@
-"""What process groups have of a device's memory, where their backends tell."""
+"""Process groups' device memory is counted apart where their backends report it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ _MIB = 1 << 20
 
 @attrs.frozen(eq=False)
 class Telling:
-    """A group, its own backend as those that are written in Python are: it tells what it has, or why it can't."""
+    """A process group with a backend in Python, which reports its memory or raises."""
 
     suspended: int | None
 
     _device_types = ()
 
     def memory_stats(self) -> dict[str, int]:
-        """As torch's backends do."""
         if self.suspended is None:
             raise RuntimeError("getMemoryStats() requires NCCL 2.29.7 or later")
         return {"suspend": 6 * _MIB, "suspended": self.suspended, "persist": _MIB, "total": 7 * _MIB}
 
 
 class Silent:
-    """One of an older torch."""
+    """A process group of an older torch, which reports nothing."""
 
     _device_types = ()
 
 
 class Gpu:
-    """What torch says of a device, of which a context and communicators have 100 MiB."""
+    """torch's figures for a device, of which a context and communicators have 100 MiB."""
 
     def __init__(self, has_books: bool) -> None:
         self.has_books = has_books
@@ -62,13 +61,15 @@ class Gpu:
         ([], 0),
         ([Telling(None), Silent()], 0),
         ([Telling(None), Telling(0), Telling(0)], 14),
-        ([Telling(1), Telling(0)], 8),  # one that is suspended keeps a part all the same
+        ([Telling(1), Telling(0)], 8),  # A suspended group keeps a part all the same.
     ],
 )
 @pytest.mark.parametrize("has_books", [True, False], ids=["torch's allocator", "another"])
 def test_who_has_it(groups: list[Any], nccl: int, has_books: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of its own beside the context, which has it where nobody tells. Where another allocator keeps no such
-    books as torch's nothing is guessed: what roles don't have of the GPU counts with the context."""
+    """Memory that a backend reports is counted beside the context, which has the rest.
+
+    Without the statistics of torch's allocator nothing is guessed: the rest counts with the context.
+    """
     monkeypatch.setattr(books, "list_groups", lambda: dict(enumerate(groups)))
     monkeypatch.setattr(ledger, "in_use", lambda device: Gpu(has_books))
     role = RoleMemory("policy", 0, {"parameters": 40 * _MIB}, {}, 0, 0, None, complete=True)

@@ -1,4 +1,4 @@
-"""`connect`: an executor is told before the rest of colocate is imported."""
+"""`connect` notifies an executor before it imports the rest of colocate, and mistakes get a remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ colocate.connect("local", processes=True).close()
 
 
 def test_before_the_rest_is_imported() -> None:
-    """With the options as they were given; a worker's start takes as long as that import."""
+    """The executor gets the given options before the import, which takes as long as a worker's start."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "{'processes': True} False"
 
@@ -33,7 +33,7 @@ def test_before_the_rest_is_imported() -> None:
     ("kind", "maker"), [("Runtime", "colocate.connect"), ("Pool", "runtime.reserve"), ("ColocatedGroup", "pool.spawn")]
 )
 def test_nothing_is_made_by_its_class(kind: str, maker: str) -> None:
-    """Who tries reads what makes it."""
+    """A class that can't be called by users names the function that makes its objects."""
     with pytest.raises(TypeError, match=rf"a {kind} is made by {maker}\(\.\.\.\), not by its class"):
         getattr(colocate, kind)("local")
 
@@ -42,7 +42,7 @@ def test_nothing_is_made_by_its_class(kind: str, maker: str) -> None:
     ("wrong", "meant"), [({"slot": 2}, "slots"), ({"sed": 1}, "seed"), ({"proceses": True}, "processes")]
 )
 def test_a_misspelt_option(wrong: dict[str, Any], meant: str) -> None:
-    """What is near it is suggested, be it the executor's own, or what the function itself takes."""
+    """The error for a misspelt option suggests the nearest one, be it the executor's or the function's own."""
     with pytest.raises(colocate.ConfigError) as caught:
         colocate.spawn({}, **wrong)
     (mistake,) = caught.value.mistakes

@@ -1,4 +1,4 @@
-"""Who waits for whom: what counts is that a call could have run, and that another role of the slot ran."""
+"""A wait is contention if the call could have run and another role of the slot ran."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from colocate_report.contention import BusySpan, Move, RoleUse, measure_contenti
 LANE = [
     BusySpan(0.0, 2.0, "actor", 0.0),
     BusySpan(2.0, 3.0, "critic", 0.5),  # it waits for the actor from 0.5 on
-    BusySpan(3.0, 4.0, "critic", 0.5),  # and this one, too, and then for its own role
-    BusySpan(4.0, 5.0, "actor", 3.5),  # half a second for the critic
-    BusySpan(6.0, 7.0, "reward", 5.5),  # for nobody
+    BusySpan(3.0, 4.0, "critic", 0.5),  # This one does, too, and then waits for its own role.
+    BusySpan(4.0, 5.0, "actor", 3.5),  # It waits half a second for the critic.
+    BusySpan(6.0, 7.0, "reward", 5.5),  # It waits for no role.
 ]
 
 
@@ -30,7 +30,7 @@ def test_who_is_in_the_way() -> None:
 
 
 def test_calls_that_overlap() -> None:
-    """As those of async methods do: seconds count once, and a short one hides no long one."""
+    """Seconds of overlapping calls, as of async methods, count once, and a short call hides no long one."""
     lane = [
         *[BusySpan(0.0, 10.0, "actor", 0.0)] * 4,
         BusySpan(1.0, 2.0, "actor", 1.0),
@@ -45,13 +45,13 @@ def move(role: str, rank: int, start: float, end: float, asleep: bool, kind: str
 
 
 def test_how_long_a_role_is_awake() -> None:
-    """On each rank until all of it has gone, from when it begins to come back; one made anew is awake."""
+    """A rank is awake until its sleep is complete, from the start of a wake, and when its group is made anew."""
     naps = SleepTimes(10.0)
     assert naps.awake_seconds(20.0) == {}
     for rank in (0, 1):
         naps.add_rank("policy", "actor", rank)
-    naps.add_rank("policy", "", 0)  # functions are no role
-    naps.record_move(move("actor", 0, 11.0, 12.0, False))  # a part of it only
+    naps.add_rank("policy", "", 0)  # Functions have no role.
+    naps.record_move(move("actor", 0, 11.0, 12.0, False))  # Only a part of the memory moves.
     assert naps.awake_seconds(20.0) == {}
     naps.record_move(move("actor", 0, 13.0, 14.0, True))
     naps.record_move(move("critic", 0, 13.0, 15.0, True))
@@ -62,7 +62,7 @@ def test_how_long_a_role_is_awake() -> None:
 
 
 def test_moves_are_told() -> None:
-    """Each is a span of its slot, and no call. One that a call waits for is a part of it."""
+    """Each move is a span of its slot and no call; a move that a call waits for is a part of the call."""
     calls = CallLog(lambda group, role, rank: rank + 1)
     calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
     calls.colocate_memory_moved(attrs.evolve(move("critic", 0, 12.0, 14.0, False, "wake"), in_call=True))
@@ -80,7 +80,7 @@ def test_moves_are_told() -> None:
 
 
 def test_what_a_slot_does_adds_up() -> None:
-    """A call, another role's memory that made room for it, and one that waited for both: no second counts twice."""
+    """A slot's busy seconds add up: no second counts twice, neither in a call nor in a move for it."""
     lane = [
         BusySpan(0.0, 4.0, "critic", 0.0),
         BusySpan(0.0, 1.0, "actor", 0.0, Move.IN_CALL),
@@ -112,7 +112,7 @@ class Second(colocate.Role):
 
 @pytest.mark.parametrize("depends", [False, True])
 def test_what_a_call_uses_is_no_contention(tmp_path: Path, depends: bool) -> None:
-    """One that needs another role's result would have waited for it anywhere; one that doesn't, not."""
+    """A wait for another role's result isn't contention; the same wait of a call that doesn't use the result is."""
     with colocate.connect("local") as runtime, Gate() as gate:
         group = runtime.reserve(1).spawn({"first": colocate.role(First), "second": colocate.role(Second)})
         with colocate.record(runtime, tmp_path / "run") as run:

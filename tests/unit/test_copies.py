@@ -1,4 +1,4 @@
-"""Copies between the host and a device, which is played: what is begun on it is done when it is waited for."""
+"""Copies between the host and a played device, on which work ends only when it is waited for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def numbers(count: int, seed: int = 0) -> Any:
 
 
 def through(cuda: Cuda, ring: Ring, source: Any, device: str) -> Any:
-    """A copy of bytes, complete."""
+    """Return a complete copy of bytes."""
     target = cuda._empty(source.shape, torch.uint8, device, False)
     if device == "cpu":
         ring.download(source, target)
@@ -50,7 +50,7 @@ def through(cuda: Cuda, ring: Ring, source: Any, device: str) -> Any:
     st.data(),
 )
 def test_one_after_the_other(copies: list[tuple[int, str]], chunks: int, data: Any) -> None:
-    """What is there is what was sent, whatever came before it, on as few buffers as ever; nothing else is pinned."""
+    """Each copy is complete, whatever came before it, and only the ring's buffers are pinned."""
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda(patch)
         ring = Ring("cuda:0", CHUNK, chunks)
@@ -71,12 +71,12 @@ def test_one_after_the_other(copies: list[tuple[int, str]], chunks: int, data: A
 
 
 def test_it_comes_after_what_the_thread_has_begun(cuda: Cuda) -> None:
-    """Memory that was just taken may have been let go of by what is still computed."""
+    """A copy comes after the work that its thread has begun, which may still use the target's memory."""
     ring, order = Ring("cuda:0", CHUNK, 3), []
     cuda.current_stream().queue.append(lambda: order.append("computed"))
     target = cuda._empty((10,), torch.uint8, "cuda:0", False)
     ring.upload(numbers(10), target)
-    cuda.current_stream().queue.append(lambda: order.append(target.clone()))  # and so does what comes then
+    cuda.current_stream().queue.append(lambda: order.append(target.clone()))  # Later work comes after the copy.
     cuda.current_stream().synchronize()
     assert order[0] == "computed"
     assert torch.equal(order[1], numbers(10))
@@ -84,7 +84,7 @@ def test_it_comes_after_what_the_thread_has_begun(cuda: Cuda) -> None:
 
 @pytest.mark.parametrize(("fails_at", "device"), [(1, "cuda:0"), (5, "cuda:0"), (5, "cpu")])
 def test_an_error_amid_it(cuda: Cuda, fails_at: int, device: str) -> None:
-    """Nothing is on its way afterwards to what the caller lets go of, and the next copy is as ever."""
+    """After a failed copy no bytes are under way any more, and the next copy succeeds."""
     ring, source = Ring("cuda:0", CHUNK, 3), numbers(7 * CHUNK)
     cuda.fails_at = fails_at
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -97,7 +97,7 @@ def test_an_error_amid_it(cuda: Cuda, fails_at: int, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_values_there_and_back(cuda: Cuda, dtype: Any) -> None:
-    """What comes from a device is on the receiver's, complete, and goes through its ring; what doesn't is not."""
+    """A device's tensor goes by the ring to the receiver's device, complete; a tensor of the host doesn't."""
     there, here = cuda.ones(3, LARGE).to(dtype), torch.ones(LARGE)
     cuda._mine[there.untyped_storage()._cdata] = there.untyped_storage()
     received = unpack(pack({"there": there, "view": there[1:], "here": here}).copy(), "cuda:0")
@@ -111,9 +111,9 @@ def test_values_there_and_back(cuda: Cuda, dtype: Any) -> None:
     assert sum(chunk.memory.nbytes for chunk in ring._chunks) == 3 * (4 << 20)
 
 
-# -- on the host once, however many read it
+# -- one copy on the host for all readers
 
-ROW = WORTH_BYTES // 4  # elements: each row is worth it
+ROW = WORTH_BYTES // 4  # elements: each row is worth a copy by the ring
 BYTES = WORTH_BYTES
 
 
@@ -121,7 +121,7 @@ PLAYED: list[Cuda] = []
 
 
 class Maker(Role):
-    """Has something on the played device."""
+    """A role whose result is on the played device."""
 
     @method(dispatch=OnRank(0))
     def make(self) -> Any:
@@ -133,7 +133,7 @@ class Maker(Role):
 
 
 def test_workers_and_the_driver(cuda: Cuda) -> None:
-    """All of them read the same copy, which the ledger counts as the role's that has made the value."""
+    """Workers and the driver read one copy, which the ledger counts for the role that has made the value."""
     PLAYED[:] = [cuda]
     with colocate.connect("local", strict=True) as runtime:
         group = runtime.reserve(3).spawn({"one": colocate.role(Maker), "two": colocate.role(Maker)}, name="copies")
@@ -145,4 +145,4 @@ def test_workers_and_the_driver(cuda: Cuda) -> None:
             assert torch.equal(kept.fetch(), expected.view(4, ROW))
         assert cuda.copied == [4 * BYTES]
         row = next(each for each in group.memory().slots[0].roles if each.role == "one")
-        assert row.device["residents"] == 2 * 4 * BYTES  # the played device is the host's
+        assert row.device["residents"] == 2 * 4 * BYTES  # The played device is in the host's memory.

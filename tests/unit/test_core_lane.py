@@ -1,4 +1,4 @@
-"""Lanes and the threads beside them, with code of users that misbehaves; what waits for work keeps nothing alive."""
+"""Lanes and the threads beside them survive users' code that misbehaves, and keep nothing alive while they wait."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Value:
-    """Something that can be seen to go."""
+    """A value whose end a test can see."""
 
 
 class AsksAtItsEnd:
-    """Has the worker ask its driver for a module, just when a call has told its end."""
+    """A value whose `__del__` makes the worker ask its driver for a module, after the report on a call."""
 
     def __del__(self) -> None:
         import tests.unit.counted  # noqa: F401
@@ -64,13 +64,15 @@ class Strange(Role):
 
 
 def spawned(runtime: colocate.Runtime) -> Strange:
-    """A role on one slot."""
+    """Return a view of a role on one slot."""
     return runtime.reserve(1).spawn({"strange": colocate.role(Strange)}).role("strange", Strange)
 
 
 def test_on_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SystemExit in a task, which ends an event loop, is its call's error only. An argument may ask the driver for a
-    module at its end. A worker that is killed while the kernel lacks memory: the error says that."""
+    """A task's SystemExit fails its call only, and an argument's `__del__` may import from the driver.
+
+    The error for a worker that the kernel kills for lack of memory says so.
+    """
     with colocate.connect("local", processes=True) as runtime:
         strange = spawned(runtime)
         with pytest.raises(RoleError, match="SystemExit"):
@@ -89,7 +91,7 @@ def test_on_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_without_end() -> None:
-    """What a worker writes without ending its line doesn't fill the driver's memory."""
+    """An endless line from a worker doesn't fill the driver's memory."""
     with colocate.connect("local", processes=True) as runtime:
         strange = spawned(runtime)
         (group,) = runtime.groups.values()
@@ -103,7 +105,7 @@ def test_a_line_without_end() -> None:
 
 
 def test_arguments_and_results_are_let_go() -> None:
-    """A lane that waits for work keeps nothing of the last one; nor does what observers are to be told later."""
+    """Neither a waiting lane nor the records that wait for observers keep an argument or a result alive."""
     goes_on = threading.Event()
     records: list[str] = []
 
@@ -132,7 +134,7 @@ def test_arguments_and_results_are_let_go() -> None:
 
 
 def test_callback_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a callback raises is reported, whatever it is, and later ones still run."""
+    """A callback's exception of any type is reported, and later callbacks still run."""
     told: list[type] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: told.append(kind))
     ran = threading.Event()
@@ -149,7 +151,7 @@ def test_callback_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_close_in_callback() -> None:
-    """A callback may close the runtime that is closing already, which has failed its call."""
+    """A callback may close the runtime whose close has failed the callback's call."""
     told: list[Any] = []
     with Gate() as gate:
         runtime = colocate.connect("local")
@@ -169,7 +171,7 @@ def test_close_in_callback() -> None:
 
 
 def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing doesn't wait for it for ever, and says where it is."""
+    """A close doesn't wait forever for a callback that never returns, and names its function."""
     monkeypatch.setattr(jobs, "THREAD_ENDS_WITHIN_S", 0.1)
     begun, over = threading.Event(), threading.Event()
 

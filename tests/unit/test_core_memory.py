@@ -1,4 +1,4 @@
-"""What must not grow: tracebacks of errors that are told again and again, roles of groups that are closed."""
+"""Tracebacks of errors that are raised again don't grow, and closed groups keep no roles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocate.testing.waiting import wait_until
 
 
 class Heavy(Role):
-    """Notes its instances, each of which knows the others of its worker by its context."""
+    """A role that records its instances, which know each other by their contexts."""
 
     made: ClassVar[list[weakref.ref[Heavy]]] = []
 
@@ -44,14 +44,14 @@ class Heavy(Role):
         return 1
 
     def save(self, directory: str) -> None:
-        """It has nothing to save."""
+        """Save nothing."""
 
     def restore(self, directory: str) -> None:
-        """It has nothing to restore."""
+        """Restore nothing."""
 
 
 def test_error_told_often() -> None:
-    """An error that is raised many times shows the way of the last time, and keeps no frames of those before."""
+    """An error that is raised again has a traceback of the same length: it keeps no earlier frames."""
     with colocate.connect("local") as runtime:
         heavy = runtime.reserve(1).spawn({"heavy": colocate.role(Heavy)}).role("heavy", Heavy)
         call, kept = heavy.fail.submit(), heavy.fail.keep()
@@ -61,13 +61,13 @@ def test_error_told_often() -> None:
                 with pytest.raises(RoleError) as caught:
                     again()
                 lengths.add(len(traceback.extract_tb(caught.value.__traceback__)))
-            # The first time a kept call is waited for elsewhere; otherwise each is as long every time.
+            # The first wait for a kept call is on another line; otherwise all lengths are equal.
             assert len(lengths) <= 2
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_closed_group_holds_no_role(strict: bool, tmp_path: Path) -> None:
-    """On threads, where the group stays as long as it has a name: not even the collector is needed."""
+    """A closed group on threads keeps none of its roles alive, even while its object lives and the collector is off."""
     Heavy.made.clear()
     gc.disable()
     try:
@@ -93,7 +93,7 @@ def test_a_closed_group_holds_no_role(strict: bool, tmp_path: Path) -> None:
 
 
 def test_left_open_with_errors() -> None:
-    """Where warnings are errors, what nobody has closed is closed at exit nevertheless."""
+    """Runtimes that nobody has closed are closed at exit, even where warnings are errors."""
     script = """
 import atexit, colocate
 runtimes = [colocate.connect("local") for _ in range(2)]

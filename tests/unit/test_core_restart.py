@@ -1,4 +1,4 @@
-"""Restarts: what belongs to a generation that is gone, and what happens while the next one isn't there yet."""
+"""Restarts: leftovers of the last generation, and events before the next one is ready."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def runtime() -> Iterator[Runtime]:
 
 @pytest.fixture
 def group(runtime: Runtime) -> ColocatedGroup:
-    """One that is restarted."""
+    """Return a group that is restarted after a failure."""
     return runtime.reserve(2).spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
 
 
 def fail(group: ColocatedGroup) -> None:
-    """Have a group fail, and so begin its restart."""
+    """Fail a group, which begins its restart."""
     group._node.fail_group(ColocateError("on purpose"))
 
 
 def restarted(group: ColocatedGroup) -> None:
-    """Have a group fail, and come back."""
+    """Fail a group, and wait for its restart."""
     fail(group)
     group.wait_ready(PATIENCE_S)
 
@@ -51,7 +51,7 @@ def restarted(group: ColocatedGroup) -> None:
 def test_a_checkpoint_that_comes_too_late(
     meanwhile: Callable[[ColocatedGroup], None], group: ColocatedGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group that has failed while it was written goes on from the one before, which stays where it is."""
+    """A group that fails while a checkpoint is written restarts from the one before, which keeps its place."""
     role, folder, submit = group.role("lasting", Lasting), tmp_path / "one", checkpoint._submit
     role.add()
     group.checkpoint(folder, tag="first")
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_comes_too_late(
     def late(worker_group: WorkerGroup, part: Path, **more: Any) -> PendingCall:
         call = submit(worker_group, part, **more)
         call.result(PATIENCE_S)
-        with act_for_user():  # as on the thread of a user
+        with act_for_user():  # This runs as on a thread of the user's.
             meanwhile(group)
         return call
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_comes_too_late(
 
 
 def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup) -> None:
-    """A call that was recorded before the restart isn't sent to who has never had what it uses."""
+    """A recorded call with a resident of an earlier generation fails, and the pipeline's later calls run."""
     role = group.role("lasting", Lasting)
     old = role.counted.keep([1, 2])
     old.fetch()
@@ -87,7 +87,7 @@ def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup
 
 
 def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are reserved anew, once they can be, which isn't a try; nobody spawns on them meanwhile."""
+    """Lost slots are reserved anew, which uses up no restart; until then nobody can spawn on the pool."""
     executor = runtime._node.services.executor
     reserve, asked, may = executor.reserve, threading.Event(), threading.Event()
     attempts: list[Request] = []
@@ -102,7 +102,7 @@ def test_slots_that_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) 
 
     with runtime.reserve(2) as pool:
         group = pool[:1].spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
-        monkeypatch.setattr(executor, "is_lost", lambda place: not attempts)  # what is reserved anew is there
+        monkeypatch.setattr(executor, "is_lost", lambda place: not attempts)  # Slots reserved anew aren't lost.
         monkeypatch.setattr(executor, "reserve", refused_at_first)
         fail(group)
         assert asked.wait(PATIENCE_S)
@@ -140,7 +140,7 @@ def test_a_cluster_that_does_not_answer(
     logs: dict[str, str] | None,
     comes: bool,
 ) -> None:
-    """It is waited for like slots, which isn't a try, unless it has ended or is this driver's own; the log says so."""
+    """A cluster that doesn't answer is waited for like slots, unless it has ended or is private, and is logged."""
     executor = runtime._node.services.executor
     reserve = executor.reserve
     untried: list[ColocateError] = [ClusterError("silent", logs=logs) for _ in range(4)]
@@ -172,7 +172,7 @@ def test_a_cluster_that_does_not_answer(
 
 
 def test_slots_that_never_come(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group fails for good, when `regrow_timeout` is over, and says what was missing; closing waits for nothing."""
+    """A group fails with the reason when `regrow_timeout` is over, and a close doesn't wait for missing slots."""
     executor = runtime._node.services.executor
 
     def refused(request: Request) -> Reservation:

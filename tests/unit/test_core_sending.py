@@ -1,4 +1,4 @@
-"""Calls that can't be sent to all their ranks, what sending costs, and closing that is interrupted."""
+"""Calls that can't be sent to all their ranks, the cost of sending, and interrupted closes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
 
 
 class Large:
-    """It takes until somebody says so to be encoded."""
+    """An argument whose encoding ends when the test allows it."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -89,7 +89,7 @@ class Large:
 
 
 def test_while_an_argument_is_encoded() -> None:
-    """Other groups are called, and a death is told: who hears of that waits for no encoding."""
+    """While an argument is encoded, other groups can be called, and a worker's death is reported."""
     large = Large()
     with colocate.connect("local", processes=True) as runtime, ThreadPoolExecutor(1) as thread:
         one, other = (runtime.reserve(1).spawn({"echo": colocate.role(Echo)}) for _ in range(2))
@@ -108,7 +108,7 @@ def test_while_an_argument_is_encoded() -> None:
 
 
 def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while groups are closing: all of them are closed nevertheless, and no call stays unresolved."""
+    """Ctrl-C while groups are closing still closes all of them, and leaves no call unresolved."""
     with Gate() as gate:
         runtime = colocate.connect("local")
         pool = runtime.reserve(2)
@@ -128,7 +128,7 @@ def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_release_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An executor that fails to release or to close is told of at the end, and keeps nobody waiting."""
+    """An executor's failure to release or to close is raised at the end, and later closes succeed."""
     runtime = colocate.connect("local")
     pool = runtime.reserve(1)
 
@@ -146,7 +146,7 @@ def test_release_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_closed_while_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that come when the runtime has been closed are given back."""
+    """Slots that arrive after the runtime was closed are released."""
     runtime = colocate.connect("local", cpus=1)
     executor = runtime._node.services.executor
     reserve, release = executor.reserve, executor.release
@@ -188,26 +188,26 @@ def test_closed_while_spawning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _given_modules(group: ColocatedGroup, count: int) -> None:
-    """Its workers have got so many of the driver's modules, and it has imported none since a call has looked."""
+    """Mark so many of the driver's modules as sent to the group's workers."""
     group._node.published.shipped_modules.add_modules({name: (name, "as it is") for name in list(sys.modules)[:count]})
 
 
 def _given_globals(group: ColocatedGroup, count: int) -> None:
-    """They have got so many globals of the script."""
+    """Mark so many globals of the script as sent to the group's workers."""
     names = {f"name_{number}": number for number in range(count)}
     vars(sys.modules["__main__"]).update(names)
     group._node.published._sent.update(names)
 
 
 def _dropped_handles(group: ColocatedGroup, count: int) -> None:
-    """So many calls that haven't ended were kept, and their handles dropped."""
+    """Keep so many calls that haven't ended, and drop their handles."""
     for _ in range(count):
         group.role("echo", Echo).make.keep(1)
 
 
 @pytest.mark.parametrize("give", [_given_modules, _given_globals, _dropped_handles])
 def test_what_was_sent_costs_calls_nothing(give: Callable[[ColocatedGroup, int], None]) -> None:
-    """A call does as much whether there were 5 modules, globals of the script or kept calls before it, or 300."""
+    """A call runs about as many functions after 300 modules, globals of the script or kept calls as after 5."""
     with colocate.connect("local") as runtime, Gate() as gate, ThreadPoolExecutor(1) as thread:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
         echo = group.role("echo", Echo)
@@ -217,24 +217,24 @@ def test_what_was_sent_costs_calls_nothing(give: Callable[[ColocatedGroup, int],
             give(group, count)
             return functions_called(lambda: echo.make.submit(1))
 
-        # Not on the main thread, whose calls are sent by another one.
+        # A call from the main thread would be sent by another one, which isn't counted.
         few, many = thread.submit(work, 5).result(), thread.submit(work, 300).result()
         gate.open()
         waiting.result(PATIENCE_S)
-        assert echo.make(1) == [0]  # all others are done
+        assert echo.make(1) == [0]  # This call ends after all others.
         wait_until(lambda: not group._node.residents.records, "what was dropped is forgotten")
         assert many < few + 50
 
 
 class Unreadable(PendingCall):
-    """One of which the answers can't be read."""
+    """A call whose answers can't be read."""
 
     def _join_results(self, raw: Any) -> Any:
         raise colocate.ColocateError("a module of the driver's is another one")
 
 
 def test_a_wake_whose_answer_can_not_be_read() -> None:
-    """The thread that hears of it raises nothing: the calls that it goes before say it, and go behind the next one."""
+    """A wake whose answer can't be read raises nothing when it is handled, and its role keeps its marks."""
     sleepers = Sleepers()
     sleepers.add_marks("actor", TAGS, until_woken=False)
     call = Unreadable("wake of actor", "", "wake", [0])

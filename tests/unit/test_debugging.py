@@ -1,4 +1,4 @@
-"""`connect(debug=True)` and the driver's PYTHONBREAKPOINT: where they are refused, and what goes with them."""
+"""`connect(debug=True)` and the driver's PYTHONBREAKPOINT: refusals, and the workers' settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate.features.debugging.desk import Desk, Stop, Terminal
 
 
 def test_on_threads() -> None:
-    """A thread of the driver has Python's own breakpoint(), and nothing to stop in where a role raises."""
+    """`debug=True` is refused on threads, which can't stop where a role raises."""
     with pytest.raises(CapabilityError, match="stop where a role raises"):
         colocate.connect("local", debug=True)
 
@@ -27,13 +27,13 @@ def test_on_threads() -> None:
         (True, None, (True, "")),
         (False, "debugpy.breakpoint", (False, "debugpy.breakpoint")),
         (True, "0", (True, "0")),
-        (False, "ray.util.rpdb._driver_set_trace", None),  # which Ray sets in a driver that it was connected from
+        (False, "ray.util.rpdb._driver_set_trace", None),  # Ray sets this in a driver that it was connected from.
     ],
 )
 def test_what_workers_are_told(
     monkeypatch: pytest.MonkeyPatch, debug: bool, hook: str | None, told: tuple[bool, str] | None
 ) -> None:
-    """Nothing where nobody debugs: the feature isn't there, then."""
+    """Workers get debugging settings only if the driver debugs; `debug=True` makes the collective timeout a day."""
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     if hook is not None:
         monkeypatch.setenv("PYTHONBREAKPOINT", hook)
@@ -45,11 +45,11 @@ def test_what_workers_are_told(
 
 @pytest.mark.parametrize("how", ["closed", "detached"])
 def test_who_has_left_is_given_no_stop(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """The next stop waits for another terminal, also before the end of the last one is heard of."""
+    """A terminal that has closed or detached gets no more stops: the next stop waits for another terminal."""
     monkeypatch.setattr(desks, "_find_screen", lambda: None)
     desk, announced, told = Desk(), list[str](), list[Any]()
     here, there = socket.socketpair()
-    terminal = Terminal(here, "that of a test", followed=("policy", 1))  # nobody reads what comes from there
+    terminal = Terminal(here, "that of a test", followed=("policy", 1))  # Nobody reads from this socket.
 
     def stop(number: int) -> Stop:
         return Stop("policy", 1, "node", number, "actor", "step", 1, "file.py:1", "", told.append, announced.append)

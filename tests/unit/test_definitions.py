@@ -1,4 +1,4 @@
-"""Definitions of a script that come to a worker on two ways at once, or go on to another one."""
+"""Definitions of a script that reach a worker on two ways at once, or are passed on to another worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocate.worker.serving.definitions import Definitions
 
 
 class Script:
-    """The names of a script."""
+    """A script, with its names as attributes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         module = ModuleType("__main__")
@@ -33,7 +33,7 @@ class Script:
         return self.names[name]
 
 
-# A value that takes long to rebuild: code of its class runs then.
+# A value that takes long to rebuild, in code of its class.
 SLOW = """
 class Slow:
     def __setstate__(self, state):
@@ -44,7 +44,7 @@ class Slow:
 
 
 def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's lane and its transfer thread want one that neither has loaded: each gets the one class, whole."""
+    """Two threads that load a bundle at once get the same class, complete."""
     gate: Any = SimpleNamespace(reached=threading.Event(), opened=threading.Event())
     monkeypatch.setitem(sys.modules, "gate_of_the_test", gate)
     text = SLOW + "KEPT = Slow(); KEPT.x = 1\nclass Batch:\n kept = KEPT\n def over(self): return KEPT, Batch\n"
@@ -52,7 +52,7 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     table = Table("is given it")
     bundle = table.create_bundle(table.list_lacking(wire.pack(script.Batch()).needs))
     ids, names, packed = (*bundle.definitions,), (*bundle.names,), bundle.body.copy()
-    # The bytes alone, as they come to another process, which holds nothing of this one's.
+    # Another process gets the bytes alone, and none of this one's objects.
     body = wire.Packed(bytes(wire.pack(script.Batch()).data))
     script.names.clear()
     del bundle
@@ -70,18 +70,17 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         first = threads.submit(want)
         assert gate.reached.wait(60)
         second = threads.submit(want)
-        assert not wait([second], timeout=0.3).done  # it gets nothing that isn't whole
+        assert not wait([second], timeout=0.3).done  # The second thread gets no incomplete class.
         gate.opened.set()
         (one, its, seen), (other, others, seen_there) = first.result(60), second.result(60)
     assert type(one) is type(other) is here.Batch
     assert its is others is here.KEPT
-    assert vars(here.KEPT) == {}  # its class has set the state as it wants to
+    assert vars(here.KEPT) == {}  # The class's own `__setstate__` has set no state.
     assert seen == seen_there == (here.KEPT, here.Batch)
 
 
 def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker has heard that its driver has a class of its own before another worker may ask for that, whoever was the
-    first to send one."""
+    """A worker notifies its driver of a class, and waits for the answer, before a peer may ask for the class."""
     script = Script(monkeypatch, "class Batch:\n    pass\n")
     said: list[type[Message]] = []
     definitions = Definitions(
@@ -101,7 +100,7 @@ def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="such statements are Python 3.12's")
 @pytest.mark.parametrize("text", ["type Tree[T] = T | list[Tree[T]]", "class Tree[T: Tree]: pass"])
 def test_what_is_made_of_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """It is refused where it is sent: no worker could make it."""
+    """A definition that refers to itself is refused when it is sent: no worker could make it."""
     script = Script(monkeypatch, text)
     definitions = Definitions(lambda question: None, lambda message, body: None, in_process=False)
     with pytest.raises(SerializationError, match=r"Tree\S* is made of leads to itself"):

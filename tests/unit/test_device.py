@@ -1,4 +1,4 @@
-"""What a worker makes of a device that works on its own time: by one that a test plays. tests/gpu has the real one."""
+"""A worker with a device that works on its own time, which the test plays; tests/gpu has the real one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ torch = pytest.importorskip("torch")
 
 
 class Stream:
-    """One with work of its own, which another one's end says nothing of."""
+    """A stream with its own work, which the end of another stream's doesn't cover."""
 
     def __init__(self) -> None:
-        self.begun: list[str | None] = []  # pieces of work, by what will be wrong with them
+        self.begun: list[str | None] = []  # The work, by its errors.
         self.after: list[Any] = []
         self.is_dead = False
 
@@ -39,7 +39,7 @@ class Stream:
 
 
 class Gpu(Stream):
-    """Plays `torch.cuda`, and its usual stream: work ends, and fails, when it is waited for."""
+    """A stand-in for `torch.cuda` and its usual stream: work ends, and fails, when it is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Gpu(Stream):
 
 
 class Worker(Role):
-    """Has a device do something."""
+    """A role that begins work on the device."""
 
     @method
     def begin(self, wrong: str | None = None, raises: bool = False) -> str:
@@ -123,7 +123,7 @@ def test_a_call_ends_with_its_work(group: ColocatedGroup, gpu: Gpu) -> None:
 
 
 def test_an_error_is_that_of_the_call_that_has_caused_it(group: ColocatedGroup, gpu: Gpu) -> None:
-    """Not of the next one, and nothing else is wrong afterwards."""
+    """An error on the device belongs to the call that caused it, and later calls succeed."""
     one, other = group.role("one", Worker), group.role("other", Worker)
     with group.pipeline():
         first = one.begin.submit("misaligned address")
@@ -139,7 +139,7 @@ def test_an_error_is_that_of_the_call_that_has_caused_it(group: ColocatedGroup, 
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_context_that_is_lost(group: ColocatedGroup, gpu: Gpu, raises: bool) -> None:
-    """The call fails, and then the group, which doesn't go on there."""
+    """A call that loses the device's context fails, and the next one finds its worker dead."""
     one = group.role("one", Worker)
     with pytest.raises(RoleError, match="on purpose" if raises else "CUDA error: lost"):
         one.begin("lost", raises)
@@ -151,7 +151,7 @@ def test_a_context_that_is_lost(group: ColocatedGroup, gpu: Gpu, raises: bool) -
 
 
 def test_outputs_of_graphs(gpu: Gpu) -> None:
-    """What lies in a pool of a graph's own is told from what doesn't; the allocator is asked when it has changed."""
+    """A tensor in a graph's own pool is volatile; the allocator is asked only when its memory has changed."""
     device = Device("cuda:0", in_process=False)
     mine, other = torch.ones(64), torch.ones(64)
     start = mine.untyped_storage().data_ptr()
@@ -177,7 +177,7 @@ def test_outputs_of_graphs(gpu: Gpu) -> None:
 
 
 def test_an_allocator_in_the_place_of_torch_s(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps no books, as torch says then: any result may be a graph's output."""
+    """With an allocator that gives no snapshot, any result may be a graph's output."""
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("CUDAPluggableAllocator does not yet support snapshot.")
@@ -187,8 +187,10 @@ def test_an_allocator_in_the_place_of_torch_s(gpu: Gpu, monkeypatch: pytest.Monk
 
 
 def test_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A role computes on the stream that its constructor has left, and others on the usual one; a call ends with the
-    work on either, whichever is current then."""
+    """A role computes on the stream that its constructor has left, and other roles on the usual one.
+
+    A call ends with the work on both, whichever is current at its end.
+    """
     from colocate.worker import settings
 
     device = Device("cuda:0", in_process=False)
@@ -211,7 +213,7 @@ def test_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         assert gpu.current_stream("cuda:0") is side
     assert (gpu.after, side.after) == ([side] * 2, [gpu] * 2)
     assert gpu.device == "cuda:0"
-    gpu.is_capturing = True  # a role's graph, of which the usual stream is to be no part
+    gpu.is_capturing = True  # The usual stream must be no part of the role's graph.
     setting.apply_settings(Settings())
     assert gpu.current_stream("cuda:0") is gpu
     assert gpu.after == [side] * 2

@@ -1,4 +1,4 @@
-"""Where values differ, and where arguments do: whatever is recorded is looked into, and nothing of it is an error."""
+"""Differences of values and of arguments are found in all recorded types, without an error."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_arrays_are_compared_without_torch(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN and NaT are as they were, and what is within the tolerance is the same, whether torch is imported or not."""
+    """Arrays compare alike with and without torch: NaN equals NaN, NaT equals NaT, and the tolerance counts."""
     if not is_there:
         modules = {"numpy": np}
         monkeypatch.setattr("colocate.features.recordings.differences.find_imported", modules.get)

@@ -1,4 +1,4 @@
-"""The digests by which weights are compared: what they notice, and that they are the same wherever they are made."""
+"""Digests of weights notice each change, and are the same wherever they are made."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Digest:
 
 
 def drawn(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bits of which any may be set, as that many elements."""
+    """Return so many elements of random bits."""
     generator = torch.Generator().manual_seed(size)
     if dtype == torch.bool:
         return torch.randint(2, (size,), generator=generator).bool()
@@ -48,7 +48,7 @@ def drawn(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def by_hand(data: bytes) -> int:
-    """The digest of bytes, as it is defined."""
+    """Return the digest of bytes by its definition."""
     most, total = 2**64 - 1, 0
     for place in range(0, len(data), 8):
         word = int.from_bytes(data[place : place + 8], "little")
@@ -61,7 +61,7 @@ def by_hand(data: bytes) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_digest_is_what_it_is_defined_as(dtype: torch.dtype) -> None:
-    """For each kind of numbers, and each size: no version of torch, nor a device, may change it."""
+    """Each dtype and size has the digest of the definition: no version of torch, nor a device, may change it."""
     for size in SIZES:
         tensor = drawn(size, dtype)
         bits = bytes(tensor.view(torch.uint8).tolist())
@@ -70,7 +70,7 @@ def test_a_digest_is_what_it_is_defined_as(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_bit_counts(dtype: torch.dtype) -> None:
-    """Wherever it is."""
+    """Each bit of a tensor changes its digest."""
     tensor = drawn(9, dtype)
     bits, before = tensor.view(torch.uint8), digest(tensor).value
     for place, bit in itertools.product(range(len(bits)), range(1 if dtype == torch.bool else 8)):
@@ -81,7 +81,7 @@ def test_each_bit_counts(dtype: torch.dtype) -> None:
 
 
 def test_what_sums_would_miss() -> None:
-    """Elements, halves and rows that change places, pairs of signs, and what goes from one element to another."""
+    """Digests notice swapped elements, halves and rows, paired signs, and amounts moved between elements."""
     tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     found = [tensor, tensor.flip(0), tensor.t(), -tensor, tensor.roll(1, 0), tensor.roll(1, 1), tensor.roll(2, 1)]
     found += [tensor.index_select(0, torch.tensor([1, 0, *range(2, 64)])), tensor.sort().values]
@@ -97,7 +97,7 @@ def test_what_sums_would_miss() -> None:
 
 
 def test_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of a tensor's elements counts, and not how they lie in memory, nor how many are mixed at once."""
+    """A digest depends on the order of a tensor's elements, not on their layout or on the size of a step."""
     whole = torch.arange(7001, dtype=torch.int16).view(torch.bfloat16)
     for tensor in (whole[1:], whole[3:-1], whole[1:].view(70, 100).t(), whole.expand(3, -1), whole[::3], whole[5]):
         copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
@@ -110,7 +110,7 @@ def test_views(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_conversions() -> None:
-    """Floating-point numbers are what a copy would have made of them; others stay."""
+    """A digest in another floating-point type is that of a copy in the type; other types aren't converted."""
     source = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e3
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64):
         target = torch.empty(1000, dtype=dtype)
@@ -120,7 +120,7 @@ def test_conversions() -> None:
 
 
 def test_what_has_no_bits_here() -> None:
-    """It is refused, and not taken for something else."""
+    """A tensor without plain bits on this machine is refused."""
     words = r"named_weights of policy\.actor: one is {}.*its bits can't be compared"
     with pytest.raises(ConfigError, match=words.format("without memory")):
         digest(torch.empty(3, device="meta"))
@@ -129,7 +129,7 @@ def test_what_has_no_bits_here() -> None:
 
 
 def test_names_of_one_tensor() -> None:
-    """It is right under a name that hasn't come where it is under another one; what only looks so isn't."""
+    """A tensor arrives under all of its names at once; an equal tensor with memory of its own doesn't."""
     target: Any = {"head": torch.ones(4), "other": torch.ones(4)}
     found = TensorDigests("taker")
     for name, tensor in {"tied": target["head"], **target}.items():

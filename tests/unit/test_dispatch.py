@@ -1,4 +1,4 @@
-"""Dispatch: what is refused before anything is sent; who gets which rows is in the suite and in tests/laws."""
+"""Wrong dispatches are refused before the send; the suite and tests/laws check which rank gets which rows."""
 
 from __future__ import annotations
 

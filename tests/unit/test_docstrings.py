@@ -1,4 +1,4 @@
-"""What a docstring is about stands in it: its first sentence begins with a verb or a noun, not with a pronoun."""
+"""A docstring's first sentence begins with a verb or a noun, not with a pronoun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLAUSE = re.compile("what|who|whose|which|whoever|whatever")
 
 
 def begins_with_pronoun(docstring: str, is_function: bool = False) -> bool:
-    """Return whether a docstring's first sentence begins with a pronoun; of a function, with such a clause either."""
+    """Return whether a docstring's first sentence begins with a pronoun or, of a function, with a clause."""
     first = re.split(r"(?<=[.:;])\s", docstring.strip(), maxsplit=1)[0]
     word, *rest = [re.sub("'.*", "", each).strip(".").lower() for each in re.findall(r"[\w'`@.-]+|[,:;()]", first)]
     if BEFORE_NOUN.fullmatch(word):  # "All ranks", "One slot of a pool"
@@ -30,9 +30,9 @@ def begins_with_pronoun(docstring: str, is_function: bool = False) -> bool:
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[str, str, bool]]:
-    """Yield name and docstring of each module, class and function, and whether that is a function and no test.
+    """Yield each definition's name and docstring, and whether it is a function that isn't a test.
 
-    A test says what holds, as in "What can never fit is an error at once".
+    A test's docstring says a law, as in "What can never fit is an error at once".
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""What a worker on another machine imports: the driver's source, under the driver's path where that says the truth."""
+"""A worker on another machine imports the driver's source, under the driver's path if no other file is there."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ NAME = "of_the_driver_only"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Where the module lies on the driver's machine."""
+    """Return the module's path on the driver's machine."""
     (tmp_path / NAME).mkdir()
     return tmp_path / NAME / "__init__.py"
 
 
 @pytest.fixture
 def driver(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DriverModuleFinder]:
-    """A driver that has one package."""
+    """Install the finder of a driver that has one package."""
     modules = {NAME: Source(TEXT.encode(), str(file), True)}
     finder = DriverModuleFinder(lambda name: modules if name == NAME else {})
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
@@ -79,7 +79,7 @@ def test_path(driver: DriverModuleFinder, file: Path, there: str | None) -> None
 
 @pytest.mark.parametrize("there", [None, "x = 1\n"])
 def test_file_beside_it(driver: DriverModuleFinder, file: Path, there: str | None) -> None:
-    """A data file that didn't travel is told as that, however it is read; any other is an ordinary error."""
+    """The error for a data file that wasn't sent says so, however it is read; other errors stay as they are."""
     if there is not None:
         file.write_text(there)
         file.with_name("data.txt").write_text("another package's")
@@ -95,7 +95,7 @@ def test_file_beside_it(driver: DriverModuleFinder, file: Path, there: str | Non
 
 
 def test_the_receiver_may_need_importlibs_lock(driver: DriverModuleFinder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who drops the last reference to a module's lock takes importlib's: the receiver, when it tells of stacks."""
+    """A thread that needs importlib's lock, as the receiver may, isn't blocked while an import asks the driver."""
     told = driver._ask
 
     def ask(name: str) -> Any:
@@ -107,11 +107,11 @@ def test_the_receiver_may_need_importlibs_lock(driver: DriverModuleFinder, monke
 
     monkeypatch.setattr(driver, "_ask", ask)
     assert len(imported().READS) == 3
-    assert driver.find_spec(NAME, None) is not None  # by itself, without that lock
+    assert driver.find_spec(NAME, None) is not None  # The finder alone doesn't take the lock.
 
 
 def test_what_features_need_nobody_asks_for() -> None:
-    """A lane that receives by itself imports a feature there: it would wait for its own answer."""
+    """A thread that imports a feature doesn't ask the driver: a lane that receives would wait for its own answer."""
     asked: list[str] = []
     finder = DriverModuleFinder(lambda name: asked.append(name) or {})  # type: ignore[func-returns-value]
     features.importing_threads.add(threading.get_ident())

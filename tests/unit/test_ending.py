@@ -1,4 +1,4 @@
-"""How a worker's process ends: what Python does at the end of a script is done, in a fork and in one of its own."""
+"""A worker's process, forked or not, does at its end all that Python does at the end of a script."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deleted:
 class Role(colocate.Role):
     @colocate.method
     def leave(self, folder: Path) -> None:
-        """Have much to do at the end."""
+        """Leave work for the end of the process."""
         self.deleted = Deleted(folder / "of a role")
         for mode in ("w", "wb"):
             file: Any = open(folder / f"not closed, {mode}", mode)  # noqa: SIM115
@@ -44,7 +44,7 @@ class Role(colocate.Role):
     @staticmethod
     def outlive(path: Path) -> None:
         threading.main_thread().join()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)  # much longer than the rest of the end takes
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)  # This takes much longer than the rest of the end.
         path.write_text("ended")
 
 
@@ -52,7 +52,7 @@ class Role(colocate.Role):
 def test_what_an_interpreter_does(
     env: dict[str, str], colocate_processes: Runtime, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Threads are waited for, handlers called, and what is in files' buffers is written."""
+    """A worker waits for threads, calls exit handlers, and flushes the buffers of files and libraries."""
     with colocate_processes.reserve(1, env=env) as pool:
         pool.spawn({"role": colocate.role(Role)}).role("role", Role).leave(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {

@@ -18,7 +18,7 @@ ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubcl
 
 @pytest.mark.parametrize("cls", ALL)
 def test_each_comes_back_as_it_was(cls: type[ColocateError]) -> None:
-    """A copy has the very cause, which isn't pickled for that: it may hold tensors, or what can't be."""
+    """Each error survives pickling, and a copy has the very cause, even one that can't be pickled."""
     error = cls("what happened", group="policy", rank=1)
     error.__cause__ = ValueError("why")
     back = pickle.loads(pickle.dumps(error))
@@ -33,7 +33,7 @@ def test_each_comes_back_as_it_was(cls: type[ColocateError]) -> None:
 
 
 def test_what_only_follows_is_not_told_of_a_start() -> None:
-    """A rank that was kept from constructing its role by another one's failure isn't where to look."""
+    """The error for a failed start leaves out a rank that was stopped only by another rank's failure."""
     follows, cause = (
         errors.RoleError("was given up", rank=0),
         errors.RoleError("raised", rank=1, remote_traceback="at x"),
@@ -46,7 +46,7 @@ def test_what_only_follows_is_not_told_of_a_start() -> None:
 
 
 def test_a_module_that_two_threads_import_at_once() -> None:
-    """One that replaces itself, as transformers does, has its names later: the error says what to do."""
+    """The error for a name that a module lacks, but has later, blames an import by several threads at once."""
     lacking = "cannot import name '%s' from 'json' (/somewhere/json/__init__.py)"
     hint = find_hint(ImportError(lacking % "loads", name="json"))
     assert hint is not None

@@ -1,4 +1,4 @@
-"""Features on their first use: without a descriptor, after their files have gone, and in a signal's handler."""
+"""Features work on their first use without a descriptor, after their files are deleted, and in a signal handler."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ def run(code: str, *args: str, **env: str) -> list[str]:
 
 
 def test_the_driver_has_no_descriptor_for_a_first_message() -> None:
-    """A child and a stop are told while the driver can open nothing: the group goes on, and terminals come later."""
+    """A driver that can open nothing handles the reports of a child and of a stop; a terminal attaches later."""
     lines = [line for line in run(WITHOUT_DESCRIPTORS) if not line.startswith("[colocate]")]
     assert lines == ["running", "ready True", "None False", "1 1"]
 
 
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 def test_files_that_are_gone(tmp_path: Path, mode: str) -> None:
-    """Features that nobody has used yet come from memory, in the driver and in its workers."""
+    """Features are first imported from memory, in the driver and in its workers, after their files were deleted."""
     copy = tmp_path / "copy"
     shutil.copytree(CORE, copy, ignore=shutil.ignore_patterns("testing"))
     path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
@@ -158,14 +158,14 @@ def test_files_that_are_gone(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_handler_interrupts_a_first_import() -> None:
-    """A signal's handler that uses the feature which the main thread imports just then runs when that is whole."""
+    """A signal handler may use the feature that the main thread is importing."""
     lines = run(IN_A_HANDLER)
     assert len(lines) == 7
     assert [line for line in lines if not line.endswith(" True [True] True")] == []
 
 
 def test_a_package_with_compiled_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of a name like ours keeps its modules of all kinds, with compiled ones among these."""
+    """A package whose name is like ours can still import its compiled modules."""
     import _struct
     import importlib
 

@@ -1,4 +1,4 @@
-"""Strangers who hold connections to a listener: who knows the key gets in all the same."""
+"""A peer that knows the key connects, although strangers hold connections to the listener."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT_S = 20
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_strangers_hold_up_nobody(encrypted: bool, cluster: Tls) -> None:
-    """Who says nothing is displaced by others who say nothing; strangers know nothing of TLS."""
+    """Silent strangers, who don't speak TLS, displace only each other, and a peer with the key connects."""
     taken: list[socket.socket] = []
     tls = cluster if encrypted else None
     listening = listen("tcp", tls=tls)
@@ -33,7 +33,7 @@ def test_strangers_hold_up_nobody(encrypted: bool, cluster: Tls) -> None:
 
 
 def test_who_is_turned_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until its time is over; then the error says why."""
+    """A dialler that was turned away tries again until its timeout, whose error says why."""
     attempts = iter([TurnedAway("flooded"), TurnedAway("flooded"), None])
 
     def attempt(_left: object) -> str:

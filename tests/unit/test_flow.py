@@ -1,4 +1,4 @@
-"""Which rank gets which row, of those that end one by one."""
+"""A flow of rows decides which slot runs which row, as earlier ones end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colocate.features.rows.calls import RowFlow
 
 
 def played(flow: RowFlow, times: list[float], places: int) -> tuple[float, dict[int, int]]:
-    """When the last of its rows ends, where each takes so long, and on which slot each ran; all are read at once."""
+    """Return when the last row ends, and on which slot each has run; each row is read at once."""
     now, ends, homes = 0.0, list[tuple[float, int]](), dict[int, int]()
     while True:
         for slot, row in flow.assign_rows():
@@ -28,7 +28,7 @@ def played(flow: RowFlow, times: list[float], places: int) -> tuple[float, dict[
 
 
 def simulated(times: list[float], places: int) -> float:
-    """When the last row ends, where the first place that is free takes the next row."""
+    """Return when the last row ends if the first free place takes the next row."""
     free = [0.0] * places
     for each in times:
         heapq.heapreplace(free, free[0] + each)
@@ -37,7 +37,7 @@ def simulated(times: list[float], places: int) -> float:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_first_free_place_takes_the_next_row(seed: int) -> None:
-    """Whatever rows take, and slots there are; and also with keys each row runs once, each key on one slot."""
+    """Rows end as if the first free place took the next one; with keys, all rows run, each key on one slot."""
     draw = random.Random(seed)
     slots, places = draw.randint(1, 4), draw.randint(1, 8)
     times = [draw.uniform(0.01, 1.0) for _ in range(draw.randint(1, 100))]
@@ -52,7 +52,7 @@ def test_the_first_free_place_takes_the_next_row(seed: int) -> None:
 
 
 def test_the_least_loaded_one_comes_first() -> None:
-    """Rows are spread from the beginning."""
+    """The first rows are spread over the slots, and the slot with a free place gets the next one."""
     flow = RowFlow(range(6), [4, 7], 2)
     assert flow.assign_rows() == [(4, 0), (7, 1), (4, 2), (7, 3)]
     flow.on_row_ended(1)
@@ -60,7 +60,7 @@ def test_the_least_loaded_one_comes_first() -> None:
 
 
 def test_rows_leave_a_slot_on_which_they_fail() -> None:
-    """Others take them, with all rows of their keys, until one has ended there otherwise; or there is no other slot."""
+    """A slot on which a row fails gets none until a row ends there otherwise, or all slots have failed rows."""
     flow = RowFlow(range(20), [0, 1], 1, keys={row: row % 2 for row in range(20)})
     assert flow.assign_rows() == [(0, 0), (1, 1)]
     flow.on_row_ended(0, is_bereft=True)
@@ -68,7 +68,7 @@ def test_rows_leave_a_slot_on_which_they_fail() -> None:
     flow.on_row_ended(1)
     assert flow.assign_rows() == [(1, 2)]
     flow.on_row_ended(2, is_bereft=True)
-    assert flow.assign_rows() == [(0, 3), (1, 4)]  # no slot can run them: each says so
+    assert flow.assign_rows() == [(0, 3), (1, 4)]  # Both slots have failed rows, so both get one.
     flow.on_row_ended(3)
     flow.on_row_ended(4, is_bereft=True)
     homes = {}

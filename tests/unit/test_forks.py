@@ -1,4 +1,4 @@
-"""Workers as forks: which environment may be one, what a fork has of its starter, and what a template refuses."""
+"""Workers as forks: early variables, what a fork has of its starter, and what a template refuses."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def runtime() -> Iterator[Runtime]:
     ],
 )
 def test_which_environment_comes_too_late(changed: dict[str, str], late: str | None) -> None:
-    """What the loader, Python, OpenMP and CUDA read before an import; removed is changed, too."""
+    """A variable that the loader, Python, OpenMP or CUDA reads early, even a removed one, is too late for a fork."""
     base = {"HOME": "/", "PATH": "/bin"}
     assert forks.find_early_variable({**base, **changed}, base) == late
     assert forks.find_early_variable(base, {**base, **changed}) == late
 
 
 def test_a_template_with_two_threads_refuses() -> None:
-    """A fork would have one of them, and the locks of both; the worker is started by itself, and that is logged."""
+    """A template with two threads refuses a fork, which would have one of the threads and the locks of both."""
     code = """if True:
         import sys, threading
         from colocate.worker.birth import template
@@ -79,7 +79,7 @@ def test_a_template_with_two_threads_refuses() -> None:
 
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "3"}], ids=["forked", "by itself"])
 def test_an_end_that_nobody_knows(runtime: Runtime, env: dict[str, str]) -> None:
-    """Of which the kernel keeps nothing, as SIGCHLD is ignored since: no exit code is told, and why."""
+    """A worker whose exit status the kernel drops, as SIGCHLD is ignored, is reported without an exit code."""
     with runtime.reserve(1, cpus=0, env=env) as pool:
         group = pool.spawn(ROLES)
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -92,7 +92,7 @@ def test_an_end_that_nobody_knows(runtime: Runtime, env: dict[str, str]) -> None
 
 
 def test_what_a_fork_has_of_its_starter(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folder, umask, limits and CPUs as they are now, not as they were when the template was started."""
+    """A fork has its starter's current folder, umask, limits and CPUs, not those at the template's start."""
     monkeypatch.chdir(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     mask, cpus = os.umask(0o27), os.sched_getaffinity(0)
@@ -109,7 +109,7 @@ def test_what_a_fork_has_of_its_starter(runtime: Runtime, tmp_path: Path, monkey
 
 
 def test_a_template_of_ones_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of the driver leaves it alone; one that is stopped is ended, and its worker started by itself."""
+    """A child of the driver leaves the template alone; a stopped template is ended, and a worker starts without it."""
     with runtime.reserve(1) as pool:
         pool.spawn({"echo": colocate.role(Echo)}).close()
         template = forks._forks.current
@@ -126,8 +126,8 @@ def test_a_template_of_ones_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_forks_have_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later ones find it: here what looking up the version of a role's distribution takes, which a script's has not."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # with a template of its own: another test's workers have told others
+    """A later fork has what others have imported, here to look up the version of a role's distribution."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # A new template: other tests' workers report other modules.
 
     class Looks(colocate.Role):
         def __init__(self) -> None:
@@ -148,8 +148,8 @@ def test_what_forks_have_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_transformers_is_shared(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By workers after the one that imported it, but by none whose environment has others of what that import reads."""
-    monkeypatch.setattr(forks, "FORKS_WITHIN_S", 240.0)  # the template imports it: on a busy machine for a minute
+    """Workers after the first have its import of transformers, unless a variable that the import reads differs."""
+    monkeypatch.setattr(forks, "FORKS_WITHIN_S", 240.0)  # The template's import takes up to a minute.
 
     class Looks(colocate.Role):
         def __init__(self) -> None:
@@ -173,7 +173,7 @@ def test_transformers_is_shared(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
 
 
 def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which a template was started: it goes on, also where what it imports asks for that."""
+    """A template whose folder is gone still forks, even when an import asks for the folder."""
 
     def tell(_: colocate.Context) -> bool:
         from colocate.worker.birth import template
@@ -200,14 +200,14 @@ def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.long
 def test_what_many_forks_share() -> None:
-    """Is in large pages, as each fork copies the entries of all pages: here of eight megabytes, in a process's own."""
+    """Memory that many forks share is in large pages, as each fork copies the entries of all pages."""
     child = fork()
     if not child:
         with mmap.mmap(-1, 1 << 23, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             memory.write(b"x" * len(memory))
             try:
                 memory.madvise(MADV_COLLAPSE, 0, 1 << 21)
-            except OSError:  # this kernel doesn't make large pages of others
+            except OSError:  # This kernel can't collapse pages.
                 os._exit(2)
             before = _large_kib()
             collapse_pages()

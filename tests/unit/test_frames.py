@@ -1,4 +1,4 @@
-"""Messages as bytes: cut anywhere, of any length, in memory of the receiver's own."""
+"""Messages as bytes may be cut anywhere and have any length, and arrive in the receiver's own memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_frames_survive_any_cutting(messages: list[tuple[Any, Any]], data: st.Da
 
 
 def test_lengths_beyond_four_gigabytes() -> None:
-    """Five gigabytes that nobody has touched take no memory."""
+    """A body of five gigabytes, sparse and so without memory, arrives whole."""
     length = 5 << 30
     file = os.memfd_create("colocate-sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, length)
@@ -73,7 +73,7 @@ def test_lengths_beyond_four_gigabytes() -> None:
 
 @pytest.mark.parametrize("busy", [1, 3, 4])
 def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses to seal pages that it moves just then. What goes on for long is an error, and leaves no file."""
+    """Sealing is retried while the kernel moves the pages; a long refusal is an error that leaves no file."""
     refusals = [OSError(errno.EBUSY, os.strerror(errno.EBUSY)) for _ in range(busy)]
     real = fcntl.fcntl
 
@@ -100,7 +100,7 @@ def _mapped() -> int:
 
 
 def test_memory_that_is_written_again_is_mapped_once() -> None:
-    """For as long as somebody has any of it: what was written last is there, and no descriptor is left."""
+    """A reused file is mapped once while any of its bodies lives, has the last bytes, and leaves no descriptor."""
     before = set(os.listdir("/proc/self/fd"))
     one, other = socket.socketpair()
     area, reader, scratch = framing.ReusableFile(), Reader(passes_files=True), memoryview(bytearray(1000))
@@ -117,7 +117,7 @@ def test_memory_that_is_written_again_is_mapped_once() -> None:
             assert all(
                 isinstance(body, PackedInArea) and [*map(bytes, body.buffers)] == [text * size] * 2 for body in bodies
             )
-        assert _mapped() == 2  # the sender's, too
+        assert _mapped() == 2  # One mapping is the sender's.
         for above, left in ((3 * size, 2), (size, 1)):
             area.close(above)
             assert _mapped() == left

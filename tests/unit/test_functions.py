@@ -1,4 +1,4 @@
-"""`group.run`: how functions travel, and what observers are told."""
+"""`group.run`: the record of a function for observers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rank(ctx: Context) -> int:
 
 
 def test_observed() -> None:
-    """As a call of no role: how long it took is told of all ranks that had answered, and which of them have raised."""
+    """A function is observed as a call of no role, with spans of the ranks that answered, and the ranks that raised."""
     told: list[colocate.CallRecord] = []
 
     class Observer:

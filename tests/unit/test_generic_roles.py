@@ -1,4 +1,4 @@
-"""Role classes with type parameters."""
+"""A role class may have type parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Other(Role):
 
 
 def test_classes_with_type_arguments() -> None:
-    """`Box[int]` is for type checkers: it stands wherever the class may."""
+    """`Box[int]`, which is for type checkers, is accepted wherever the class is."""
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
         group = pool.spawn({"box": colocate.role(Box[int], 3)})
         assert group.role("box", Box[int]).get() == group[Box[int]].get() == group[Box].beside() == 3

@@ -1,4 +1,4 @@
-"""Which GPUs a process may hand out, and what it calls them for its workers."""
+"""The GPUs that a process may hand out, and their names for its workers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ UUIDS = ("GPU-11aa", "GPU-22bb", "GPU-33cc", "GPU-33dd")
     ],
 )
 def test_what_the_variable_names(text: str | None, names: tuple[str, ...] | None) -> None:
-    """As CUDA reads it, on a machine with four GPUs."""
+    """The variable names the GPUs that CUDA would read from it, on a machine with four GPUs."""
     environ = {} if text is None else {gpus.VARIABLE: text}
     assert gpus.list_visible_gpus(environ, UUIDS) == names
 
 
 def test_of_an_unknown_machine() -> None:
-    """Where nobody can tell what GPUs there are, or what their UUIDs are, entries are taken at their word."""
+    """Entries are taken at their word if the machine's GPUs, or their UUIDs, aren't known."""
     assert gpus.list_visible_gpus({gpus.VARIABLE: "0,9"}) == ("0", "9")
     assert gpus.list_visible_gpus({gpus.VARIABLE: "GPU-99,GPU-98"}) == ("GPU-99", "GPU-98")
     assert gpus.list_visible_gpus({gpus.VARIABLE: "GPU-99"}, ("", "")) == ("GPU-99",)
@@ -49,7 +49,7 @@ def test_of_an_unknown_machine() -> None:
 
 
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indices are of the inherited list; more than that can't be handed out, and what isn't a number isn't one."""
+    """Indices are of the inherited list; more GPUs than it shows, and numbers that aren't whole, are refused."""
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ())
     assert gpus.names(2, {}) == ("0", "1")
     assert gpus.names(2, {gpus.VARIABLE: "5,3,1"}) == ("5", "3")
@@ -69,13 +69,13 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_shows_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defaults are shown by `help`: none is os.environ."""
+    """`help`, which shows defaults, shows nothing of os.environ."""
     monkeypatch.setenv("COLOCATE_TEST_SECRET", "hidden")
     assert "hidden" not in pydoc.render_doc(gpus)
 
 
 def test_threads_of_a_job_with_some_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the job's own process CUDA numbers what it sees from 0."""
+    """On threads the GPUs of a job are numbered from 0, as CUDA does in the job's process."""
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ("",) * 8)
     monkeypatch.setenv(gpus.VARIABLE, "6,3")
     with colocate.connect("local") as runtime:
@@ -84,7 +84,7 @@ def test_threads_of_a_job_with_some_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may lack NVIDIA's library; the files of its own devices it has."""
+    """Without NVIDIA's library the files of a container's own devices are counted."""
 
     def missing(name: str) -> Any:
         raise OSError(name)
@@ -98,7 +98,7 @@ def test_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kinds(tmp_path: Path) -> None:
-    """By what the kernel shows of them."""
+    """The kind of GPUs is recognised by the kernel's files."""
     devices, classes = tmp_path / "dev", tmp_path / "class"
     devices.mkdir()
     assert gpus.kind_in(devices, classes) is gpus.KINDS["NVIDIA"]

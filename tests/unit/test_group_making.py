@@ -1,4 +1,4 @@
-"""Process groups that are being made: by all ranks or none, and what a rank that is called back leaves behind."""
+"""A process group is made by all ranks or none, also when ranks withdraw while it is made."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RANKS = 3
 
 @pytest.fixture
 def ranks() -> Iterator[list[Any]]:
-    """Clients of a store: two for each rank."""
+    """Yield two clients of a store for each rank."""
     pytest.importorskip("torch")
-    with leaks.share_between_tests():  # a pipe of torch's own, for good
+    with leaks.share_between_tests():  # torch keeps a pipe open for good.
         store, address = torch_groups.serve_store("127.0.0.1")
     made = [[torch_groups.connect_store(address, 60.0) for _ in range(2)] for _ in range(RANKS)]
     yield made
@@ -37,7 +37,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_one_could_not(ranks: list[Any], pool: ThreadPoolExecutor, late: bool) -> None:
-    """Then nobody has it: those that have connected are told, who has left, and the one that comes too late."""
+    """If one rank can't make a group, none has it: no connected rank, no rank that withdraws, and no late one."""
     waiting = [pool.submit(wait_all_ready, store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks)]
     assert [each.result(PATIENCE_S) for each in waiting] == [True] * RANKS
     leaving = pool.submit(withdraw_rank, ranks[1][1], "one")
@@ -47,11 +47,11 @@ def test_one_could_not(ranks: list[Any], pool: ThreadPoolExecutor, late: bool) -
         report_failure(ranks[0][0], "one")
     assert [each.result(PATIENCE_S) for each in (*waiting, leaving)] == [False] * RANKS
     assert not wait_all_made(ranks[0][0], "one", 0, RANKS, 60.0)
-    assert not any(wait_all_ready(store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks))  # who asks again
+    assert not any(wait_all_ready(store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks))  # a second try
 
 
 def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
-    """Whoever comes, and withdraws, when."""
+    """All ranks agree on whether a group is made, in whatever order they come and withdraw."""
     seen = set()
     for number in range(200):
         rendezvous_key = f"rendezvous_key {number}"

@@ -1,4 +1,4 @@
-"""What a run and a trace do where a disk is full."""
+"""A run and a trace on a full disk end with one error each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# No file may be longer than so: past that, writing fails as on a full disk, in the middle of a piece.
+# A file may be no longer than this: a write past it fails in the middle, as on a full disk.
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
@@ -27,7 +27,7 @@ with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
 
 
 def test_a_run_and_a_trace(tmp_path: Path) -> None:
-    """The trace ends, which is said once; a metric that can't be kept is the run's error, which names the file."""
+    """The trace ends with one message; a metric that can't be written is the run's error, with the file's name."""
     command = [sys.executable, "-c", LIMITED + RUN]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr.count("the trace ends here") == 1

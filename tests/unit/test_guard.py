@@ -1,4 +1,4 @@
-"""When a signal's handler runs in a driver: in users' code and in waits at once, amid core's own code afterwards."""
+"""A signal handler in a driver runs at once in users' code and in waits, and after core's own code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Echo(Role):
 
 
 class Interruption(Exception):
-    """What a handler raises."""
+    """The exception that a handler raises."""
 
 
 Set = Callable[[Callable[[int, FrameType | None], object]], None]
@@ -65,7 +65,7 @@ def send() -> None:
 
 
 def test_handlers_of_before_and_of_later_are_guarded_and_come_back(handler: Set) -> None:
-    """Also where `signal.signal` was somebody else's, which is asked as before."""
+    """Earlier and later handlers are guarded and restored, also where `signal.signal` was replaced by the host."""
     ours, asked = signal.signal, list[int]()
 
     def of_the_host(number: Any, function: Any) -> Any:
@@ -102,7 +102,7 @@ def test_it_stays_until_the_last_runtime_is_closed(handler: Set) -> None:
 
 
 def test_amid_our_own_code_it_is_put_off(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call is sent as a whole, and the handler runs behind it, in the user's line."""
+    """A handler amid core's own code runs after that has sent the whole call."""
     with colocate.spawn({"echo": colocate.role(Echo)}) as group:
         echo = group.role("echo")
         order, ran = group._node.order, list[str]()
@@ -130,7 +130,7 @@ def guarded(function: Any) -> Any:
 
 
 def test_in_a_wait_it_runs_at_once_and_may_call(handler: Set) -> None:
-    """What it calls is sent behind what is waited for; what it raises ends the wait."""
+    """A handler in a wait runs at once, may submit a call, and ends the wait by an exception."""
     with colocate.spawn({"echo": colocate.role(Echo)}) as group:
         echo, sent = group.role("echo"), list[Any]()
 
@@ -148,7 +148,7 @@ def test_in_a_wait_it_runs_at_once_and_may_call(handler: Set) -> None:
 
 
 def test_what_hangs_is_ended(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where core's own code hangs by a mistake, a handler comes late, and comes."""
+    """A handler still runs, if late, where core's own code hangs."""
     monkeypatch.setattr(guard, "AT_LATEST_S", 0.2)
     lock = threading.Lock()
 
@@ -163,7 +163,7 @@ def test_what_hangs_is_ended(handler: Set, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Slow:
-    """Takes its time to be pickled, the first time, and is interrupted in that."""
+    """A value that takes long to pickle the first time, and is interrupted then."""
 
     is_first = True
 
@@ -187,7 +187,7 @@ def test_packing_is_interrupted(handler: Set) -> None:
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_hundreds_of_alarms(handler: Set, processes: bool) -> None:
-    """Whatever they come amid, each call gives its own value, and nothing is left pending."""
+    """Hundreds of signals change no call's value, and leave no call pending."""
     count = 0
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -209,7 +209,7 @@ def test_hundreds_of_alarms(handler: Set, processes: bool) -> None:
 
 
 def test_a_forked_child_has_its_handlers() -> None:
-    """Amid whatever the driver has forked: the child is no driver, and a handler runs anywhere in it."""
+    """A child that the driver forks isn't a driver: a handler runs in it at once."""
     code = """
         import os, signal, colocate
         ran = []

@@ -1,4 +1,4 @@
-"""What a role holds is found, each piece of memory once, and by what it is for."""
+"""Each piece of a role's memory is found once, with its purpose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOAT = 4
 
 
 def counted(instance: object, declared: tuple[Any, ...] = (), apart: tuple[object, ...] = ()) -> dict[str, int]:
-    """Bytes by kind, each storage once."""
+    """Return the bytes by kind, each storage once."""
     found, complete = find_holdings(instance, declared, apart)
     assert complete
     owned, shared = _split_shares({"it": found}, ())
@@ -35,13 +35,13 @@ def counted(instance: object, declared: tuple[Any, ...] = (), apart: tuple[objec
 
 
 class Holder:
-    """Has what it is given."""
+    """An object with the given attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
 
     def method(self) -> None:
-        """It has one."""
+        """Do nothing."""
 
 
 @attrs.define
@@ -50,14 +50,14 @@ class Slotted:
 
 
 class Loading(dict[str, Any]):
-    """Makes its values when it is asked for them."""
+    """A dict that makes its values on demand."""
 
     def values(self) -> Any:
         raise AssertionError("asked")
 
 
 def test_where_it_is_found() -> None:
-    """In containers, attributes, slots and modules' own attributes; a circle has an end; nobody's code is called."""
+    """Memory is found in containers, attributes, slots and cycles, without a call of users' code."""
     module = nn.Module()
     module.cache = torch.zeros(1)
     circle: list[Any] = [torch.zeros(1)]
@@ -79,7 +79,7 @@ def test_where_it_is_found() -> None:
 
 
 def test_what_is_not_looked_into() -> None:
-    """Another role, a class, a thread's lock, what a property would make."""
+    """The search leaves out another role, classes, locks and properties."""
 
     class Asked(Holder):
         shared = torch.zeros(1)
@@ -96,12 +96,12 @@ def test_what_is_not_looked_into() -> None:
 
 
 def test_tensors_without_a_storage() -> None:
-    """Such as aren't made yet, are there for tracing, or have their values in tensors of their own."""
+    """Tensors without a storage have no bytes; sparse and jagged ones have those of their parts."""
     with FakeTensorMode():
         fake = torch.zeros(10)
     lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     nothing = [fake, torch.empty(9, device="meta"), torch.empty(0), torch.zeros(3, 3).to_mkldnn()]
-    assert counted(Holder(nothing=nothing, lazy=lazy)) == {"buffers": 8}  # how many batches there were
+    assert counted(Holder(nothing=nothing, lazy=lazy)) == {"buffers": 8}  # the batch counter
     assert counted(Holder(sparse=torch.eye(4).to_sparse())) == {"tensors": 4 * FLOAT + 2 * 4 * 8}
     jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     assert counted(Holder(jagged=jagged))["tensors"] >= 5 * FLOAT
@@ -109,7 +109,7 @@ def test_tensors_without_a_storage() -> None:
 
 @pytest.mark.parametrize(("most", "found"), [(3, False), (4, True), (5, True)])
 def test_as_many_as_are_looked_at(monkeypatch: pytest.MonkeyPatch, most: int, found: bool) -> None:
-    """What is near is found, and that there is more is told; what is just so much is all of it."""
+    """The search stops after its limit and says that it is incomplete; just as many objects are a complete search."""
     monkeypatch.setattr(holdings, "_LOOKS", most)
     pieces, complete = find_holdings(Holder(first=torch.zeros(1), second=[np.zeros(2)]))
     assert complete is found
@@ -117,7 +117,7 @@ def test_as_many_as_are_looked_at(monkeypatch: pytest.MonkeyPatch, most: int, fo
 
 
 def test_while_it_changes() -> None:
-    """Another thread goes on with it: nothing is torn, nothing raises. So it is of what objects of torch's own have."""
+    """A search raises nothing while another thread changes the role, even in torch's own objects."""
     holder = Holder(cache={}, items=[], net=nn.Identity(), of_torch=WeakTensorKeyDictionary())
     keys = [torch.zeros(1) for _ in range(200)]
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""What notebooks show of a runtime, a pool, a group, a graph and a resident."""
+"""Notebooks show a runtime, a pool, a group, a graph and a resident."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Critic(Role):
 
 
 class Page(HTMLParser):
-    """The text of html, of which every element has to end, and what the states look like."""
+    """The text of html, in which each element must be closed, and the looks of the states."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_a_group_shows_its_roles_and_what_it_owns(group: ColocatedGroup) -> None
 
 
 def test_a_resident(group: ColocatedGroup) -> None:
-    """It shows rows and bytes of each rank, and in the end what it was freed by; what a role raises is text."""
+    """A resident shows each rank's rows and bytes, and at last what freed it; a role's error is escaped."""
     kept = group["writer"].write.keep(["a", "b", "c"])
     kept.fetch()
     assert re.fullmatch(
@@ -122,7 +122,7 @@ def test_a_resident(group: ColocatedGroup) -> None:
 
 
 def test_nobody_is_asked_and_nothing_is_waited_for(runtime: Runtime, group: ColocatedGroup) -> None:
-    """The lanes are busy, and the locks of the group are held."""
+    """A page needs no answer and no lock: it is rendered while lanes are busy and the group's locks are held."""
     over = threading.Event()
     call = group["writer"].hold.submit(over)
     kept = group["writer"].write.keep(["a", "b"])

@@ -1,4 +1,4 @@
-"""What idle slots waited for, by the order of calls: constructed times whose truth is known, and calls that run."""
+"""Each idle second of a slot has a cause: for constructed calls with known causes, and for real ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UPDATE = called("actor.update", 8.0, {A: (8.0, 9.0), B: (8.0, 9.0)})
 
 
 def test_every_second_has_one_cause() -> None:
-    """Stragglers, then the driver's own half second, then the reward; before, between and after."""
+    """Stragglers, the driver and another role's call are the causes of the idle seconds around the calls."""
     found = measure_idle([UPDATE, SCORE, GENERATE], (), dict.fromkeys((A, B, C), (0.0, 10.0)))
     assert found[A] == {
         "the last ranks of rollout.generate": 3.0,
@@ -47,7 +47,7 @@ def test_old_ones_are_forgotten() -> None:
         idling.add_call(CallRecord("policy", "a", "run", (0, 1), at, at + 1, spans, False, None, at))
         idling.add_move(MoveRecord("policy", "a", 0, "sleep", 1, at, at + 0.1, True, "asked for"))
     sleep = CallRecord("policy", "", "the sleep", (0,), 1.0, 2.0, ((0, 1.0, 2.0),), False, None, 1.0)
-    idling.add_call(sleep)  # of which each move is told
+    idling.add_call(sleep)  # Each of its moves is recorded apart.
     calls, moves = idling.copy_records()
     assert [each.submitted_at for each in calls] == [3.0]
     assert len(moves) == 3
@@ -58,7 +58,7 @@ def test_old_ones_are_forgotten() -> None:
 
 
 class Sleeper(colocate.Role):
-    """Works for as long as it is told."""
+    """A role that works for as many seconds as it is given."""
 
     @colocate.method(dispatch=colocate.PerRank("seconds"))
     def work(self, seconds: Any) -> None:
@@ -66,7 +66,7 @@ class Sleeper(colocate.Role):
 
 
 def test_who_looks_sees_it_too() -> None:
-    """Rank 0 has ended and waits for rank 1, which goes on: at most of the seconds since somebody looks."""
+    """A glance shows that rank 0, whose part has ended, waits for rank 1."""
     with colocate.connect() as runtime, runtime.reserve(2) as pool:
         sleeper = pool.spawn({"sleeper": colocate.role(Sleeper)}).role("sleeper", Sleeper)
         driver = Driver(runtime)
@@ -85,7 +85,7 @@ def test_who_looks_sees_it_too() -> None:
 
 
 def test_a_run_says_what_its_slots_waited_for(tmp_path: object) -> None:
-    """Rank 0 waits 0.4 s for rank 1, then both 0.2 s for a driver that does something else: of the run's 0.7 s."""
+    """A run's record and report say that rank 0 waited for rank 1, and both for the driver."""
     with colocate.connect() as runtime, runtime.reserve(2) as pool:
         group = pool.spawn({"sleeper": colocate.role(Sleeper)}, name="policy")
         sleeper = group.role("sleeper", Sleeper)

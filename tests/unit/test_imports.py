@@ -1,4 +1,4 @@
-"""What importing colocate costs, and what works where torch isn't installed."""
+"""The cost of `import colocate`, and colocate without torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Echo(colocate.Role):
 
 
 def test_import_loads_nothing_heavy() -> None:
-    """`import colocate` loads neither torch nor an engine, nor any library of an extra; on threads nothing needs them.
+    """`import colocate` loads no heavy library, and calls on threads need neither torch nor asyncio.
 
-    What messages name is there after it.
+    The modules that messages name are there after the import.
     """
     code = f"""
 {ECHO}
@@ -47,7 +47,7 @@ print([name for name in ("torch", "asyncio") if name in sys.modules])
 
 
 def test_core_loads_nothing_of_commands() -> None:
-    """Nor does a worker: neither the packages that run and report jobs, nor a library that only these need."""
+    """Neither core nor a worker loads the packages that run and report jobs, or a library that only these need."""
     code = f"""
 {ECHO}
 def loaded(ctx: object) -> list[str]:
@@ -64,7 +64,7 @@ with colocate.connect(processes=True) as runtime, runtime.reserve() as pool:
 
 @pytest.fixture(scope="module")
 def bare_python() -> str:
-    """The interpreter of an environment with the base dependencies alone, which `make test` sets up."""
+    """Return the interpreter of an environment with the base dependencies alone, which `make test` sets up."""
     python = os.environ.get("COLOCATE_BASE_PYTHON", "")
     if not Path(python).is_file():
         pytest.skip("COLOCATE_BASE_PYTHON names no environment without extras; `make test` sets one up")
@@ -110,7 +110,7 @@ for options in ({}, {"strict": True}, {"processes": True}):
 
 
 def test_lists_work_without_torch(bare_python: str, tmp_path: Path) -> None:
-    """Without torch `local` works with lists, and what needs torch is an ImportError with the pip line."""
+    """Without torch `local` works with lists, and a use of torch is an ImportError with the pip line."""
     script = tmp_path / "words.py"
     script.write_text(SCRIPT)
     done = subprocess.run([bare_python, str(script)], capture_output=True, text=True, timeout=120)
@@ -124,7 +124,7 @@ def test_lists_work_without_torch(bare_python: str, tmp_path: Path) -> None:
 
 
 def test_the_pip_line(bare_python: str) -> None:
-    """A plugin or an executor whose extra isn't installed is a PluginError that names the line that helps."""
+    """A plugin or an executor without its extra raises a PluginError with the pip line."""
     code = """
 import colocate
 try:

@@ -14,7 +14,7 @@ from colocate._system.jobs import JobThread
 from colocate._system.threads import Thread
 from colocate.testing.waiting import PATIENCE_S
 
-# With so little memory that some have a stack, and nothing to begin with.
+# Some threads get a stack, but too little memory to begin.
 STARVED = """
 import resource, threading
 from colocate._system.jobs import JobThread
@@ -53,7 +53,7 @@ def jobs(faults: list[BaseException]) -> Iterator[JobThread]:
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("on purpose")])
 def test_a_job_that_raises(jobs: JobThread, faults: list[BaseException], error: BaseException) -> None:
-    """The owner is told whatever it is, and the jobs after it run."""
+    """A job's exception of any type is reported to the owner, and later jobs run."""
 
     def fail() -> None:
         raise error
@@ -66,7 +66,7 @@ def test_a_job_that_raises(jobs: JobThread, faults: list[BaseException], error: 
 
 
 def test_jobs_after_the_end(faults: list[BaseException]) -> None:
-    """What is queued runs before the end, what comes later at once; timers never."""
+    """Queued jobs run before the end, and later ones at once; a late timer never runs."""
     jobs = JobThread("test-jobs", faults.append)
     ran: list[str] = []
     jobs.call_soon(lambda: ran.append("queued"))
@@ -84,7 +84,7 @@ def test_jobs_after_the_end(faults: list[BaseException]) -> None:
 
 
 def test_closed_while_another_thread_starts_it(faults: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who doesn't wait hears that it hasn't ended; who does hears of the end, before which the job has run."""
+    """While another thread starts it, a close without a wait returns False; one that waits sees the job run."""
     jobs = JobThread("test-jobs", faults.append)
     amid, go_on = threading.Event(), threading.Event()
     begin = Thread.start
@@ -109,7 +109,7 @@ def test_closed_while_another_thread_starts_it(faults: list[BaseException], monk
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_thread_that_cannot_begin(jobs: JobThread, dies: bool) -> None:
-    """Who wants a job done is told, nothing of the thread is left, and the next one finds a thread."""
+    """A caller for whom no thread can start gets the error, no thread is left, and the next job gets one."""
     ran: list[int] = []
     with without_threads(dies), pytest.raises(RuntimeError, match="can't start new thread"):
         jobs.call_soon(lambda: ran.append(0))
@@ -119,6 +119,6 @@ def test_a_thread_that_cannot_begin(jobs: JobThread, dies: bool) -> None:
 
 
 def test_threads_without_memory() -> None:
-    """Each begins, or is refused."""
+    """A thread without memory begins or is refused, and none is left."""
     done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout == "True ['MainThread', 'warm']\n", done.stderr

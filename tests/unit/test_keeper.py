@@ -1,4 +1,4 @@
-"""A keeper and its driver, in one process: whatever one of them does, the other one comes to an end."""
+"""A keeper and its driver in one process: whatever one of them does, the other one ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 20
 
 
 class Heard:
-    """What a driver hears of a worker."""
+    """Records what a worker sends its driver, and its exit."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -35,7 +35,7 @@ class Heard:
         self.exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
 
     def hello(self) -> Mapping[str, Any]:
-        """What it says of itself first."""
+        """Return the facts of the worker's first message."""
         hello = self.messages.get(timeout=WAIT_S)
         assert isinstance(hello, Hello)
         return hello.facts
@@ -58,13 +58,13 @@ def keepers(no_leaks: None) -> Iterator[Keepers]:
 
 
 class ResidentRecord:
-    """A keeper, and its slot as the driver sees it."""
+    """A keeper, and the driver's slot on it."""
 
     def __init__(self, keepers: Keepers, **options: Any) -> None:
         self.ended = threading.Event()
         self.stuck = threading.Event()
         self.keeper = Keeper(keepers.key, on_end=self.ended.set, **options)
-        self.address = self.keeper.address.rpartition(",")[2]  # with a host: as other machines reach it
+        self.address = self.keeper.address.rpartition(",")[2]  # With a host the address is for other machines.
         self.slot: KeptSlot = keepers.open_slot(self.address, on_stuck=self.stuck.set)
 
     def launch(self, **boot: Any) -> tuple[Host, Heard]:
@@ -80,7 +80,7 @@ def kept(keepers: Keepers) -> Iterator[ResidentRecord]:
 
 
 def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepers) -> None:
-    """That is an end like any other, and no mistake of the keeper's."""
+    """A worker that dies before it reads a message of its keeper's has an ordinary exit."""
     kept = ResidentRecord(keepers, env={}, detachable=True)
     _host, heard = kept.launch()
     pid = heard.hello()["pid"]
@@ -104,7 +104,7 @@ def test_nobody_listens(keepers: Keepers) -> None:
 
 
 def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
-    """It accepts and stays silent, as a stopped process would: the kill isn't confirmed, and the engine is asked."""
+    """A silent keeper, as a stopped process is, is reported to the engine before its worker's exit."""
     keepers.patience = Patience(kill_s=0.05)
     event_loop = wire.EventLoop("silent")
     listener = wire.listen("unix")
@@ -122,7 +122,7 @@ def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
     wait_until(lambda: len(held) == 2, "both connections")
     host.kill()
     assert stuck.wait(WAIT_S)
-    # Whoever hears of the exit gives the slot back: the engine has to have been told before.
+    # The receiver of the exit releases the slot: the engine must be notified before.
     passed = threading.Event()
     keepers.event_loop.call_later(0.0, passed.set)
     assert passed.wait(WAIT_S)
@@ -150,7 +150,7 @@ def test_a_stranger_and_a_second_driver_are_turned_away(kept: ResidentRecord, ke
 
 
 def test_processes_that_nobody_knows_are_listed(kept: ResidentRecord, keepers: Keepers) -> None:
-    """What runs below a keeper under its name is told, also what the keeper has lost sight of; its template isn't."""
+    """A process that runs under a keeper's name is listed, even if the keeper doesn't know it."""
     assert keepers.running() == []
     words = ["-m", "colocate.worker", "3", str(os.getpid()), "waits", kept.keeper.label]
     with subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE) as process:
@@ -164,7 +164,7 @@ def test_processes_that_nobody_knows_are_listed(kept: ResidentRecord, keepers: K
 
 
 def test_a_keeper_that_does_not_answer(kept: ResidentRecord, keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list comes in time all the same: with the workers that ought to be there, and that doubt."""
+    """The list comes in time although a keeper doesn't answer, with its expected workers and the doubt."""
     _host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
     monkeypatch.setattr("colocate.keeper.slots.LISTED_WITHIN_S", 0.05)
@@ -189,7 +189,7 @@ def test_a_keeper_that_does_not_answer(kept: ResidentRecord, keepers: Keepers, m
 
 
 def test_encrypted(keepers: Keepers, cluster: wire.Tls) -> None:
-    """A worker has TLS of its own with the driver: its keeper hands the connection on, and sees nothing of it."""
+    """A worker has its own TLS with the driver: the keeper passes the connection on and closes its ends."""
     keepers.tls = cluster
     kept = ResidentRecord(keepers, host="127.0.0.1", tls=cluster)
     host, heard = kept.launch()
@@ -197,7 +197,7 @@ def test_encrypted(keepers: Keepers, cluster: wire.Tls) -> None:
         host.send(frame)
     assert heard.hello()["pid"] != os.getpid()
     assert isinstance(address := heard.messages.get(timeout=WAIT_S), Address)
-    assert str(address.address).startswith("unix:")  # the boot says that all of it is on this machine
+    assert str(address.address).startswith("unix:")  # The boot says that all processes are on this machine.
 
     def connections() -> int:
         return sum(each.status == "ESTABLISHED" for each in psutil.Process().net_connections("tcp"))

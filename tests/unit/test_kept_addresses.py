@@ -1,4 +1,4 @@
-"""What `sleep="vmm"` needs of a machine; what it does beside a role's constructor is in tests/gpu."""
+"""`sleep="vmm"` checks the machine; tests/gpu has its work beside a role's constructor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate.features.memory.vmm import Vmm, compile_library
 
 
 class Plain(Role):
-    """A role that has nothing."""
+    """A role without memory."""
 
     @method
     def look(self) -> int:
@@ -30,7 +30,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It says so, and leaves nothing behind."""
+    """A machine without a GPU gets the reason, and no file is left behind."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -45,7 +45,7 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize("maker", ["AMD", "Intel"])
 def test_gpus_of_others(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
-    """They are refused before anything starts; slots without one take it."""
+    """GPUs of other makers are refused when a role is spawned; slots without a GPU accept the option."""
     monkeypatch.setattr(needs, "KIND", gpus.KINDS[maker])
     with colocate.connect("local", gpus=1) as runtime:
         with runtime.reserve(gpus=1) as pool, pytest.raises(CapabilityError, match=f"those of {maker} .* Leave it"):

@@ -1,6 +1,6 @@
-"""Messages between two ends: whole, in order, in memory of the receiver's own, and without ever blocking a sender.
+"""Messages arrive whole, in order and in the receiver's own memory, without ever blocking a sender.
 
-Also how their event loop ends, and what a forked child has of it all.
+The file also covers the end of an event loop, and lanes in a forked child.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_messages_both_ways(ends: tuple[End, End], size: int) -> None:
 
 
 def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.socket], event_loop: EventLoop) -> None:
-    """The sender may change its memory at once, also when nothing could be written yet; that blocks nobody."""
+    """A sender may change its memory right after a send, which blocks nobody, even if nothing could be written yet."""
     end, other = half
     array = np.zeros(LARGE)
     count = 40
@@ -139,7 +139,7 @@ def test_a_callback_that_raises_ends_its_lane_only(event_loop: EventLoop, monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(kind: str) -> None:
-    """As when a child of a dead process still holds its socket; with a descriptor that `select` couldn't take."""
+    """A finished lane gives all arrived messages, even if a dead process's child holds the other end open."""
     event_loop = EventLoop("test", own_thread=False)
     low, other = socket_pair(kind)
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -158,7 +158,7 @@ def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(ki
 
 
 def test_a_file_for_which_there_is_no_descriptor(ends: tuple[End, End]) -> None:
-    """Who unpacks it is told; what follows it is read as ever."""
+    """A file without a free descriptor is an error for the reader that unpacks it; later messages arrive."""
     near, far = ends
     with encode(("large",), pack(np.arange(LARGE))) as large, encode(("small",), pack("fine")) as small:
         with without_descriptors():
@@ -175,7 +175,7 @@ def test_a_file_for_which_there_is_no_descriptor(ends: tuple[End, End]) -> None:
 
 
 def test_an_event_loop_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lanes end with that as their reason, its owner is told, and it closes as any other."""
+    """An exception that ends an event loop is its lanes' reason, and the owner's; the loop can still be closed."""
     reported: list[type] = []
     monkeypatch.setattr(threading, "excepthook", lambda told: reported.append(told.exc_type))
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -195,7 +195,7 @@ def test_an_event_loop_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_without_a_thread(dies: bool) -> None:
-    """What needs its thread first is told that none is to be had, and leaves nothing; the next is served."""
+    """A loop without a thread refuses lanes and timers with an error, leaves nothing, and serves the next ones."""
     event_loop = EventLoop("test")
     one, other = socket_pair("unix")
     with other:
@@ -214,7 +214,7 @@ def test_without_a_thread(dies: bool) -> None:
 
 
 def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> bool:
-    """Whether the action is true in a forked child; it ends after what the parent does meanwhile."""
+    """Return whether the action is true in a forked child, which ends after `meanwhile` in the parent."""
     read, write = os.pipe()
     child = fork()
     if child == 0:

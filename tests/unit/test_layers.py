@@ -1,4 +1,4 @@
-"""Core is in layers: what imports what is a law."""
+"""Core is in layers, and no import breaks their order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_page_has_them() -> None:
 
 
 def test_no_import_goes_down() -> None:
-    """Those for type checkers and those inside functions count."""
+    """No import goes down a layer, not even one for type checkers or inside a function."""
     assert [
         f"{arrow.importer} ({layers.layer_of(arrow.importer)}) imports {arrow.imported} "
         f"({layers.layer_of(arrow.imported)}): a layer imports only from those above it in tests/layers.py"
@@ -37,14 +37,14 @@ def test_no_import_goes_down() -> None:
 
 
 def test_features_on_features() -> None:
-    """One imports another only by a row of the table, and each has its row in that of core, and its folder."""
+    """A feature imports another one only by the table, and has a row in core's table and a folder."""
     assert layers.between_features() == layers.FEATURES_ON
     folders = {path.parent.name for path in (layers.CORE / "features").glob("*/__init__.py")}
     assert folders == set(features.FEATURES)
 
 
 def test_a_feature_is_called_as_it_says() -> None:
-    """What brings a feature in is what it has: the table names calls and messages that nobody has imported yet."""
+    """The table lists exactly the messages and calls that each feature has."""
     for name, feature in features.FEATURES.items():
         assert {features.import_messages(kind) for kind in feature.messages} <= {name}
         if feature.group:
@@ -70,7 +70,7 @@ def test_the_page_has_the_hooks_of_each() -> None:
 
 
 def test_without_a_feature() -> None:
-    """What asks for one that isn't there is told."""
+    """A request for a missing feature is an error with its name."""
     with pytest.raises(CapabilityError, match="built without its feature 'nothing'"):
         features.get_feature("nothing")
 
@@ -80,13 +80,13 @@ def test_no_circle() -> None:
 
 
 def test_no_circle_in_a_drawing() -> None:
-    """A drawing of all imports has no circle: names that a package has on first use, types and functions included."""
+    """A drawing of all imports has no circle: lazy names of packages, types and functions included."""
     assert layers.circles_of(layers.drawing()) == []
 
 
 @pytest.mark.parametrize("package", layers.AROUND)
 def test_around_core(package: str) -> None:
-    """They have layers of modules as well, which the page tells: no import leads up, or in a circle."""
+    """Packages around core have layers, too, which the page lists: no import breaks their order or closes a circle."""
     folder, order = ROOT / package, layers.AROUND[package]
     assert {name for layer in order for name in layer.split()} == set(layers.modules_around(folder))
     assert layers.against_around(folder, order) == []
@@ -109,7 +109,7 @@ def test_what_is_built_on_core_imports_public_names_only(folder: str) -> None:
 
 
 def test_what_core_has_from_packages_beside_it() -> None:
-    """It is imported for whoever uses one of these names, in a function or for type checkers."""
+    """Core imports these names alone from the packages beside it, and only for their users."""
     assert {arrow.importer: arrow.imported for arrow in layers.beside()} == {
         "_api.runtime": "colocate_report.trace.Trace",
         "cli": "colocate_run.cli.main",
@@ -119,7 +119,7 @@ def test_what_core_has_from_packages_beside_it() -> None:
 
 
 def test_where_the_page_says_that_one_looks() -> None:
-    """Each file is there: a bare name in the folder of the one before it."""
+    """Each file in the page's table exists; a bare name is in the folder of the name before it."""
     page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     rows = page.partition("## Where to look first\n")[2].partition("\n## ")[0].splitlines()[3:]
     assert len(rows) > 10

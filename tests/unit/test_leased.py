@@ -1,4 +1,4 @@
-"""Who commands a keeper of a pool that may be detached: every rule of epochs, against a real keeper."""
+"""Every rule of epochs, by which drivers command the keeper of a detachable pool, against a real keeper."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEASE = Lease("name", 300.0, record=b"the record")
 
 @attrs.define(eq=False)
 class Side:
-    """A keeper without workers, and the driver that had it made."""
+    """A keeper without workers, and the driver that created it."""
 
     keeper: Keeper
     keepers: Keepers
@@ -64,7 +64,7 @@ def side() -> Iterator[Side]:
 
 
 def test_not_detached(side: Side) -> None:
-    """Until it is detached nobody else gets in, and its end is its driver's."""
+    """Until a pool is detached no other driver attaches, and the keeper ends with its driver."""
     with pytest.raises(ClusterError, match="hasn't been detached"):
         side.adoption("second", own=True)
     assert list_pools(side.keepers, [side.registration]) == []
@@ -73,7 +73,7 @@ def test_not_detached(side: Side) -> None:
 
 
 def test_a_stranger_is_turned_away(side: Side) -> None:
-    """Who doesn't know the pool's key is nobody, though it knows that of the driver's other keepers."""
+    """A driver without the pool's key is refused, even with the key of the driver's other keepers."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     with pytest.raises(ClusterError):
         adopt_lead(
@@ -82,7 +82,7 @@ def test_a_stranger_is_turned_away(side: Side) -> None:
 
 
 def test_what_is_detached_is_listed(side: Side) -> None:
-    """Whoever answers, as he says; who doesn't, as known; who is gone, not at all."""
+    """A keeper that answers is listed as such, a silent one as registered, and an absent one not at all."""
     side.keepers.patience = Patience(dial_s=0.2)
     lease = attrs.evolve(LEASE, about={"slots": 1})
     assert side.owner.confirm(partial(Detach, lease=lease), within_s=PATIENCE_S)
@@ -95,7 +95,7 @@ def test_what_is_detached_is_listed(side: Side) -> None:
 
 
 def test_not_retained_by_who_has_lost_it(side: Side) -> None:
-    """Whoever was fenced has no word with the other keepers either: it could keep them from who has taken the pool."""
+    """A fenced driver can't retain the pool's other keepers, so the next owner can take them."""
     ended = threading.Event()
     other = Keeper(side.key, detachable=True, on_end=ended.set)
     kept = side.keepers.open_slot(other.address, key=side.key)
@@ -115,7 +115,7 @@ def test_not_retained_by_who_has_lost_it(side: Side) -> None:
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_adoption_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
-    """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
+    """An owner that closes or is interrupted before it receives the grant leaves the pool to the next driver."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     side.owner.begin_release()
     side.owner.finish_release(Deadline(PATIENCE_S))
@@ -140,7 +140,7 @@ def test_an_adoption_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatc
 
 
 def test_lower_epochs_are_refused(side: Side) -> None:
-    """A keeper that isn't the lead goes by the lead's word, and only up."""
+    """A keeper that isn't the lead needs the lead's epoch, and refuses one that isn't higher than its own."""
     assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, record=b"")), within_s=PATIENCE_S)
     side.owner.begin_release()
     side.owner.finish_release(Deadline(PATIENCE_S))

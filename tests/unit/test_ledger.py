@@ -1,4 +1,4 @@
-"""The ledger for engines that keep none."""
+"""The ledger places slots for engines that have no ledger."""
 
 import threading
 from typing import Any
@@ -17,7 +17,7 @@ def ledger() -> Ledger:
 
 
 def test_without_a_node(ledger: Ledger) -> None:
-    """Nothing is placed there any more, what is held there is told, and giving it back gives nothing of it."""
+    """A removed node gets no slots, its reservations are listed, and their release frees nothing on it."""
     both = ledger.reserve(Request(2, strategy="spread"))
     alone = ledger.reserve(Request(1))
     lost, left = ("one", "two") if alone.places[0].node == "two" else ("two", "one")
@@ -35,7 +35,7 @@ def test_without_a_node(ledger: Ledger) -> None:
 
 
 def test_who_waits_for_a_node_that_is_gone(ledger: Ledger) -> None:
-    """It is told at once that it can never fit, and not when its time is over."""
+    """A request that waits fails at once when a node's removal means that it can never fit."""
     held = ledger.reserve(Request(1))
     told: list[PlacementError] = []
 
@@ -54,7 +54,7 @@ def test_who_waits_for_a_node_that_is_gone(ledger: Ledger) -> None:
 
 
 def test_places() -> None:
-    """Slots lie on nodes with the labels and the further resources that are wanted, together or apart."""
+    """Slots are placed on nodes with the wanted labels and resources, together or apart."""
     kinds = {"one": ("A100", "x"), "two": ("H100", "x"), "three": ("H100", "y"), "four": ("H100", "y")}
     nodes = [
         Node(name, 2, labels={"kind": kind, "domain": domain}, resources={"host": 1.5})

@@ -1,4 +1,4 @@
-"""A device's memory from worker to worker, where it lies; the device and its driver are played."""
+"""A worker reads another one's device memory in place; the device and its driver are played."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOURCE = Source(KEY, Origin("owners", range(1), Ranks(1), First(), "role.make"))
 
 
 class Two:
-    """An owner and a reader, each of which has the device."""
+    """An owner and a reader, which both have the device."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.cuda = Cuda(patch)
@@ -42,7 +42,7 @@ class Two:
         self.reader = ChannelPeers(self._host("readers", Store(False, Scope(), "cuda:0")))
 
     def _to(self, tensor: Any, device: str) -> Any:
-        """Torch's own way, of what is small."""
+        """Copy a small tensor as torch does."""
         found = self.cuda._empty(tensor.shape, tensor.dtype, device, False)
         return found.copy_(tensor)
 
@@ -81,7 +81,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
 
 
 def test_from_where_it_lies(two: Two) -> None:
-    """It is copied from device to device, and nothing of it comes to the host; complete on whatever stream."""
+    """A value is copied from device to device, complete on any stream, and not by the host."""
     x = two.keep(two.cuda.ones(4, ROW))
     found, taken = two.part()
     assert two.cuda.has(found)
@@ -93,19 +93,19 @@ def test_from_where_it_lies(two: Two) -> None:
 
 
 def test_rows(two: Two) -> None:
-    """So are rows, from their place in what was lent, which is opened once."""
+    """Rows are copied from their place in the lent memory, without the host."""
     x = two.keep({"x": two.cuda.ones(8, ROW), "y": two.cuda.ones(8, 2)})
     taken: list[Receipt] = []
     found = two.reader.fetch_rows(SOURCE, 0, 3, 6, taken)
     assert torch.equal(found["x"], x["x"][3:6])
-    assert torch.equal(found["y"], x["y"][3:6])  # which is too small, and goes by the host
+    assert torch.equal(found["y"], x["y"][3:6])  # This one is too small, and goes by the host.
     assert taken[0][5:] == (3 * BYTES, "")
     assert two.cuda.copied == []
 
 
 @pytest.mark.parametrize("who", ["lends", "opens"])
 def test_a_driver_that_refuses(two: Two, who: str) -> None:
-    """It goes by the host then, and for this pair always; the first transfer tells why."""
+    """A pair whose driver refuses always copies by the host, and its first receipt says why."""
     x = two.keep(two.cuda.ones(2, ROW))
     setattr(two.driver, who, "memory of an allocator that maps it piece by piece")
     for turn in range(3):
@@ -114,11 +114,11 @@ def test_a_driver_that_refuses(two: Two, who: str) -> None:
         assert two.cuda.has(found)
         assert taken[5:] == (0, "" if turn else "memory of an allocator that maps it piece by piece")
     assert two.driver.asked == 1
-    assert two.cuda.copied == 4 * [2 * BYTES]  # once to the host, and from there to each
+    assert two.cuda.copied == 4 * [2 * BYTES]  # one to the host, and one from there per turn
 
 
 def test_written_into_meanwhile(two: Two) -> None:
-    """Who reads it is told what is wrong with it, as where it goes by the host."""
+    """A reader of a value that is changed meanwhile gets the same error as by the host."""
     x = two.keep(two.cuda.ones(2, ROW))
 
     def write() -> None:

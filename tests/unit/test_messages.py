@@ -1,4 +1,4 @@
-"""Messages: each travels as a head of plain builtins, whose places are known in one package only."""
+"""Messages travel as heads of plain builtins, and only `_protocol` and `wire` read a head by its places."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def fields(kind: Any) -> list[str]:
 
 
 def example(kind: Any) -> Message:
-    """One, each of whose fields has another value."""
+    """Make a message whose fields all have different values."""
     made: Message = kind(**{name: NESTED.get((kind, name), f"{name} of {kind.__name__}") for name in fields(kind)})
     return made
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_arrives_as_it_was_sent(kind: type[Message]) -> None:
-    """What travels needs nothing of colocate to be unpickled."""
+    """A message pickles without colocate's classes, and arrives equal."""
     sent = example(kind)
     data = pickle.dumps(sent.head())
     assert b"colocate" not in data
@@ -67,13 +67,13 @@ def test_each_arrives_as_it_was_sent(kind: type[Message]) -> None:
     assert arrived == sent
 
 
-# What takes a head apart: a number, a star, several names.
+# Ways to read a head by its places: an index, a star, an unpacking.
 BY_PLACES = re.compile(r"\b(head|head\(\)|message)\[|\*(head|message)\b(?!\.)|^[^\"]*, .* = (head|message)$")
 
 
 @pytest.mark.parametrize("folder", [CORE, EXECUTORS], ids=lambda folder: folder.name)
 def test_nobody_else_reads_a_head_by_its_places(folder: Path) -> None:
-    """Outside the package a head is handed on whole, or read."""
+    """Code outside `_protocol` and `wire` never indexes or unpacks a head."""
     assert all(map(BY_PLACES.search, ["head[0]", "x.head()[1:]", "what, number = head", "f(*message)"]))
     found = [
         f"{path.relative_to(folder)}:{number}"
@@ -86,7 +86,7 @@ def test_nobody_else_reads_a_head_by_its_places(folder: Path) -> None:
 
 
 def test_a_module_whose_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is imported again: its messages are those of then. Another module's mayn't be called like one of them."""
+    """A module imported again replaces its messages; a message of another module can't have the same name."""
     monkeypatch.setattr(message, "_kinds", dict(message._kinds))
 
     def imported(name: str) -> type[Message]:

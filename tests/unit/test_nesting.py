@@ -1,4 +1,4 @@
-"""What is known of nested arguments, and what a reference says that nobody has replaced by its value."""
+"""Nested arguments: the kinds in a value, and the error of a reference that is used as a value."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from colocate.errors import RoleError
 
 
 class Thing:
-    """Holds something."""
-
     def __init__(self, held: Any) -> None:
         self.held = held
 
 
 class User(colocate.Role):
-    """Uses what it gets."""
+    """Uses arguments as values."""
 
     @method
     def make(self) -> int:
-        """A number."""
         return 3
 
     @method
     def use(self, thing: Thing, how: str) -> None:
-        """Use what it holds as a value."""
+        """Use the held value in the way that `how` names."""
         held = thing.held
         {
             "torch": lambda: torch.zeros(1) + held,
@@ -43,7 +40,7 @@ class User(colocate.Role):
 
 
 def test_a_reference_in_an_object_says_what_it_is_when_it_is_used() -> None:
-    """Threads get objects as they are; a reference in one raises Python's TypeError in whatever uses it as a value."""
+    """A reference inside an object raises a TypeError with the reason when role code uses it as a value."""
     with colocate.connect("local") as runtime, runtime.reserve(1, cpus=0) as pool:
         view = pool.spawn({"user": colocate.role(User)}).role("user", User)
         with view.make.keep() as kept:

@@ -1,4 +1,4 @@
-"""A cell of a notebook that is run again, without closing what it made before; and a script's names at a prompt."""
+"""Notebook cells that run again without a close, and a script's names at an interactive prompt."""
 
 import re
 import subprocess
@@ -15,19 +15,18 @@ from colocate.testing.probes.plain import Echo
 
 
 def cell(replace: bool) -> colocate.ColocatedGroup:
-    """What such a cell does."""
     runtime = colocate.connect("local", cpus=2, replace=replace)
     roles: dict[str, Any] = {"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}
     return runtime.reserve(slots=2, name="main").spawn(roles, name="policy")
 
 
 def test_a_cell_that_is_run_again_replaces_what_it_made(caplog: pytest.LogCaptureFixture) -> None:
-    """Only where it says so, and whatever the executor's options; what had gone wrong before is logged."""
+    """A connect with `replace=True`, and no other, closes all earlier runtimes and logs their failures."""
     first, beside = cell(replace=True), cell(replace=False)
     other = colocate.connect("local", strict=True)
     assert first.role("echo", Echo).noop() == beside.role("echo", Echo).noop() == [None, None]
     beside.role("faulty", Faulty).fail.keep()
-    beside.role("echo", Echo).noop.submit().exception()  # which is over after it
+    beside.role("echo", Echo).noop.submit().exception()  # `fail` has ended before this
     second = cell(replace=True)
     assert not first.alive
     assert not beside.alive
@@ -39,7 +38,7 @@ def test_a_cell_that_is_run_again_replaces_what_it_made(caplog: pytest.LogCaptur
         r"runtime 'local' was closed, and this had gone wrong \(connected at .*test_notebook.py", caplog.text
     )
     assert second.role("echo", Echo).noop() == [None, None]
-    with pytest.raises(PlacementTimeout) as caught:  # whose slots the run before has is told
+    with pytest.raises(PlacementTimeout) as caught:  # The error names the pool that has the slots.
         second.owner.owner.reserve(slots=2, timeout=0)
     assert re.search(r"runtime's own, pool 'main' has 2 \(reserved at .*test_notebook.py:\d", str(caught.value))
     second.owner.owner.close()
@@ -75,7 +74,7 @@ runtime.close()
 
 
 def test_going_on_by_hand_after_a_script(tmp_path: Path) -> None:
-    """`python -i page.py`: the classes of the script and those of the prompt, in processes."""
+    """Classes of a script under `python -i`, and subclasses typed at its prompt, work in worker processes."""
     (tmp_path / "page.py").write_text(SCRIPT)
     command = [sys.executable, "-i", "page.py"]
     done = subprocess.run(command, input=BY_HAND, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)

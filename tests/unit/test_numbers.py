@@ -1,4 +1,4 @@
-"""Durations and amounts: the same is accepted, and refused in the same words, wherever a number is taken."""
+"""Durations and amounts: every API accepts the same numbers and refuses others in the same words."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ ROLES = {"echo": colocate.role(Echo)}
 
 
 class RoleGroup:
-    """A group that works, and what was made with it."""
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.group = runtime.reserve(1).spawn(ROLES)
@@ -55,7 +53,7 @@ def _connected(**options: Any) -> None:
         assert RoleGroup(runtime).echo(1) == [1]
 
 
-# Where a duration is taken: its name in the error, and what uses it.
+# Each API that takes a duration: its name in the error, and a use.
 DURATIONS: dict[str, Callable[[RoleGroup, Any], Any]] = {
     "options(timeout)": lambda made, value: made.echo.options(timeout=value)(1),
     "connect(call_timeout)": lambda made, value: _connected(call_timeout=value),
@@ -80,7 +78,7 @@ REFUSED = [math.nan, numpy.float64("nan"), -1, -math.inf, -0.001, "3", True, 1j,
 
 @pytest.mark.parametrize("where", DURATIONS)
 def test_durations(made: RoleGroup, where: str) -> None:
-    """For ever is infinity and whatever is as good as that; NaN, negative and no numbers are refused by name."""
+    """Infinity and huge numbers mean no limit; NaN, negatives and non-numbers are refused with the option's name."""
     for value in [*FOR_EVER, *ACCEPTED]:
         DURATIONS[where](made, value)
     least = "more than 0" if where in POSITIVE else "0 or more"
@@ -94,7 +92,7 @@ def test_durations(made: RoleGroup, where: str) -> None:
 
 
 def test_for_ever_in_processes() -> None:
-    """Whoever else has to wait so long, such as a worker's keeper, can."""
+    """Worker processes accept an infinite timeout, which is parsed as FOREVER_S."""
     with colocate.connect("local", processes=True) as runtime:
         for where in ("options(timeout)", "fetch(timeout)", "close(grace)", "spawn(timeout)", "wait_ready(timeout)"):
             DURATIONS[where](RoleGroup(runtime), math.inf)
@@ -103,7 +101,7 @@ def test_for_ever_in_processes() -> None:
 
 
 def test_amounts(made: RoleGroup) -> None:
-    """Of CPUs, GPUs, slots and restarts there is no infinity, and of most no part."""
+    """Amounts of slots, GPUs, CPUs and restarts are refused when infinite, NaN or out of range."""
     for name in ("slots", "gpus", "cpus"):
         wrongs: list[Any] = [math.nan, math.inf, -1, "3", True, 10**12, 10**5000, *([0] if name == "slots" else [])]
         for value in wrongs:
@@ -125,13 +123,13 @@ HALF_A_GPU = (
 
 @pytest.mark.parametrize("executor", ["local", "ray", "dask"])
 def test_a_part_of_a_gpu(executor: str) -> None:
-    """It is refused with the reason wherever a number of GPUs is given."""
+    """A fraction of a GPU is refused by every executor, with the reason."""
     with pytest.raises(ConfigError, match=f"gpus: {HALF_A_GPU}"):
         colocate.connect(executor, gpus=0.5)
 
 
 def test_numbers_in_a_config() -> None:
-    """The same words, with the place."""
+    """Wrong numbers in a config are refused in the same words."""
     for pool, words in [
         ({"slots": 0}, "pools.a.slots: must be a whole number from 1 to 1,000,000, not 0"),
         (
@@ -147,6 +145,6 @@ def test_numbers_in_a_config() -> None:
 
 @pytest.mark.parametrize("value", ["20000", "20100-20000", "80-90", "65000-70000", "20000-20100,", 20000])
 def test_ports(value: Any) -> None:
-    """They are the first and the last of a range, of those that anybody may listen on."""
+    """A value of `ports` is refused unless it is a range of ports from 1024."""
     with pytest.raises(ConfigError, match=r"connect\(ports\) must be the first and the last of some ports from 1024"):
         colocate.connect(ports=value)

@@ -1,4 +1,4 @@
-"""The main thread hands over: what an interruption of its wait leaves, and what is waited for at the end."""
+"""Work deferred from the main thread: an interrupted wait, idle threads, and interpreter exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 10.0
 
 
 def test_interruption_waits_for_what_undoes_the_work() -> None:
-    """The exception comes out when all of it is over, also where the work itself had ended before that."""
+    """Ctrl-C during deferred work raises after the undo has completed, even if the work ended earlier."""
     main = threading.main_thread().ident
     assert main is not None
     waiting, told, undone = threading.Event(), threading.Event(), threading.Event()
@@ -42,7 +42,7 @@ def test_interruption_waits_for_what_undoes_the_work() -> None:
 
 
 def test_those_that_work_at_once_end() -> None:
-    """A few wait for the next work; none that has started a process which runs yet ends, as that would end with it."""
+    """At most three idle threads remain after a burst of work; a thread whose child process runs stays too."""
     before, goes_on = _couriers(), threading.Event()
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -69,7 +69,7 @@ def _couriers() -> set[str]:
 
 
 def test_interpreter_exit() -> None:
-    """What was handed over is done by then; an object that goes with its module's names may close a runtime yet."""
+    """Interpreter exit completes deferred work, and a `__del__` can still close a runtime."""
     code = """
         import time
         import colocate

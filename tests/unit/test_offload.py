@@ -1,7 +1,7 @@
-"""Storages that lose their memory and get it again: the host's own, which stand for a device's; and that keep theirs.
+"""Offload: storages give their memory away and get it back, in host memory or at kept addresses.
 
-What keeps its addresses is over `vmm.c`, on a driver and an allocator that are played: whoever touches what is away
-ends the process.
+The tests with kept addresses run `vmm.c` on a simulated driver and allocator: an access to absent memory ends the
+process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Segmen
 
 @pytest.fixture(params=["cpu", "other:0"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where memory is: the host's goes to a file, a device's to the host."""
+    """Select where memory is: host memory is offloaded to a file, device memory to the host."""
     found: str = request.param
     monkeypatch.setattr(offload_module, "get_device_name", lambda device: found)
     return found
@@ -58,7 +58,7 @@ def full(*_: object) -> Any:
 
 
 class Sleeps(RuleBasedStateMachine):
-    """Tensors of any sizes that change, sleep, are emptied and wake in any order, also without room."""
+    """A state machine: tensors of any size change, sleep, are emptied and wake in any order, also without room."""
 
     sizes: Any = st.integers(0, 3000)
 
@@ -104,7 +104,7 @@ class Sleeps(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def empty(self, data: Any) -> None:
-        """Of what is awake, or away already."""
+        """Empty tensors, whether awake or asleep."""
         chosen, keys = self.some(data, set(range(len(self.tensors))))
         self.offload.offload_copies(self.offload.copy_out({}, keys))
         self.asleep |= chosen
@@ -141,12 +141,12 @@ class Sleeps(RuleBasedStateMachine):
 
 
 def test_any_order(place: str) -> None:
-    """What is awake has its contents, and what sleeps has no memory, whatever fails."""
+    """Awake tensors have their contents and sleeping ones no memory, after any failure."""
     run_state_machine_as_test(Sleeps, settings=SETTINGS)
 
 
 class KeptAddresses(Sleeps):
-    """The same where addresses are kept: tensors are packed into segments."""
+    """The same state machine at kept addresses: tensors are packed into segments."""
 
     segments: Segments
 
@@ -162,7 +162,7 @@ class KeptAddresses(Sleeps):
         return found
 
     def fail_to_take(self, copies: Any) -> bool:
-        return False  # what the driver doesn't let go of stays, and sleeps all the same
+        return False  # memory that the driver fails to release stays, and the tensors sleep all the same
 
     def is_away(self, tensor: Any) -> None:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -183,14 +183,14 @@ class KeptAddresses(Sleeps):
 
 
 def test_any_order_at_the_same_addresses(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is awake has its contents and its addresses, whatever sleeps beside it."""
+    """Awake tensors keep their contents and addresses, whatever sleeps beside them."""
     monkeypatch.setattr(offload_module, "get_device_name", lambda device: "other:0")
     KeptAddresses.segments = segments
     run_state_machine_as_test(KeptAddresses, settings=SETTINGS)
 
 
 def test_a_copy_of_something_that_is_gone(place: str) -> None:
-    """Nothing is kept for it, and who gets its place has its own; so has what has grown in place."""
+    """A dead storage leaves no copy behind, and each new or grown storage wakes with its own contents."""
     offload = Offload("cpu")
     for seed in range(20):
         weights = torch.full((1000,), float(seed))
@@ -205,7 +205,7 @@ def test_a_copy_of_something_that_is_gone(place: str) -> None:
 
 
 def test_an_array_of_what_sleeps() -> None:
-    """It keeps the memory from coming back, which is said."""
+    """A tensor of which an array was made in its sleep can't wake; the error says so."""
     tensor = torch.randn(1000)
     offload, chosen = Offload("cpu"), storages(tensor)
     offload.offload_copies(offload.copy_out(chosen))
@@ -218,7 +218,7 @@ def test_an_array_of_what_sleeps() -> None:
 
 
 def test_a_file_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sleeps there sleeps on, and comes back when it can."""
+    """A tensor whose spill file can't be read sleeps on, and can wake later."""
     tensor = torch.full((1000,), 7.0)
     offload, chosen = Offload("cpu"), storages(tensor)
     offload.offload_copies(offload.copy_out(chosen))
@@ -232,7 +232,7 @@ def test_a_file_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ReplaySource:
-    """Plays the driver."""
+    """Plays the driver that pins memory."""
 
     def __init__(self) -> None:
         self.now: dict[int, int] = {}
@@ -241,12 +241,12 @@ class ReplaySource:
         self.now[address] = nbytes
 
     def unpin(self, address: int) -> None:
-        assert ctypes.c_ubyte.from_address(address).value == 0  # it is still there
+        assert ctypes.c_ubyte.from_address(address).value == 0  # The memory is still mapped.
         del self.now[address]
 
 
 def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whom it may be."""
+    """Memory stays pinned until its last region is freed."""
     played = ReplaySource()
     monkeypatch.setattr(offload_module, "get_driver", lambda device: played)
     monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
@@ -262,7 +262,7 @@ def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_a_process_that_is_forked() -> None:
-    """It has the addresses, with zeros there, and this one has what it had."""
+    """A forked child reads zeros in spilled pages; the parent keeps their contents."""
     pages, memory = offload_module._map_pages(1 << 20)
     memory.fill_(7)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Lines that role code prints carry its group, role and rank, as whole lines."""
+"""Lines that role code prints carry their group, role and rank, and stay whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closing while another thread closes the same: what was begun may come to nothing."""
+"""Closes that race with a detach, and a detach of a pool that has lost slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def group() -> Iterator[ColocatedGroup]:
 
 @pytest.mark.parametrize("kind", ["pool", "group"])
 def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A close by another thread, which has waited for it, goes on to close the node."""
+    """A close that waits for another thread's detach closes the object when the detach fails."""
     node = group.owner if kind == "pool" else group
     wait, waits = node._node.life.wait_closed, threading.Event()
 
@@ -42,7 +42,7 @@ def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pyte
 
 
 def test_detaching_while_slots_are_reserved_again() -> None:
-    """It is refused with the reason, also when nobody reserves them any more; the pool is as it was."""
+    """A pool that has lost slots refuses a detach and a spawn with the reason, and stays open."""
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
         worker_group, slots = pool.spawn({"echo": colocate.role(Echo)})._node, pool._node
         reservation, slots.reservation = slots.reservation, None  # as `_reserve_again` does

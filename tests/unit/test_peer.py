@@ -1,4 +1,4 @@
-"""Worker to worker: requests that wait for their answer, and never for ever."""
+"""Requests from worker to worker wait for their answer, and never forever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 1 << 17
 
 
 class Store:
-    """Values that others ask for; `hold` is one that isn't ready before `ready` is set."""
+    """A request handler; a `hold` request is answered after `ready` is set."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -47,7 +47,7 @@ def store() -> Store:
 
 
 class LastWay(PeerChannel):
-    """One that is only told about the way to it that others would take last: that from other machines."""
+    """A channel that announces only its last address, the one for other machines."""
 
     @property
     def address(self) -> str:
@@ -56,7 +56,7 @@ class LastWay(PeerChannel):
 
 @pytest.fixture(params=["unix", "tcp", "tls"])
 def peers(request: pytest.FixtureRequest, store: Store, cluster: Tls) -> Iterator[tuple[PeerChannel, PeerChannel]]:
-    """One that answers from the store, and one that asks."""
+    """Yield a channel that answers from the store, and one that asks."""
     options = {"unix": {}, "tcp": {"host": "127.0.0.1"}, "tls": {"host": "127.0.0.1", "tls": cluster}}[request.param]
     with LastWay(KEY, store, **options) as answering, LastWay(KEY, store, **options) as asking:
         yield answering, asking
@@ -83,7 +83,7 @@ class Asking:
 
 
 def test_requests(peers: tuple[PeerChannel, PeerChannel], store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a body, on one connection; no other waits for one that isn't ready, nor fails of a handler."""
+    """Requests share one connection, with and without a body; a slow or failed handler harms no other request."""
     answering, asking = peers
     for i in range(3):
         head, body = asking.request(answering.address, ("array", i))
@@ -91,7 +91,7 @@ def test_requests(peers: tuple[PeerChannel, PeerChannel], store: Store, monkeypa
         assert body is not None
         array = unpack(body)
         assert (array == i).all()
-        array += 1  # It is the asking side's own.
+        array += 1  # The array is the asking side's own.
     assert len({store.asked.get(timeout=WAIT_S) for _ in range(3)}) == 1
     slow = Asking(asking, answering.address, ("hold", 1))
     store.asked.get(timeout=WAIT_S)
@@ -105,13 +105,13 @@ def test_requests(peers: tuple[PeerChannel, PeerChannel], store: Store, monkeypa
         asking.request(answering.address, ("fail", "lost"))
     with pytest.raises(ConnectionError, match="isn't to be had any more"):
         asking.request(answering.address, ("refuse",))
-    # Who asks for what is refused is told, and nobody else wants to know.
+    # A refusal reaches its requester only, and isn't reported as a thread's error.
     assert [report.exc_type for report in reported] == [KeyError]
     assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
 
 
 def test_an_abort(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
-    """It wakes all that wait, and ends what is about to be asked; later requests work."""
+    """An abort fails all waiting requests and each one about to be sent; later requests work."""
     answering, asking = peers
     known = asking.aborts
     waiting = [Asking(asking, answering.address, ("hold", i)) for i in range(3)]

@@ -1,4 +1,4 @@
-"""Pipelines: what becomes of the calls when sending fails, or a group is closed."""
+"""Pipelines: the fate of their calls when sending fails, a group closes, or a hold is under way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROCESSES = pytest.mark.parametrize("groups", [True], indirect=True)
 
 @pytest.fixture(params=[False])
 def groups(request: pytest.FixtureRequest) -> Iterator[tuple[ColocatedGroup, ColocatedGroup]]:
-    """Two groups, of two slots and of one; in processes or not."""
+    """Yield a group of two slots and a group of one, in processes or not."""
     roles = {"echo": colocate.role(Echo), "rows": colocate.role(Rows), "faulty": colocate.role(Faulty)}
     with (
         colocate.connect("local", processes=request.param) as runtime,
@@ -34,7 +34,7 @@ def groups(request: pytest.FixtureRequest) -> Iterator[tuple[ColocatedGroup, Col
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, group: ColocatedGroup, slot: int) -> None:
-    """Have a worker's host fail once, at calls."""
+    """Make a worker's host fail once, when a call is sent."""
     host: Any = group._node.workforce.workers[slot].host
     executor = group._node.services.executor
     send, numbered = host.send, executor.numbered
@@ -58,9 +58,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, group: ColocatedGroup, slot: int) -
 
 @PROCESSES
 def test_sending_fails(groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What couldn't be sent to all workers is withdrawn from those that have it; the groups go on.
+    """Calls that reached only some of their workers are withdrawn from these, and the groups stay usable.
 
-    Calls that were sent already, and use what will never be made, don't wait for it.
+    Earlier calls that use a result which is never made fail instead of waiting.
     """
     first, second = groups
     calls: list[Call[Any]] = []
@@ -91,7 +91,7 @@ def test_sending_fails(groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatc
 
 
 def test_a_closed_group_keeps_all_from_being_sent(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """If one of several groups can't be called when the block ends, none of them is."""
+    """A pipeline over several groups sends no call if one of the groups is closed at the block's end."""
     first, second = groups
     echo = first.role("echo", Echo)
     calls: list[Call[Any]] = []
@@ -109,7 +109,7 @@ def test_a_closed_group_keeps_all_from_being_sent(groups: tuple[ColocatedGroup, 
 
 
 def test_closing_a_lender_by_force(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """A call that waits in a pipeline borrows as one that has been sent; broken, it isn't sent any more."""
+    """A call in an open pipeline borrows like a sent call, and fails if a forced close ends the lender."""
     first, second = groups
     echo = first.role("echo", Echo)
     kept = second.role("echo", Echo).first.keep("theirs")
@@ -131,7 +131,7 @@ def test_closing_a_lender_by_force(groups: tuple[ColocatedGroup, ColocatedGroup]
 
 
 def test_not_recorded(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """A call that is refused when it is made is no part of the pipeline."""
+    """A call that is refused when it is made leaves the rest of its pipeline intact."""
     group, _ = groups
     echo, rows = group.role("echo", Echo), group.role("rows", Rows)
     freed = rows.double.keep([1, 2])
@@ -150,12 +150,12 @@ def test_not_recorded(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
 
 
 def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-    """A pipeline that is sent while a hold is under way runs after it."""
+    """A pipeline that is sent during a hold runs after the hold."""
     group, _ = groups
     faulty, echo = group.role("faulty", Faulty), group.role("echo", Echo)
     with Gate() as failing, Gate() as gate:
         failed = faulty.fail_after.submit([failing.address, gate.address], failing=0)
-        gate.wait_for()  # a rank that hasn't begun the failed call never does, and the hold would be over
+        gate.wait_for()  # Rank 1 has begun: otherwise it would skip the failed call, and the hold would be over.
         failing.open()
         assert isinstance(failed.exception(PATIENCE_S), colocate.RoleError)
         with group.pipeline():
@@ -165,7 +165,7 @@ def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
 
 
 def test_while_another_thread_imports_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane imports it for the first async call. Of a part of it nothing is asked."""
+    """A pipeline works while another thread has asyncio half imported."""
     part = ModuleType("asyncio")
     part.__spec__ = ModuleSpec("asyncio", None)
     part.__spec__._initializing = True  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""The printer: a reader that is late, one that never comes, and streams of the user's own."""
+"""The printer: a late reader, a missing reader, and streams that the user has replaced."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 def test_a_reader_that_is_late() -> None:
-    """Nobody waits for it; it gets the first lines, how many there were then, and the last ones."""
+    """A late reader delays no writer, and gets the first lines and the number of dropped ones."""
     reader, writer = os.pipe()
     with open(reader, encoding="ascii") as read, ThreadPoolExecutor(1) as late:
         with open(writer, "w", encoding="ascii") as stream, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stderr", stream)  # not in a fixture: pytest has its own after that
+            patch.setattr(sys, "stderr", stream)  # Not in a fixture: pytest replaces sys.stderr after those.
             patch.setattr(sys, "__stderr__", stream)
             printer = Printer("test-output")
-            for number in range(3000):  # three times what is kept; who waited for a reader would wait for ever
+            for number in range(3000):  # Three times the buffer: a printer that waits for its reader would never end.
                 printer.print_line(f"{number} {'x' * 1000}")
             lines = late.submit(read.readlines)
             printer.close()
@@ -35,7 +35,7 @@ def test_a_reader_that_is_late() -> None:
 
 
 def test_streams_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that raises, whatever it is, loses its lines, and is told how many once it raises no more."""
+    """A stream whose write raises loses its lines, and gets their number once it works again."""
 
     class Odd(io.StringIO):
         error: BaseException | None = SystemExit("no more")
@@ -77,7 +77,7 @@ with colocate.connect("local", processes=True) as runtime:
 
 
 def test_output_that_nobody_reads() -> None:
-    """With the driver's stderr an unread pipe, four megabytes of output stop no group, no close, and no exit."""
+    """Four megabytes of output to an unread stderr pipe block no call, no close and no exit."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     )

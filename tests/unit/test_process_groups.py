@@ -1,4 +1,4 @@
-"""Process groups: who may make one, who is called back from making one, and what stays of that."""
+"""Process groups: refused default groups, failed and interrupted rendezvous, and errors of backward passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEQ = 3
 
 
 class Asking:
-    """A worker whose running call asks for groups, and whose driver has found all ranks there."""
+    """A stand-in for a worker whose running call makes groups, with all ranks present."""
 
     boot = Boot("policy/0", "policy", 0, "here")
     in_process = False
@@ -40,7 +40,7 @@ class Asking:
         return "127.0.0.1", 1
 
     def tell(self, question: Any) -> None:
-        """Nobody hears it."""
+        """Drop the notification."""
 
     def asking(self) -> int | None:
         return SEQ
@@ -50,7 +50,7 @@ class Asking:
 
 
 def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call ends just when its rank is told to give it up: its groups aren't cut, or are told as cut."""
+    """A rank that enters a hold reports every group that was cut, even if its call ends during the cut."""
     monkeypatch.setattr(books, "count_operations", lambda: {"policy/actor/*": (1, 2)})
     monkeypatch.setattr(books, "cut_groups", lambda names: None)
     groups = ProcessGroups(Asking())  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None
     lane = threading.Thread(target=lambda: told.append(groups.enter_hold(1)), daemon=True)
 
     def waits() -> bool:
-        lane.start()  # the call has ended after this was asked
+        lane.start()  # The call ends after this question.
         wait_until(lambda: groups._usable.epoch == 1, "the lane is about to tell that it is back")
         assert not told
         return True
@@ -72,12 +72,12 @@ def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def codes_of(thread: threading.Thread) -> list[CodeType]:
-    """What a thread is in."""
+    """Return the code objects on a thread's stack."""
     return [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames().get(thread.ident or 0))]
 
 
 class Threads(Role):
-    """Asks from a thread of its own."""
+    """Makes a group on a thread of its own."""
 
     @method
     def meet(self, failing: int | None, gates: list[Address] | None = None) -> str:
@@ -103,7 +103,7 @@ class Threads(Role):
 
 
 class Unlucky(Role):
-    """One of its ranks can't make a group."""
+    """A role with one rank that can't make a group."""
 
     @method
     def sum(self, value: float, failing: int | None = None) -> float:
@@ -126,11 +126,11 @@ class Unlucky(Role):
 
 @needs("process_group")
 class Several(Role):
-    """Has a group, and makes others by itself."""
+    """Uses its context's group, and makes others with torch."""
 
     @method
     def share(self) -> bool:
-        """Whether all of them have one of gloo's devices, which is a thread."""
+        """Return whether all groups share one gloo device, which is a thread."""
         import torch
         import torch.distributed as dist
 
@@ -150,12 +150,12 @@ def group() -> Iterator[ColocatedGroup]:
 
 
 def test_gloo_groups_of_a_process_share_a_thread(group: ColocatedGroup) -> None:
-    """Torch gives each of them its own, which have to be woken up in turns. (Before others fail.)"""
+    """All gloo groups of a process share one thread. (This test runs before the ones with failures.)"""
     assert group.role("several", Several).share() == [True] * 3
 
 
 def test_a_rank_that_can_not(group: ColocatedGroup) -> None:
-    """The others, which wait for it in torch, are told: the call fails, and the next one makes a group."""
+    """A rank that can't make a group fails the call of its waiting peers, and the next call makes a group."""
     unlucky = group.role("unlucky", Unlucky)
     for failing in (0, 2):
         with pytest.raises(RoleError, match=r"raised OSError on rank .*no descriptors any more"):
@@ -165,7 +165,7 @@ def test_a_rank_that_can_not(group: ColocatedGroup) -> None:
 
 
 def test_a_thread_that_a_role_starts(group: ColocatedGroup) -> None:
-    """It asks for the call that runs: when that has failed elsewhere, the thread is called back as the lane is."""
+    """A thread that waits for peers in a role's call is freed when the call has failed on another rank."""
     threads = group.role("threads", Threads)
     with Gate() as waiting, Gate() as failing:
         call = threads.meet.submit(1, [waiting.address, failing.address])
@@ -179,7 +179,7 @@ def test_a_thread_that_a_role_starts(group: ColocatedGroup) -> None:
 
 
 def test_groups_that_meet_at_the_same_time() -> None:
-    """No port is looked for and then taken: groups that start together don't meet each other."""
+    """Two groups that start at the same time never join each other's rendezvous."""
     with colocate.connect(processes=True, cpus=4) as runtime, runtime.reserve(4) as pool, ThreadPoolExecutor(2) as two:
         groups = list(two.map(lambda part: part.spawn({"ring": colocate.role(Collective)}), (pool[:2], pool[2:])))
         calls: list[Any] = [group.role("ring").sum.submit(float(number)) for number, group in enumerate(groups, 1)]
@@ -199,7 +199,7 @@ class Own(Role):
 
 
 def test_a_default_group_of_somebody_else() -> None:
-    """It isn't replaced: the role is told."""
+    """`ctx.process_group()` is refused if role code has made torch's default group."""
     with colocate.connect(processes=True) as runtime:
         group = runtime.reserve(1).spawn({"own": colocate.role(Own)})
         with pytest.raises(RoleError, match="default one in this process already: leave init_process_group"):
@@ -207,7 +207,7 @@ def test_a_default_group_of_somebody_else() -> None:
 
 
 def test_what_was_raised_in_a_backward_pass() -> None:
-    """Also where role code has made another error of it; what wasn't is told from it."""
+    """An error raised in a backward pass is recognized, also as the cause of another error."""
 
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("no gradient")

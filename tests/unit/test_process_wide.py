@@ -1,4 +1,4 @@
-"""Generators of a role whose libraries are imported amid its code, and those that a checkpoint doesn't have."""
+"""Random generators of a role: libraries imported amid role code, and checkpoints from before the import."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drawn(how: str) -> Any:
 
 @pytest.mark.long
 def test_libraries_that_come_amid_role_code() -> None:
-    """Their generators begin with the role's seed, once: a second run draws the same, also one that was restored."""
+    """Generators of a library imported amid role code start once from the role's seed, also in a restored run."""
     first = drawn("begun")
     assert len({*first}) == len(first) == 7
     assert drawn("begun") == drawn("restored") == first

@@ -1,4 +1,4 @@
-"""Profiles, by constructed traces and times whose truth is known: of GPUs that this machine doesn't have, too."""
+"""Profiles, on constructed traces and times with known results, also for GPUs that this machine lacks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_table() -> None:
 
 
 def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: Any = 7, pid: Any = 50, **args: Any) -> Any:
-    """One of torch's, whose own clock is 100 s ahead of Python's."""
+    """Make a trace event of torch, whose clock is 100 s ahead of Python's."""
     times = {"ts": (start + 100.0) * 1e6, "dur": (end - start) * 1e6}
     return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, **times, "args": args}
 
@@ -54,7 +54,7 @@ LOOKS = (0.0, 1.0, 9.0, 10.0)
 
 
 def written(folder: Path, found: list[Any]) -> Path:
-    # Where a range is long its thread had to wait in it: before it looked at its clock, or after that.
+    # A long range means that its thread waited, before or after the read of its clock.
     before, after = (4e-3, 1e-5, 1e-5, 1e-5), (1e-5, 1e-5, 1e-5, 1e-3)
     looks = zip(LOOKS, before, after, strict=True)
     clocks = [event(CLOCK, at - early, at + late, "user_annotation") for at, early, late in looks]
@@ -65,7 +65,7 @@ def written(folder: Path, found: list[Any]) -> Path:
 
 
 def converted(path: Path, noted: CollectiveRecorder, index: int = 0) -> tuple[list[Any], TraceSummary, RankTrace]:
-    """A worker's trace whose clock is 3 s ahead of the driver's; 0 in the file is the driver's second 1."""
+    """Convert a worker's trace; its clock is 3 s ahead of the driver's, and 0 in the file is the driver's second 1."""
     clocks, threads = [at + 3.0 for at in LOOKS], (100 * index, 50)
     rank = RankTrace(index, f"slot {index}", 2, threads, index, clocks, offset=3.0, start_time=1.0, pid=50, thread=7)
     target = io.StringIO()
@@ -75,7 +75,7 @@ def converted(path: Path, noted: CollectiveRecorder, index: int = 0) -> tuple[li
 
 @pytest.mark.parametrize("chunk", [1, 17, 1 << 20])
 def test_a_trace_is_read_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Wherever a piece of the file ends: within a word, a number or a bracket."""
+    """A trace is parsed alike wherever a chunk ends; a truncated trace raises ValueError."""
     monkeypatch.setattr(traces, "_CHUNK", chunk)
     wanted = [event(f'a "name" ] }} {number}', number, number + 0.5) for number in range(20)]
     path = written(tmp_path, wanted)
@@ -87,7 +87,7 @@ def test_a_trace_is_read_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_trace_without_its_clock(tmp_path: Path) -> None:
-    """Its times mean nothing then: that is told, and no file is made of it."""
+    """A trace that lacks a clock range is refused: its times mean nothing."""
     path = written(tmp_path, [])
     path.write_text(path.read_text().replace(CLOCK, "another", 1))
     with pytest.raises(ValueError, match=r"has 3 ranges 'colocate\.clock', not 4"):
@@ -106,7 +106,7 @@ def found_in(folder: Path, found: list[Any], noted: CollectiveRecorder | None = 
 
 
 def test_kernels_that_communicate(tmp_path: Path) -> None:
-    """While another kernel computes, communication costs nothing; a copy counts as one that computes."""
+    """Communication counts only while no other kernel runs, and a device copy counts as such a kernel."""
     kernels = [event("gemm", 1.0, 2.0, "kernel", pid=0), event("Memcpy DtoD", 2.5, 3.0, "gpu_memcpy", pid=0)]
     arrived, pieces = found_in(tmp_path, [nccl(1.5, 4.0), *kernels, nccl(5.0, 6.0), nccl(5.0, 5.5, "1")])
     first: Meeting = ("device 0 [0, 1]", 0)
@@ -120,7 +120,7 @@ def test_kernels_that_communicate(tmp_path: Path) -> None:
 
 
 def test_sends_of_devices_are_nobody_elses(tmp_path: Path) -> None:
-    """They have no number that both ranks know: how long one waited for the other isn't guessed."""
+    """A device's send is matched with no other rank's: no number identifies it on both ranks."""
     arrived, _ = found_in(tmp_path, [nccl(1.0, 2.0, kind="SendRecv")])
     assert [*arrived] == [("device 0 [0, 1] of slot 0", 0)]
 

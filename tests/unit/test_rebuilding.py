@@ -1,4 +1,4 @@
-"""Whose an error is that is raised while something is unpacked."""
+"""Errors during unpickling: from a signal handler, or from the value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate._system.tracebacks import NotRebuilt, rebuilding
 
 
 class Ended(Exception):
-    """A handler's."""
+    """Raised by the handlers."""
 
 
 class Handler:
@@ -30,14 +30,14 @@ def function(number: int, frame: object) -> None:
 
 
 def of_a_class(error: BaseException) -> None:
-    """What unpickling calls."""
+    """Raise an error during a rebuild."""
     with rebuilding("it"):
         raise error
 
 
 @pytest.mark.parametrize("handler", [function, partial(function), Handler(), Handler().method])
 def test_of_a_handler(handler: Any) -> None:
-    """It goes where a handler's errors go, out of whatever runs; the value's own is told as the reason."""
+    """A signal handler's error during a rebuild propagates unchanged; the same error of a value becomes NotRebuilt."""
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(Ended), rebuilding("it"):
@@ -49,7 +49,7 @@ def test_of_a_handler(handler: Any) -> None:
 
 
 def test_of_the_value() -> None:
-    """Whichever thread unpacks, and whatever it is."""
+    """A value's error becomes NotRebuilt, on whichever thread."""
     for error in (SystemExit("the value's"), ValueError("the value's")):
         for run in (lambda work: work(), run_deferred):
             with pytest.raises(NotRebuilt, match=r"it can't be rebuilt: .*the value's") as caught:

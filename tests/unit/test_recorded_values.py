@@ -1,4 +1,4 @@
-"""Values as they are recorded: the same when they are read, and nothing that is read runs code."""
+"""Recorded values: they read back the same, and reading runs no code."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Empty:
 
 
 RAN = list[str]()
-"""What code of these classes has run."""
+"""The names of methods of these classes that have run."""
 
 
 @dataclasses.dataclass
 class Runs:
-    """A record whose class has code wherever Python would call it as a value is made."""
+    """A record whose class defines every method that Python might call to make a value."""
 
     name: str
 
@@ -106,7 +106,7 @@ class HasX:
 
 @dataclasses.dataclass
 class Calls(HasX):
-    """A record that says of itself all that constructors of others ask for."""
+    """A record with every method and attribute that constructors of other types ask for."""
 
     name: str = ""
 
@@ -181,7 +181,7 @@ def _difference(was: Any, now: Any) -> str | None:
 
 
 def test_jagged_tensors_with_lengths_are_compared_row_by_row() -> None:
-    """A difference of lengths alone is one; values between the rows are none."""
+    """Jagged tensors may differ in lengths alone; values between the rows don't count."""
     offsets, jagged = torch.tensor([0, 2, 6]), torch.nested.nested_tensor_from_jagged
     between = torch.arange(6.0)
     between[1] = 9
@@ -290,7 +290,7 @@ NODES: list[Any] = [
     ],
 )
 def test_nothing_runs(value: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words that somebody else has put into a file make nothing but values, import nothing, and run nothing."""
+    """Hostile content of a file makes no value, imports nothing and runs nothing."""
     monkeypatch.chdir(tmp_path)
     before = {*sys.modules}
     RAN.clear()
@@ -313,14 +313,14 @@ def test_nothing_runs(value: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ids=lambda node: str(node[1][0]),
 )
 def test_values_are_made_without_code(node: Any) -> None:
-    """Values that are made all the same run no code of their parts, or of their classes."""
+    """Values that can be made of hostile content run no code of their parts or classes."""
     RAN.clear()
     _read(_hostile(json.dumps(node).encode()))
     assert not RAN
 
 
 def test_a_record_is_made_without_its_code() -> None:
-    """A constructor, a `__setstate__` and a `__setattr__` are neither called as it is recorded nor as it is read."""
+    """Recording and reading a record call neither its constructor nor its `__setstate__` and `__setattr__`."""
     given = object.__new__(Runs)
     vars(given)["name"] = "x"
     RAN.clear()
@@ -330,7 +330,7 @@ def test_a_record_is_made_without_its_code() -> None:
 
 
 def test_a_class_in_a_lazy_module_is_no_reason_to_import_it(tmp_path: Path) -> None:
-    """A module that is imported at its first use isn't used: neither by its name, nor as another one's attribute."""
+    """A search for a class imports no lazy module, neither by its name nor as an attribute of another module."""
     (tmp_path / "lazy.py").write_text("print('ran')\nclass Error(Exception):\n    pass\n")
     (tmp_path / "others.py").write_text("import sys\nlazy = sys.modules['lazy']\nclass Has:\n    lazy = lazy\n")
     code = (
@@ -353,7 +353,7 @@ _ABOUT: dict[str, Any] = {"method": "it", "call": 0, "place": 0, "seq": 1, "begu
 
 
 def test_files_turn_over_and_what_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is full, and another one begins; what isn't whole at the end isn't read until it is."""
+    """A full file is followed by another one, and a torn entry at the end is left out until it is whole."""
     monkeypatch.setattr("colocate.features.recordings.files._FILE_BYTES", 2000)
     writer = Writer(tmp_path, 0, None, pytest.fail)
     for number in range(10):
@@ -379,7 +379,7 @@ def test_files_turn_over_and_what_is_torn(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_is_torn_amid_a_recording_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries that are cut off before the last file are told, and not passed over."""
+    """A torn entry in a file before the last one raises an error."""
     monkeypatch.setattr("colocate.features.recordings.files._FILE_BYTES", 2000)
     writer = Writer(tmp_path, 0, None, pytest.fail)
     for number in range(10):
@@ -432,7 +432,7 @@ def test_a_disk_that_is_full_ends_it_with_a_word(tmp_path: Path, monkeypatch: py
 
 
 def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where it is slow to write calls wait, and no more than the bound is held in memory; all is written in the end."""
+    """While the disk is slow, calls wait and the queue keeps to its bound; all entries are written in the end."""
     free, waits, queued = threading.Event(), threading.Event(), list[int]()
 
     class Slow(FileIO):
@@ -483,7 +483,7 @@ class Counter(Role):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording with a file of each kind."""
+    """Make a recording with a file of each kind."""
     folder = tmp_path_factory.mktemp("recorded") / "it"
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
         group = pool.spawn({"counter": colocate.role(Counter)}, name="group")
@@ -500,7 +500,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _all_of(folder: Path) -> Any:
     role = colocate.load_recording(folder)["counter"]
     (count,), (each,) = role["count"], role["each"]
-    for part in each._by_rank.values():  # an entry that says how many rows there were
+    for part in each._by_rank.values():  # the end entry gives the number of rows
         assert part.end is not None
         assert part.end.read_value(make_finder()) is None
     steps = files.read_lines(folder / files.STEPS, lambda told: None)
@@ -514,7 +514,7 @@ def _all_of(folder: Path) -> Any:
 @pytest.mark.in_make_test("role.json")
 @pytest.mark.parametrize("name", ["role.json", "ended.txt", "rows.jsonl", "steps.jsonl", "rank-0.0000.calls"])
 def test_a_damaged_byte_is_told(recorded: Path, name: str, tmp_path: Path) -> None:
-    """Whichever byte of whichever file it is: the error names the file and a byte; nothing else is raised, or read."""
+    """A changed bit in any byte of a file is an error that names the file and a byte, or changes no value."""
     whole, other = _all_of(recorded), tmp_path / "it"
     shutil.copytree(recorded, other)
     (file,) = other.rglob(name)
@@ -529,14 +529,14 @@ def test_a_damaged_byte_is_told(recorded: Path, name: str, tmp_path: Path) -> No
             words = str(error)
         if found is None:
             assert re.match(re.escape(str(file)) + " is damaged at byte \\d+: ", words), words
-        else:  # of a blank for another one, say
+        else:  # For example, one blank has replaced another.
             assert (found, data[at : at + 1].isspace()) == (whole, True)
 
 
 @pytest.mark.parametrize("name", ["role.json", "ended.txt", "rows.jsonl", "rank-0.0000.calls"])
 @pytest.mark.parametrize("what", ["pipe", "folder", "device", "words", "lists"])
 def test_somebody_elses_words(recorded: Path, name: str, what: str, tmp_path: Path) -> None:
-    """What is no file isn't waited for; what is no JSON of ours is told with its file."""
+    """A path that is no file blocks no reader, and foreign content is an error with the path."""
     shutil.copytree(recorded, other := tmp_path / "it")
     (file,) = other.rglob(name)
     file.unlink()

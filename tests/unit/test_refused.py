@@ -1,4 +1,4 @@
-"""What can't be meant is refused where it is given, in words of who gave it."""
+"""Invalid arguments are refused where they are given, in the caller's terms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def group() -> Iterator[ColocatedGroup]:
 
 
 def test_a_name_is_free_after_a_failed_start() -> None:
-    """A real clash names the line of the other group."""
+    """A name is free after a failed start; a real clash names the other group's line."""
     with colocate.connect() as runtime, runtime.reserve() as pool, runtime.reserve() as other:
         with pytest.raises(RoleStartError):
             pool.spawn({"faulty": colocate.role(FailsToStart, (0,))}, name="policy")
@@ -57,7 +57,7 @@ def test_only_calls_are_waited_for(group: ColocatedGroup) -> None:
 
 
 def test_ranks_are_whatever_counts(group: ColocatedGroup) -> None:
-    """Also where the method of some ranks is called twice."""
+    """Ranks may be any iterable of whole numbers; other values are refused."""
     view = group.role("echo", Echo)
     kinds: list[Any] = [iter((0, 2)), np.array([0, 2]), torch.tensor([0, 2]), [np.int64(0), np.int64(2)]]
     for ranks in kinds:
@@ -71,7 +71,7 @@ def test_ranks_are_whatever_counts(group: ColocatedGroup) -> None:
 
 
 def test_a_group_and_its_roles(group: ColocatedGroup) -> None:
-    """The one isn't the others, which have names, and are classes: a union, unlike a generic class, can't be made."""
+    """A group is no sequence of roles; roles are given as a dict by name, and each is a class, not a union."""
     with pytest.raises(ConfigError, match=r"a role's name, or for its class, not for 0"):
         group[0]  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     with pytest.raises(TypeError, match="is not iterable"):
@@ -89,7 +89,7 @@ def test_a_group_and_its_roles(group: ColocatedGroup) -> None:
 
 
 def test_what_is_no_role_method() -> None:
-    """What a generator gives can't be sent; on threads it would run on the driver's."""
+    """`@method` refuses generators without a dispatch, and objects that are no functions."""
 
     def rows(self: Any) -> Iterator[int]:
         yield 1
@@ -110,7 +110,7 @@ def test_what_is_no_role_method() -> None:
 
 
 def test_what_has_no_rows_of_its_own() -> None:
-    """Methods with `rows=`, and such that yield, are refused when their class is declared."""
+    """Methods with `rows=` or a `yield` are refused at the class declaration if their options don't fit."""
 
     def batch(self: Any, rows: list[int]) -> list[int]:
         return rows

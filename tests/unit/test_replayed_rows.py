@@ -1,4 +1,4 @@
-"""Rows that a recording lacks: who has closed a stream before they had begun reads it to the same place again."""
+"""Rows that a recording lacks: a replay gives the recorded rows first, in their order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from colocate.features.recordings.telling import RecordingTap
 class Player(Role):
     @method(rows="row", concurrency=8)
     async def play(self, row: int) -> int:
-        """End later than those after it."""
+        """Return later for smaller rows."""
         for _ in range(20 - row):
             await asyncio.sleep(0)
         return row
 
 
 def test_a_row_that_is_missing_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows that are there come as they came, though the others are known to fail at once."""
+    """A replay gives recorded rows in their recorded order, and the missing ones after these, as errors."""
     wrote = RecordingTap.on_row
 
     def gave_row(self: Any, seen: Any, row: int, value: Any, digest: Any) -> None:

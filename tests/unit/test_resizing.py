@@ -1,4 +1,4 @@
-"""Groups that go on with fewer slots where some are lost, and with spares: on threads, of which some count as lost."""
+"""Groups that lose slots, grow again, and use spares: on threads, some of which count as lost."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Machines:
-    """What the executor is made to say of its slots: each is a machine, which may be lost, and others may come."""
+    """Replaces the executor's answers about slots: each slot is a machine, which can be lost, and others can come."""
 
     def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, replaces: bool) -> None:
         self.gone: list[Place] = []
-        self.there = 4  # how many machines there are
-        self.silent = False  # whether it doesn't answer
-        self.held: dict[int, int] = {}  # how many slots, by the reservation's handle
+        self.there = 4  # the number of machines
+        self.silent = False  # whether the cluster doesn't answer
+        self.held: dict[int, int] = {}  # the number of slots, by the reservation's handle
         executor = runtime._node.services.executor
         self._reserve, self._release = executor.reserve, executor.release
         monkeypatch.setattr(executor, "is_lost", lambda place: any(place is each for each in self.gone))
@@ -59,7 +59,7 @@ class Machines:
         return attrs.evolve(reservation, places=tuple(new))
 
     def lose(self, group: ColocatedGroup, slot: int) -> None:
-        """Have a slot of a group lost."""
+        """Mark a group's slot as lost."""
         place = group.owner._node.places[slot]
         self.gone.append(place)
         self.there = sum(self.held.values()) - 1
@@ -67,7 +67,7 @@ class Machines:
 
 
 def died(group: ColocatedGroup, node: str) -> GroupRestarted:
-    """Have a group fail as by the death of a worker; what is told."""
+    """Fail a group as by the death of a worker; return the error of its next call."""
     group._node.fail_group(WorkerDied(f"a worker on {node} has died", node=node))
     with pytest.raises(GroupRestarted) as caught:
         group.run(lambda ctx: None)
@@ -98,7 +98,7 @@ def machines(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, request: pytest.
 
 
 def test_fewer_slots_and_all_of_them_again(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
-    """Views, batches, generators and what is restored are those of as many ranks as there are."""
+    """After a loss and a regrowth, views, batches, generators and restored state fit the number of ranks."""
     pytest.importorskip("torch")
     pool = runtime.reserve(slots=(2, 3), regrow_timeout=0.2)
     group = pool.spawn(ROLES, on_failure="restart")
@@ -115,7 +115,7 @@ def test_fewer_slots_and_all_of_them_again(runtime: Runtime, machines: Machines,
     assert group.role("first", Rows).seen([1]) == [([1], 1)]
     assert count.add(0) == [3, 3]
     assert colocate.inspect(rows).ranks == 2
-    assert group.resize() == 2  # there are no more
+    assert group.resize() == 2  # There are no more machines.
     assert group.generation == 1
     group.checkpoint(tmp_path / "two")
     machines.there = 4
@@ -124,14 +124,14 @@ def test_fewer_slots_and_all_of_them_again(runtime: Runtime, machines: Machines,
     assert count.add(0) == [6, 6, 6]
     assert len(seen([1, 2, 3])) == 3
     now = drawing.draw()
-    assert len(set(map(tuple, [*now, *before]))) == 6  # also the rank that there wasn't draws others than before
+    assert len(set(map(tuple, [*now, *before]))) == 6  # The rank that was missing draws new numbers, too.
     died(group, "n0")
     group.wait_ready(PATIENCE_S)
     assert sizes(group) == [3, 3, 3]
 
 
 def test_not_fewer_than_the_least(runtime: Runtime, machines: Machines) -> None:
-    """The group fails for good when its time is over."""
+    """A group below its least number of slots fails for good after the timeout."""
     group = runtime.reserve(slots=(2, 3), regrow_timeout=0.2).spawn(ROLES, on_failure="restart", restarts=1)
     machines.gone.append(group.owner._node.places[2])
     machines.lose(group, 1)
@@ -142,7 +142,7 @@ def test_not_fewer_than_the_least(runtime: Runtime, machines: Machines) -> None:
 
 
 def test_what_is_refused(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
-    """A range that can't work: of a pool, of roles, of what they save."""
+    """Ranges of slots that can't work are refused, for a pool, roles and checkpoints."""
     for slots in [(3, 2), (0, 2), (1, 2, 3), ("1", 2)]:
         with pytest.raises(ConfigError, match="the least and the most"):
             runtime.reserve(slots=slots)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -177,7 +177,7 @@ def test_what_is_refused(runtime: Runtime, machines: Machines, tmp_path: Path) -
 
 
 def test_without_a_checkpoint(runtime: Runtime, machines: Machines) -> None:
-    """It goes on with fewer, as constructed, and isn't resized."""
+    """A group without a checkpoint continues with fewer slots, and isn't resized."""
     group = runtime.reserve(slots=(1, 2), regrow_timeout=0).spawn(ROLES, on_failure="restart")
     machines.lose(group, 1)
     assert group.wait_ready(PATIENCE_S) is None
@@ -188,7 +188,7 @@ def test_without_a_checkpoint(runtime: Runtime, machines: Machines) -> None:
 
 
 def test_spares(runtime: Runtime, machines: Machines) -> None:
-    """One takes the place of a lost slot, and another is reserved where the executor can; others go on meanwhile."""
+    """A spare replaces a lost slot while other groups work, and a new spare is reserved if the executor can."""
     replaces = runtime._node.services.executor.replace == machines.replace
     pool = runtime.reserve(slots=2, spares=1)
     machines.there = 2
@@ -206,7 +206,7 @@ def test_spares(runtime: Runtime, machines: Machines) -> None:
 
 
 def test_a_spare_that_is_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replaced before anybody needs it."""
+    """A lost spare is replaced before any group needs it."""
     machines = Machines(runtime, monkeypatch, replaces=True)
     pool = runtime.reserve(slots=1, spares=1)
     machines.gone.append(pool._node.spares[0])
@@ -214,7 +214,7 @@ def test_a_spare_that_is_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_pool_is_closed_while_a_spare_is_replaced(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given back is what is held from then on, not what was before."""
+    """A pool that closes during a replacement releases the new reservation."""
     machines = Machines(runtime, monkeypatch, replaces=True)
     asked, goes_on, replaced, released = Event(), Event(), list[Reservation](), list[Reservation]()
     executor = runtime._node.services.executor
@@ -244,9 +244,9 @@ def test_a_pool_is_closed_while_a_spare_is_replaced(runtime: Runtime, monkeypatc
 
 @pytest.mark.parametrize("which", ["slot", "spare"])
 def test_an_audit_while_one_is_replaced(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """What the cluster doubts is being replaced, which is said instead of: close the pool."""
+    """An audit during a replacement advises to wait for the new slots, not to close the pool."""
     machines, executor = Machines(runtime, monkeypatch, replaces=True), runtime._node.services.executor
-    monkeypatch.setattr("colocate.features.looking.audit.AUDIT_SETTLES_S", 0.0)  # it isn't to go away
+    monkeypatch.setattr("colocate.features.looking.audit.AUDIT_SETTLES_S", 0.0)  # don't wait for an end of the doubt
     running = executor.running
     monkeypatch.setattr(executor, "running", lambda: [attrs.evolve(each, doubt="some are lost") for each in running()])
     pool = runtime.reserve(slots=2, spares=int(which == "spare"), regrow_timeout=PATIENCE_S)
@@ -270,7 +270,7 @@ def test_an_audit_while_one_is_replaced(runtime: Runtime, monkeypatch: pytest.Mo
 
 @pytest.mark.long
 def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> None:
-    """The second time its slot is a spare, and the spare has its place; who asks is told."""
+    """A node on which workers die twice becomes a spare, and a spare takes its place; the error says so."""
     pool = runtime.reserve(slots=2, spares=1)
     group = pool.spawn({"rows": colocate.role(Rows)}, on_failure="restart", restarts=4)
     told = []
@@ -280,11 +280,11 @@ def test_a_node_on_which_workers_die(runtime: Runtime, machines: Machines) -> No
     assert "times" not in told[0] + told[2]
     assert "have died 2 times on node n1, which is avoided: a spare takes its place" in told[1]
     assert "have died 2 times on node n2" in told[3]
-    assert [each.node for each in pool.slots] == ["n0", "n2"]  # on n1 no fewer have died
+    assert [each.node for each in pool.slots] == ["n0", "n2"]  # Workers have died on n1 just as often.
 
 
 def resizable(job: object) -> dict[str, Any]:
-    """A config of three slots that may be two, and what is run on them."""
+    """Return a config that runs a job on three slots, or on two at least."""
     roles = {"count": "tests.suite.probes.lasting:Resizable"}
     pool = {"slots": 3, "at_least": 2, "regrow_timeout": 0.1}
     groups = {"g": {"pool": "main", "on_failure": "restart", "roles": roles}}
@@ -292,7 +292,7 @@ def resizable(job: object) -> dict[str, Any]:
 
 
 def job(run: Any, late: bool = False) -> None:
-    """Loses a slot after the first step, and finds another after the second. It logs before checkpoints, or after."""
+    """Lose a slot after the first step and find one after the second; log before each checkpoint, or after (`late`)."""
     group, pool = run.groups["g"], run.runtime._node
     count = group.role("count", Resizable)
     begins = 0 if run.resumed is None else int(run.resumed.name.rpartition("-")[2]) + 1
@@ -316,7 +316,7 @@ def job(run: Any, late: bool = False) -> None:
 
 @pytest.mark.parametrize(("late", "begins"), [(False, ["0 3", "1 2", "2 3"]), (True, ["0 3", "1 2", "3 3"])])
 def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, begins: list[str]) -> None:
-    """It begins again after a checkpoint, when there are more slots, and has logged each step once."""
+    """A job starts again from a checkpoint when slots are lost or return, and logs each step once."""
     monkeypatch.chdir(tmp_path)
     config = resizable({"use": "tests.unit.test_resizing:job", "with": {"late": late}})
     with colocate.launch(colocate.load_config(config)) as launched:
@@ -326,7 +326,7 @@ def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, begi
 
 
 def silent_job(run: Any) -> None:
-    """Loses a slot after the first step; then the cluster doesn't answer for a while."""
+    """Lose a slot after the first step; afterwards the cluster doesn't answer."""
     group = run.groups["g"]
     count, begins = group.role("count", Resizable), 0 if run.resumed is None else 1
     if not begins:
@@ -343,7 +343,7 @@ def silent_job(run: Any) -> None:
 
 
 def test_a_job_whose_cluster_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on with the slots that it has."""
+    """A job whose cluster doesn't answer continues with its remaining slots."""
     monkeypatch.chdir(tmp_path)
     config = resizable("tests.unit.test_resizing:silent_job")
     with colocate.launch(colocate.load_config(config)) as launched:

@@ -1,4 +1,4 @@
-"""What control groups leave of the memory, and processes that the kernel has killed for the lack of it."""
+"""Free memory within control groups, and processes that the kernel has killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 class Machine:
-    """What the kernel shows of one where this process is in a control group `mine` that is in `jobs`."""
+    """A copy of the kernel's files, with this process in a control group `mine` inside `jobs`."""
 
     def __init__(self, path: Path, unified: bool) -> None:
         self.root = path / "cgroup" if unified else path / "cgroup" / "memory"
@@ -35,7 +35,7 @@ class Machine:
 
 @pytest.fixture(params=[True, False], ids=["v2", "v1"])
 def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """With control groups of either version."""
+    """Simulate control groups of one version."""
     machine = Machine(tmp_path, request.param)
     monkeypatch.setattr(room, "_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(room, "_OWN", tmp_path / "own")
@@ -44,7 +44,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_limits_leave(machine: Machine) -> None:
-    """The least of what the own control group and those around it leave; what files have in memory counts as free."""
+    """Free memory is the least that the own control group and those around it leave; file caches count as free."""
     machine.limit(machine.mine, "max" if machine.unified else "9223372036854771712", 30 * MIB, 0)
     assert read_free_memory() > 100 * MIB
     machine.limit(machine.mine, str(50 * MIB), 30 * MIB, 5 * MIB)
@@ -60,7 +60,7 @@ def count(path: Path, number: int) -> None:
 
 
 def test_killed_of_the_control_group(machine: Machine) -> None:
-    """What others of the machine have lost isn't told. In a container the own group's files are those around it."""
+    """Kills count in the own control group only; in a container its files are those at the root."""
     for events in (machine.root / machine.events.name, machine.events):
         count(events, 2)
         count(machine.counts, 5)
@@ -76,11 +76,11 @@ def test_killed_of_the_control_group(machine: Machine) -> None:
 
 
 def test_killed_of_the_machine(machine: Machine) -> None:
-    """Where the control group has no count."""
+    """Kills of the machine count if the control group has no count."""
     count(machine.counts, 5)
     before = OomKills.read_now()
     assert before.describe_since() is None
     count(machine.counts, 6)
     assert "killed a process of this machine" in (before.describe_since() or "")
-    count(machine.events, 9)  # another count says nothing of this one
+    count(machine.events, 9)  # a count that appears later isn't compared
     assert before.describe_since() is None

@@ -1,4 +1,4 @@
-"""What a role's `save` takes: copies on the host."""
+"""Copies of a role's state on the host, for the role's `save`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate.torch import host_copy, save_state
 
 
 def test_a_copy_has_nothing_of_the_state() -> None:
-    """Structure, types, ties, shapes and strides are the same, and the memory isn't."""
+    """A host copy has the state's structure, types, ties, shapes and strides, and none of its memory."""
     net = torch.nn.Linear(3, 2)
     tied, turned = net.weight, torch.arange(6.0).reshape(2, 3).t()
     state = {
@@ -67,7 +67,7 @@ def test_views_of_one_memory() -> None:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The tensors and arrays in a value, as arrays."""
+    """Return the tensors and arrays in a value, as arrays."""
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in leaves(item)]
     if isinstance(value, list | tuple):
@@ -78,7 +78,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def test_a_state_is_written_at_once_outside_of_a_checkpoint(tmp_path: Path) -> None:
-    """By a role that is called as any object is."""
+    """`save_state` outside any worker writes a checkpoint that torch can load."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     class Learner(Role):

@@ -1,4 +1,4 @@
-"""Torch's settings amid role code: what runs there has the usual ones, and the code its own afterwards."""
+"""Torch's settings amid role code: the framework's code has the defaults, and role code its own afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colocate.worker.settings import USUAL, Setting  # noqa: E402
 
 @pytest.fixture
 def setting() -> Iterator[Setting]:
-    """One that is as usual before and after."""
+    """Yield a setting that is at its defaults before and after."""
     found = Setting("cpu", in_process=False)
     assert found.read_settings() == USUAL
     yield found
@@ -26,7 +26,7 @@ def setting() -> Iterator[Setting]:
 
 
 def test_amid_of_modes(setting: Setting) -> None:
-    """Autocast, modes that torch asks about each operation, and transforms have to do with the role's own only."""
+    """Autocast, dispatch modes and transforms of role code don't affect the framework's code, and stay on."""
 
     class Counting(TorchDispatchMode):
         count = 0
@@ -40,7 +40,7 @@ def test_amid_of_modes(setting: Setting) -> None:
 
     def transformed(row: Any) -> Any:
         with setting.with_base_settings():
-            seen.append(torch.rand(2))  # which a transform would refuse
+            seen.append(torch.rand(2))  # a transform would refuse this
         return row * 2
 
     seen: list[Any] = []

@@ -12,13 +12,13 @@ from colocate.errors import ConfigError
 
 
 def test_size_text() -> None:
-    """A figure that is less than nothing, of memory that nobody owns, is one too."""
+    """A size is formatted in binary units, also a negative one."""
     for count, text in [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB"), (-5 << 30, "-5 GiB")]:
         assert format_size(count) == text
 
 
 def test_a_size() -> None:
-    """Also a number of NumPy's, as whoever has computed it has it."""
+    """A size is parsed from an integer, or from a number with a unit."""
     sizes: list[tuple[str | int, int]] = [(0, 0), ("0", 0), (1024, 1024), ("4096", 4096), ("20B", 20), ("0.5KiB", 512)]
     for size, nbytes in sizes:
         assert parse_bytes(size, "device_memory") == nbytes

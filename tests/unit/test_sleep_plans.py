@@ -1,4 +1,4 @@
-"""What goes to sleep, and what stays: laws of the plans, without a worker."""
+"""Sleep plans: the pieces of memory that are moved, kept or discarded, without a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = st.sets(st.integers(0, 9))
 
 
 def objects(*pieces: Any) -> Objects:
-    """Args: pieces: Keys, or keys with a place and a size."""
+    """Make objects of keys, or of keys with a place and a size."""
     found = Objects()
     for piece in pieces:
         key, place, size = piece if isinstance(piece, tuple) else (piece, "cpu", 1)
@@ -42,7 +42,7 @@ def objects(*pieces: Any) -> Objects:
 def test_what_goes(
     tags: Any, places: Any, sizes: Any, device: str, away: Any, users: Any, immovable: Any, lost: Any
 ) -> None:
-    """Each piece goes, or stays for a reason; nothing goes that somebody uses; nobody copies what nobody needs."""
+    """Each piece is moved or stays for a reason; pieces in use stay, and discarded pieces aren't copied."""
     by_tag = {tag: objects(*[(key, places[key], sizes[key]) for key in range(10) if tags[key] == tag]) for tag in TAGS}
     going = plan_eviction(by_tag, away, users, dict.fromkeys(immovable, "pinned"), lost, device)
     kept = {key: (tag, why) for tag, pieces in going.retained.items() for key, (_, why, _) in pieces.items()}
@@ -69,7 +69,7 @@ def test_what_goes(
     trained=KEYS,
 )
 def test_what_nobody_needs(found: Any, others: Any, discard: Any, trained: Any) -> None:
-    """It is held for what is discarded only, by this role only, and isn't what trains. Each counts for one tag."""
+    """A piece is discarded if this role alone holds it, for discarded purposes, untrained; each has one tag."""
     holdings = {purpose: objects(*keys) for purpose, keys in found.items()}
     for pieces in holdings.values():
         pieces.trained |= trained & pieces.storages.keys()
@@ -87,7 +87,7 @@ def test_what_nobody_needs(found: Any, others: Any, discard: Any, trained: Any) 
 
 @pytest.mark.parametrize("kind", ["frozen", "optimized", "differentiated", "sparse"])
 def test_weights_are_no_cache(kind: str) -> None:
-    """Also of a role that has them in no module; nor are indices, which zeros would make invalid."""
+    """Frozen, optimized or differentiable weights are no cache, in whatever attribute; nor are sparse indices."""
 
     class Role:
         def __init__(self) -> None:

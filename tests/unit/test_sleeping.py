@@ -1,4 +1,4 @@
-"""A device's memory that sleeps: the host's own stands for it here, under another name. The suite has the host's."""
+"""Sleep of a device's memory: host memory under another device name stands for it. The suite tests host memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL = tuple(TAGS)
 
 
 class Model:
-    """A role."""
+    """A trained role."""
 
     def __init__(self, net: Any = None) -> None:
         self.net = torch.nn.Linear(50, 50) if net is None else net
@@ -44,18 +44,17 @@ class Model:
 
     @property
     def tensors(self) -> list[Any]:
-        """Its gradients and cache first."""
+        """The role's tensors, gradients and cache first."""
         parameters = list(self.net.parameters())
         state = [value for values in self.optimizer.state.values() for value in values.values()]
         return [*(each.grad for each in parameters), self.cache, *parameters, *state]
 
     def contents(self) -> list[Any]:
-        """What is in them."""
         return [each.detach().clone() for each in self.tensors]
 
 
 class Worker:
-    """One of a group of one, whose device is the other one."""
+    """The worker of a group of one, with `other:0` as its device."""
 
     in_process = False
     process = None
@@ -71,13 +70,12 @@ class Worker:
         self.device: Any = None
 
     def add(self, name: str, instance: Any) -> Any:
-        """A role of it."""
         methods = methods_of(type(instance))
         self.roles[name] = RoleInstance(name, instance, methods, standalone_context(name), self.setting)
         return instance
 
     def ask_driver(self, question: Any) -> None:
-        """Meet the other ranks."""
+        """Raise if a rank refuses."""
         if reason := question.refusal or self.refusal:
             raise ColocateError(reason)
 
@@ -91,10 +89,10 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_host_without_room(worker: Any) -> None:
-    """What would be pinned has to be free."""
+    """A sleep is refused if the host lacks room for pinned memory."""
     worker.add("model", Model())
     sleeper = Sleeper(worker)
-    sleeper.read_free_memory = lambda: 1 << 20  # where a region of 2 MiB is pinned at least
+    sleeper.read_free_memory = lambda: 1 << 20  # a pinned region has 2 MiB at least
     refused = sleeper.sleep_on_all("model", ALL, (), 1)
     assert re.search("2 MiB of the host's memory are needed, to be pinned: 1 MiB are free", refused.refusal or "")
     sleeper.read_free_memory = lambda: 2 << 20
@@ -102,7 +100,7 @@ def test_a_host_without_room(worker: Any) -> None:
 
 
 def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
-    """It is an error then, and no wrong gradient."""
+    """A backward pass that needs discarded memory raises an error."""
     role = worker.add("model", types.SimpleNamespace(cache=torch.ones(1000)))
     role.weights = torch.ones(1000, requires_grad=True)
     loss = (role.weights * role.cache).sum()
@@ -114,7 +112,7 @@ def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
 
 
 def test_a_role_that_can_not_say_what_it_holds(worker: Any) -> None:
-    """It may be what sleeps: nothing does."""
+    """A sleep is refused, with the error, if another role can't say what it holds."""
 
     def device_state() -> None:
         raise KeyError("table")
@@ -131,14 +129,14 @@ def test_a_role_that_can_not_say_what_it_holds(worker: Any) -> None:
 
 
 def test_more_than_can_be_looked_at(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may use it: it stays."""
+    """A sleep is refused if there are more objects than were looked at."""
     worker.add("model", Model())
     monkeypatch.setattr(holdings, "_LOOKS", 2)
     assert "holds more objects than were looked at" in (Sleeper(worker).sleep_on_all("model", ALL, (), 1).refusal or "")
 
 
 class TestKeptAddresses:
-    """Roles of which the constructor's memory keeps its addresses; there is some in it that nobody finds."""
+    """Roles whose memory from construction keeps its addresses, with some in it that no role holds."""
 
     @pytest.fixture
     def arena(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
@@ -147,14 +145,14 @@ class TestKeptAddresses:
         gpu.end()
 
     def graphed(self, arena: Arena) -> Any:
-        """Weights of 7 and a cache of 5, and what was made later."""
+        """Make a role: weights of 7 and a cache of 5 at kept addresses, a later tensor elsewhere."""
         weights, cache, _ = arena.segment(3 * GRAIN, GRAIN, GRAIN // 2, states={2: "active_allocated"})
         net = torch.nn.Linear(1, 1, bias=False)
         net.weight = torch.nn.Parameter(weights.view(torch.float32).view(1, -1).fill_(7))
         return types.SimpleNamespace(net=net, cache=cache.fill_(5), later=torch.ones(1000))
 
     def test_what_a_graph_writes(self, arena: Arena, worker: Any) -> None:
-        """Its own memory stays, where a role of the worker keeps addresses: it is replayed."""
+        """A CUDA graph's own memory stays awake if a role of the worker keeps addresses: the graph is replayed."""
         role, other = (worker.add(name, self.graphed(arena)) for name in ("role", "other"))
         private = {role.later.data_ptr(), role.cache.data_ptr(), other.later.data_ptr()}
         worker.device = types.SimpleNamespace(is_private=private.__contains__)

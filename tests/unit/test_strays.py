@@ -1,4 +1,4 @@
-"""What drivers that are gone have left on this machine is found; what lives isn't taken for it."""
+"""Leftovers of dead drivers on this machine are found, and processes of living drivers aren't among them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from colocate.worker.birth import processes
 from colocate.worker.birth.supervisor import MARK
 from colocate_run.cli.cluster import Cluster, find_strays
 
-# Waits for its input to end; its arguments stand on its command line, as those of a worker do.
+# Waits for the end of its input; its arguments are on its command line, as a worker's are.
 WAIT = "import sys; sys.stdin.read()"
 FORK = "import os, sys; child = os.fork(); child and print(child, flush=True); sys.stdin.read()"
 
 
 @contextmanager
 def pretending(*words: str, code: str = WAIT) -> Iterator[subprocess.Popen[str]]:
-    """A process with the command line of one of ours."""
+    """Run a process with the given words on its command line."""
     command = [sys.executable, "-c", code, *words]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -44,7 +44,7 @@ def _words(pid: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def gone() -> int:
-    """The id of a process that is gone."""
+    """Return the pid of a process that has exited."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
     return process.pid
@@ -55,12 +55,12 @@ def worker(starter: int, label: str) -> list[str]:
 
 
 def found(pid: int) -> list[str]:
-    """What is said of a process."""
+    """Return the kinds of a process among the strays."""
     return [each.kind for each in strays.list_strays() if each.pid == pid]
 
 
 def test_living_workers() -> None:
-    """Workers with their driver aren't strays, and neither are the children that they fork."""
+    """Workers with a living driver aren't strays, and neither are their forked children."""
     with pretending(*worker(os.getpid(), "ours"), code=FORK) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
@@ -70,7 +70,7 @@ def test_living_workers() -> None:
 
 
 def test_what_a_role_has_left(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process with a worker's mark whose starter is gone; what is below its starter is none."""
+    """A process with a worker's mark is a stray if the starter in the mark has exited."""
     for starter, kinds in ((gone, ["process of a role"]), (os.getpid(), [])):
         monkeypatch.setenv(MARK, f"{starter} here-{starter}-1/group/0")
         with pretending("its", "role's") as process:
@@ -79,7 +79,7 @@ def test_what_a_role_has_left(gone: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")
 def test_named_memory() -> None:
-    """Named shared memory under colocate's name belongs to nobody."""
+    """Named shared memory under colocate's name is a stray until it is removed."""
     path = Path("/dev/shm") / f"colocate-{uuid.uuid4().hex}"
     path.touch()
     try:
@@ -90,7 +90,7 @@ def test_named_memory() -> None:
 
 
 def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit status 1 and a line for each stray, with its name and since when; 0 when there is none; JSON on demand."""
+    """The command prints each stray with name and start time, or JSON; the exit status is 1, or 0 without strays."""
     monkeypatch.setattr("colocate.features.looking.audit.AUDIT_SETTLES_S", 0.1)
     label = f"here-{gone}-1/pool#{uuid.uuid4().hex}"
     with pretending(*worker(gone, label)) as process:
@@ -117,7 +117,7 @@ def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_mistakes_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """An address without an engine, a change without a config, an engine that there isn't, are said as such."""
+    """An unknown executor, an address without a cluster, and a change without a config are refused with reasons."""
     assert find_strays(Cluster(executor="lokal"), json=False) == 1
     assert "did you mean 'local'?" in capsys.readouterr().err
     assert find_strays(Cluster(executor="local", address="here"), json=False) == 1

@@ -1,4 +1,4 @@
-"""The suite for executors itself."""
+"""Tests of the executor suite itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colocate.testing.executors import Executor, drivers
 
 
 def test_no_area_hides_a_test_of_another() -> None:
-    """Every area's tests are in the whole: none is left out, and no two of them have one name."""
+    """The whole suite has the tests of every area, and no two tests of one name."""
     areas = [area for area in ExecutorSuite.__mro__ if area.__module__ not in (whole.__name__, executors.__name__)]
     for package in (executors, suite):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -31,7 +31,7 @@ def test_no_area_hides_a_test_of_another() -> None:
 
 
 def test_a_process_that_outlives_a_script_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A fault of the executor under test ends the test, and not in a wait for the end of the script's output."""
+    """A process that keeps a script's output open is named in an error at once."""
     monkeypatch.setattr(drivers, "_FOLLOWS_WITHIN_S", 0.1)
     scripts = drivers.Scripts(tmp_path, "")
     script = scripts.start_script("""

@@ -1,4 +1,4 @@
-"""The supervisors of a worker: whatever its roles have started ends with it, however one of them ends."""
+"""A worker's supervisors: all processes that its roles have started end with it, however worker or supervisor ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from colocate.testing.waiting import Processes, send_signal, wait_until
 from colocate.worker.birth import processes, supervisor
 from colocate.worker.birth.supervisor import SUPERVISORS
 
-# A starter: it starts a worker of the test's own, says its pids from the top, and waits.
+# A starter: runs the test's worker, prints the pids of the top supervisor and the worker, and waits.
 STARTER = """
 import os, subprocess, sys
 worker = sys.argv[1]
@@ -36,7 +36,7 @@ process = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)
 print(process.pid, process.stdout.readline().decode(), flush=True)
 sys.stdin.read()
 """
-# Of a session of its own, with a process of another one below it whose parent has ended.
+# Processes in other sessions, some of whose parents have exited.
 FAMILY = """
 import signal, subprocess
 orphans = "sleep 1000 & setsid sh -c 'sleep 1000 & sleep 1000' & exit 0"
@@ -48,7 +48,7 @@ print(os.getpid(), flush=True)
 
 @contextlib.contextmanager
 def started(worker: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A starter, and the pids of the supervisors and the worker below it."""
+    """Yield a starter, and the pids of the supervisors and the worker below it."""
     command = [sys.executable, "-c", STARTER, worker]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
@@ -72,7 +72,7 @@ def below(pid: int) -> Processes:
     [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -signal.SIGKILL), ("os.abort()", -signal.SIGABRT)],
 )
 def test_it_ends_as_the_worker(code: str, status: int) -> None:
-    """By the same code or signal; and whose processes have a bounded real time, that one's workers have it, too."""
+    """A supervisor exits with its worker's code or signal, and the worker inherits a limit of real-time CPU."""
     told = f"""
 import os, resource, sys
 from colocate.worker.birth.supervisor import supervise
@@ -91,7 +91,7 @@ print(resource.getrlimit(resource.RLIMIT_RTTIME)[0], flush=True)
 
 
 def test_a_worker_and_its_supervisors() -> None:
-    """It leads a session of its own, unblocked; they hold nothing open, reap its daemons, and heed nobody's signals."""
+    """A worker leads a session and blocks no signal; supervisors hold nothing open, reap orphans and ignore signals."""
     code = """
 import subprocess, signal
 for _ in range(5): subprocess.run(["sh", "-c", "sh -c 'exit 3' & exit 0"])
@@ -106,28 +106,28 @@ signal.pause()
         assert blocked(worker) == 0
         wait_until(lambda: [c.pid for c in psutil.Process(pids[1]).children()] == [worker], "the zombies are gone")
         for pid in supervisors:
-            # The worker may come first: once it is forked, a supervisor looks for what it has to close.
+            # The worker may be there before a supervisor has closed its descriptors.
             closed = f"supervisor {pid} holds nothing open"
             wait_until(lambda pid=pid: sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) == [0, 1, 2], closed)  # type: ignore[misc]
             assert os.getpgid(pid) == supervisors[0]
-            for number in numbers:  # of a terminal, a batch system: those are the driver's
+            for number in numbers:  # signals of a terminal or a batch system are the driver's
                 os.kill(pid, number)
             assert all(blocked(pid) >> number - 1 & 1 for number in (*numbers[:2], signal.SIGTSTP))
-        os.kill(worker, signal.SIGSTOP)  # it is there, and can be stopped
+        os.kill(worker, signal.SIGSTOP)  # The worker runs, and can be stopped.
         wait_until(lambda: psutil.Process(worker).status() == psutil.STATUS_STOPPED, "the worker is there")
-        # The lower one has just been told that its child has stopped.
+        # The lower supervisor has just been notified that its child has stopped.
         wait_until(
             lambda: {psutil.Process(pid).status() for pid in supervisors} == {psutil.STATUS_SLEEPING}, "both wait"
         )
 
 
 def blocked(pid: int) -> int:
-    """The signals that a process blocks, as bits."""
+    """Return the signals that a process blocks, as bits."""
     return int(Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0], 16)
 
 
 def test_its_starter_may_read_its_memory() -> None:
-    """With Yama in the kernel, the stack of a worker that holds the GIL could not be shown otherwise."""
+    """A worker allows its starter to read its memory, which Yama would refuse: stack dumps need it."""
     code = """if True:
         import os, sys
         from colocate.worker.birth import supervisor
@@ -142,12 +142,12 @@ def test_its_starter_may_read_its_memory() -> None:
 
 @pytest.mark.parametrize("stopped", ["upper", "lower", "worker"])
 def test_though_one_is_stopped(stopped: str) -> None:
-    """The starter is killed while one of them, or the worker, is stopped."""
+    """A worker's family ends with the starter, though the worker or a supervisor is stopped."""
     with started(FAMILY + "signal.pause()") as (starter, pids):
         family = below(pids[0])
         send_signal(pids[["upper", "lower", "worker"].index(stopped)], signal.SIGSTOP)
         starter.kill()
-        if stopped == "upper":  # the only one that hears of it
+        if stopped == "upper":  # the only one that notices
             wait_until(lambda: psutil.Process(pids[0]).ppid() != starter.pid, "the starter is gone")
             os.kill(pids[0], signal.SIGCONT)
         family.wait_all()
@@ -159,7 +159,7 @@ def _pid(context: colocate.Context) -> int:
 
 
 def test_both_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is left to end what a role has started: the audit has it, here and from outside, until it is gone."""
+    """If both supervisors are killed, the audit and the list of strays have the role's children until these end."""
     with colocate.connect("local", processes=True) as runtime:
         group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
         ((*pids,),) = group.role("parent", Parent).start_children()
@@ -171,13 +171,13 @@ def test_both_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert upper is not None
         for supervisor in (upper, lower):
             send_signal(supervisor.pid, signal.SIGSTOP)
-        # In this order: the upper one's end makes a process group with a stopped member an orphan, which the kernel
-        # has continue, and the lower one would begin to end what is below it.
+        # The lower one first: the upper one's end orphans a group with a stopped member, which the kernel continues.
+        # The lower one would then begin to end its children.
         for supervisor in (lower, upper):
             supervisor.kill()
         try:
             wait_until(lambda: group.state == "failed", "its end is heard of")
-            with monkeypatch.context() as patch:  # what is left doesn't settle
+            with monkeypatch.context() as patch:  # the leftovers don't settle
                 patch.setattr("colocate.features.looking.audit.AUDIT_SETTLES_S", 0.1)
                 audit = runtime.audit()
             left = {each.pid: each for each in audit.leaked if each.kind == processes.OF_A_ROLE}
@@ -196,7 +196,7 @@ def test_both_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_is_looked_at_is_found_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where many workers start slowly each is looked at: each look at all of the machine's processes took minutes."""
+    """A worker is found without a look at all processes, which took minutes when many workers started."""
 
     def all_of_them(*args: object, **kwargs: object) -> None:
         raise AssertionError("all processes of the machine are looked at")
@@ -212,12 +212,12 @@ def test_one_that_is_looked_at_is_found_without_the_others(monkeypatch: pytest.M
         assert {processes.find_worker(started) for started in expected} == {*expected.values()} == wanted
         for started in expected:
             outside.inspect_worker(started)
-        assert processes.find_worker(os.getpid()) is None  # which isn't what this process has started
+        assert processes.find_worker(os.getpid()) is None  # This process is no child of its own.
 
 
 @pytest.mark.parametrize("has_files", [True, False])
 def test_what_is_below_is_found(monkeypatch: pytest.MonkeyPatch, has_files: bool) -> None:
-    """Also what threads have started; where the kernel lists children, without a look at the machine's others."""
+    """Descendants are found, also those of threads; if the kernel lists children, without a look at other processes."""
     listed, exists = os.listdir, os.path.exists
 
     def listdir(path: str) -> list[str]:
@@ -230,7 +230,7 @@ def test_what_is_below_is_found(monkeypatch: pytest.MonkeyPatch, has_files: bool
     with ThreadPoolExecutor(1) as thread:
         started = thread.submit(partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)).result()
         with started, subprocess.Popen(["true"]) as ended:
-            os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it is there, and runs nothing
+            os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie has a pid, and runs nothing
             assert started.stdout is not None
             sleeps = int(started.stdout.readline())
             found = supervisor.list_descendants(os.getpid())

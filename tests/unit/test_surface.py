@@ -1,4 +1,4 @@
-"""What users hold shows what they may use, and nothing else."""
+"""Objects of users show their public names, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS: what goes in comes out, encrypted in between, and only for those whom the cluster's authority has signed."""
+"""TLS: messages arrive intact, are encrypted on the way, and need a certificate of the cluster's authority."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WAIT_S = 20
 
 
 def _discard(_sent: bool) -> None:
-    """What an echo doesn't need to know."""
+    """Ignore whether the echo was sent."""
 
 
 class Server:
-    """Listens for a cluster, and sends back what it receives. Its last listener's address is that of TLS."""
+    """An echo server of a cluster; its address is that of the last listener, for TLS."""
 
     def __init__(self, tls: Tls) -> None:
         self.event_loop = EventLoop("server")
@@ -46,7 +46,7 @@ def server(cluster: Tls) -> Iterator[Server]:
 
 
 class Tap:
-    """Listens between a client and a server, and hears what they say."""
+    """A wiretap between a client and a server."""
 
     def __init__(self, server: Server) -> None:
         self.heard = bytearray()
@@ -57,7 +57,7 @@ class Tap:
         self._thread.start()
 
     def _carry(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # one of them has ended
+        with contextlib.suppress(OSError):  # one side has closed
             while data := source.recv(1 << 16):
                 self.heard.extend(data)
                 target.sendall(data)
@@ -76,7 +76,7 @@ class Tap:
 
 
 def test_what_goes_in_comes_out(server: Server, cluster: Tls) -> None:
-    """A wiretap between the two finds none of what they say."""
+    """Messages arrive intact, and a wiretap finds no plain text of them."""
     assert server.address.startswith("tls:127.0.0.1:")
     tap = Tap(server)
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ def test_what_goes_in_comes_out(server: Server, cluster: Tls) -> None:
 
 
 def test_who_is_not_let_in(server: Server, cluster: Tls, stranger: Tls) -> None:
-    """Another cluster's, whoever has no certificate, whoever talks no TLS; nobody waits for that one."""
+    """A server refuses another cluster, a missing certificate, and plain text; a silent client delays nobody."""
     with pytest.raises(ConnectionRefusedError, match="isn't trusted"):
         connect(server.address, KEY, tls=stranger)
     with pytest.raises(ConnectionRefusedError, match="needs certificates"):
@@ -103,7 +103,7 @@ def test_who_is_not_let_in(server: Server, cluster: Tls, stranger: Tls) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    # TLS 1.3 tells a client that it is refused only with the first bytes after the handshake.
+    # TLS 1.3 reports a refusal to a client only with the first bytes after the handshake.
     with (
         raw(server) as sock,
         context.wrap_socket(sock) as secured,
@@ -111,7 +111,7 @@ def test_who_is_not_let_in(server: Server, cluster: Tls, stranger: Tls) -> None:
         pytest.raises(ssl.SSLError, match="certificate required"),
     ):
         secured.recv(1)
-    with raw(server), raw(server) as sock:  # one says nothing
+    with raw(server), raw(server) as sock:  # the first one stays silent
         with contextlib.suppress(OSError):
             sock.sendall(bytes(1000))
         sock.settimeout(WAIT_S)
@@ -122,12 +122,12 @@ def test_who_is_not_let_in(server: Server, cluster: Tls, stranger: Tls) -> None:
 
 
 def raw(server: Server) -> socket.socket:
-    """What goes to a listener without TLS."""
+    """Connect to the server's listener without TLS."""
     return dial(server.address.replace("tls:", "tcp:"), WAIT_S)
 
 
 def test_the_secret_of_one_connection(event_loop: EventLoop, cluster: Tls) -> None:
-    """Who has a certificate, but not what both sides know, is told nothing, and is not listened to."""
+    """A peer with a certificate and another key receives no message and delivers none."""
     near, far = (End(event_loop, sock) for sock in tls_pair(cluster, (b"one", b"another")))
     near.lane.send(("said",))
     for end in (near, far):
@@ -139,7 +139,7 @@ def test_the_secret_of_one_connection(event_loop: EventLoop, cluster: Tls) -> No
 
 
 def test_a_machine_that_vanishes_is_noticed_by_the_kernel() -> None:
-    """Both ends of a connection between machines ask whether the other one is there."""
+    """Both ends of a connection between machines have keepalive and a user timeout of 15 seconds."""
     event_loop = EventLoop("asked")
     listening = listen("tcp")
     accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""What is done when torch comes, and threads that import it at the same time."""
+"""Callbacks for the import of torch, and threads that import torch at the same time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(script: str, *arguments: str) -> list[str]:
 
 
 def test_once_it_is_whole(tmp_path: Path) -> None:
-    """It is told once, when all of torch is there, and nothing of it is left in the import system; later at once."""
+    """A callback for torch runs once, when all of torch is loaded, and at once later; no import hook is left."""
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
     (tmp_path / "torch" / "__init__.py").write_text("from torch import distributed, last\n")
     (tmp_path / "torch" / "last.py").write_text("")
@@ -64,8 +64,8 @@ def test_once_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_two_threads() -> None:
-    """One in torch, the other in a part of it: without turns that ends the process, in `terminate called`.
+    """Two threads can import torch and a part of torch at the same time, which without turns ends the process.
 
-    Then `colocate.torch` imports nothing else of torch that takes as long as torch itself.
+    `colocate.torch` then imports none of torch's other slow modules.
     """
     assert run(TWO_THREADS) == ["[True, True]", "[]"]

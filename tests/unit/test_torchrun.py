@@ -1,4 +1,4 @@
-"""The environment that torchrun sets, for the slots of several nodes."""
+"""The environment of torchrun, for slots on several nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ NODES = [0, 1, 1, 0, 1]  # two slots on one node and three on another, in turns
 
 
 def environment(slot: int, device: str = "cpu", generation: int = 0) -> dict[str, str]:
-    """What one of the workers has."""
     boot = Boot("policy/0", "policy", slot, "here", device, generation=generation)
     worker: Any = SimpleNamespace(boot=boot, in_process=False, lane=SimpleNamespace(last_hold=0))
     groups = ProcessGroups(worker)
@@ -22,7 +21,7 @@ def environment(slot: int, device: str = "cpu", generation: int = 0) -> dict[str
 
 
 def test_several_nodes() -> None:
-    """Ranks are counted over all slots, local ones over those of the node; all meet at one place."""
+    """Ranks count over all slots, and local ranks over the node's slots; all workers have one rendezvous address."""
     for slot, (local_rank, here) in enumerate([(0, 2), (0, 3), (1, 3), (1, 2), (2, 3)]):
         assert environment(slot, generation=slot) == {
             "MASTER_ADDR": "10.0.0.7",
@@ -37,7 +36,7 @@ def test_several_nodes() -> None:
 
 
 def test_with_a_gpu() -> None:
-    """The local rank is the number that the device has in the worker, which may see but its own."""
+    """The local rank is the device's index in the worker, which may see its own device only."""
     for device, local_rank in (("cuda", "0"), ("cuda:0", "0"), ("cuda:2", "2")):
         found = environment(4, device)
         assert (found["RANK"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("4", local_rank, "3")

@@ -1,4 +1,4 @@
-"""`runtime.trace`: a file that says what ran where and when, and who waited for whom."""
+"""`runtime.trace`: a file of what ran where and when, with the waits of calls for each other."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from colocate.errors import RoleError
 
 
 class Worker(Role):
-    """Works, or raises."""
-
     gate = threading.Event()
 
     @method
@@ -41,8 +39,6 @@ class Worker(Role):
 
 
 class Numbers(Role):
-    """Makes bytes, and is given them."""
-
     @method(collect=Concat())
     def make(self, count: int) -> numpy.ndarray[Any, Any]:
         return numpy.full(count, self.ctx.rank, numpy.uint8)
@@ -57,7 +53,7 @@ class Numbers(Role):
 
 
 def events(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Those of a kind, in their order."""
+    """Check a trace; return its events of one kind, in order."""
     found: list[dict[str, Any]] = json.loads(path.read_text())
     assert all({"ph", "ts", "pid", "name"} <= event.keys() for event in found)
     assert all(type(event["ts"]) is int and event["pid"] > 0 and event["tid"] > 0 for event in found)
@@ -70,7 +66,7 @@ def events(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def rows(path: Path) -> dict[tuple[int, int], str]:
-    """The names of threads."""
+    """Return the names of a trace's threads."""
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
 
 
@@ -79,7 +75,7 @@ def spawned(pool: colocate.Pool) -> ColocatedGroup:
 
 
 class Listening:
-    """Hears what becomes of calls."""
+    """Records calls that have ended."""
 
     def __init__(self) -> None:
         self.told: dict[str, colocate.CallRecord] = {}
@@ -89,7 +85,7 @@ class Listening:
 
 
 def test_trace(tmp_path: Path) -> None:
-    """Calls are on the slots on which they ran, and on the driver from their submission to their end."""
+    """A trace has each call on the slots where it ran, and on the driver from its submission to its end."""
     path, listening = tmp_path / "trace.json", Listening()
     with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
         group = spawned(pool)
@@ -107,7 +103,7 @@ def test_trace(tmp_path: Path) -> None:
                 one.fail.options(ranks=[0])()
             with pytest.raises(OSError, match=r"another trace is being written there: .*trace\.json"):
                 runtime.trace(path)
-        other.work()  # which isn't traced any more
+        other.work()  # no longer traced
     names = {event["args"].get("name") for event in events(path, "M")}
     assert {"driver", "group group", *(f"slot {slot} ({p.node}, cpu)" for slot, p in enumerate(pool.slots))} <= names
     of = rows(path)
@@ -132,7 +128,7 @@ def test_trace(tmp_path: Path) -> None:
 
 
 def test_phases_and_steps_of_a_run(tmp_path: Path) -> None:
-    """They are on the driver, beside its calls."""
+    """A run's phases and steps are on the driver, in order."""
     path = tmp_path / "trace.json"
     with colocate.connect() as runtime, runtime.trace(path), colocate.record(runtime, tmp_path / "run") as run:
         with run.timed("rollout"):
@@ -148,7 +144,7 @@ def test_phases_and_steps_of_a_run(tmp_path: Path) -> None:
 
 
 def test_failures(tmp_path: Path) -> None:
-    """What has raised is where it ran, for as long as it did; a call that is given up ends when that is known."""
+    """A call that raises is traced where and while it ran; a call that times out ends in the trace at the timeout."""
     path, listening = tmp_path / "trace.json", Listening()
     with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
         group = spawned(pool)
@@ -165,7 +161,7 @@ def test_failures(tmp_path: Path) -> None:
                     call.result(20)
             Worker.gate.set()
     later, late_one, behind = (listening.told[name] for name in ("one.fail_later", "one.wait", "other.work"))
-    assert 1 <= len(later.raised) <= 2  # the first tells it; the other one may have, too
+    assert 1 <= len(later.raised) <= 2  # The first error fails the call; the other may have arrived, too.
     assert later.raised == later.ranks
     assert {*later.raised, *(rank for rank, _ in later.unfinished)} == {0, 1}
     for _, start, end in later.spans:
@@ -173,7 +169,7 @@ def test_failures(tmp_path: Path) -> None:
     assert late_one.raised == late_one.spans == ()
     assert [rank for rank, _ in late_one.unfinished] == [0, 1]
     assert all(late_one.submitted <= since <= late_one.finished for _, since in late_one.unfinished)
-    assert behind.unfinished == behind.ran == ()  # it had not begun
+    assert behind.unfinished == behind.ran == ()  # This call had not begun.
     spans = {(event["name"], event["args"]["rank"]): event for event in events(path, "X")}
     for rank in (0, 1):
         span = spans["one.wait", rank]
@@ -182,7 +178,7 @@ def test_failures(tmp_path: Path) -> None:
 
 
 class Mortal(Role):
-    """Has memory that sleeps, and some that it gives away; and dies."""
+    """Has memory that sleeps and memory that is returned; one rank dies."""
 
     def __init__(self) -> None:
         import torch
@@ -205,9 +201,9 @@ class Mortal(Role):
 
 
 def test_memory_and_a_worker_that_dies(tmp_path: Path) -> None:
-    """What moves has a row, with its bytes, and with what stays and why; after a restart nothing sleeps.
+    """Each sleep and wake is a span with its bytes and the memory that stays; a restart resets the counter.
 
-    What ran is in the trace until the death was known, on all ranks; what waited behind it isn't.
+    A call is in the trace until the death is known, on all ranks; a call that waited behind it isn't.
     """
     path, listening = tmp_path / "trace.json", Listening()
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(2, cpus=0) as pool:
@@ -240,7 +236,7 @@ def test_memory_and_a_worker_that_dies(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:
-    """What was told is in the file, up to its end bracket, which viewers don't need."""
+    """An unfinished trace has all events in its file, and lacks its end bracket only."""
     path = tmp_path / "trace.json"
     with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
         trace = runtime.trace(path)
@@ -254,7 +250,7 @@ def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:
 
 
 def test_bytes_on_their_way(tmp_path: Path) -> None:
-    """What comes from another worker has a row of its own beside the slot's; the driver's calls have bytes, too."""
+    """Bytes from another worker have a row beside the slot's, and calls on the driver have byte counts."""
     path, count = tmp_path / "trace.json", 1 << 20
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(2, cpus=0) as pool:
         roles = {"one": colocate.role(Numbers).on(slots=[1]), "both": colocate.role(Numbers)}
@@ -290,7 +286,7 @@ def test_bytes_on_their_way(tmp_path: Path) -> None:
 
 
 def test_what_overlaps(tmp_path: Path) -> None:
-    """Calls of async methods that run at the same time have a row each; it is free again afterwards."""
+    """Overlapping calls of async methods have a row each, which later calls use again."""
     path = tmp_path / "trace.json"
 
     class Waiting(Role):

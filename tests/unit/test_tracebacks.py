@@ -1,4 +1,4 @@
-"""Tracebacks as users read them: their own frames, and the framework's as a number."""
+"""Tracebacks for users: their own frames, and a count of the framework's."""
 
 import contextlib
 import importlib
@@ -36,7 +36,7 @@ def raised(strict: bool) -> colocate.RoleError:
 
 
 def test_an_error_of_a_role() -> None:
-    """The frames of roles, the line that made the call, and the framework's as a number."""
+    """A role's error has the frames of roles, the line of the call, and a count of the framework's frames."""
     error = raised(strict=True)
     trace = str(error.remote_traceback)
     assert re.findall(r", in (\w+)", trace)[:2] == ["outer", "inner"]
@@ -47,12 +47,12 @@ def test_an_error_of_a_role() -> None:
     assert re.search(
         r'  File ".*test_tracebacks.py", line \d+, in raised\n(?:    .*\n)+  \.\.\. \d+ frames? of coloc', text
     )
-    assert "direct cause" not in text  # the traceback of the worker tells the cause
+    assert "direct cause" not in text  # the worker's traceback has the cause
     assert text.startswith(f"Traceback (most recent call last):\n{format_user_frames(error)}")
 
 
 def test_lines_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is built on colocate is passed by like colocate, once it says so: its users' lines are told, not its own."""
+    """A package that declares itself a library is skipped in `called_at`, which is then a line of its user."""
     (tmp_path / "built_on_it").mkdir()
     (tmp_path / "built_on_it" / "__init__.py").write_text("")
     (tmp_path / "built_on_it" / "groups.py").write_text("def call(method, *args):\n    return method(*args)\n")
@@ -74,7 +74,7 @@ def test_lines_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_stands_between_them_belongs_to_them() -> None:
-    """A context manager of the framework brings a frame of contextlib's; one of users' is theirs."""
+    """A contextlib frame belongs to the framework in its context managers, and to the user otherwise."""
     config = colocate.load_config({"pools": {"main": {"slots": 1}}})
     with pytest.raises(OSError, match="mine") as caught, colocate.launch(config):
         raise OSError("mine")
@@ -90,7 +90,7 @@ def test_what_stands_between_them_belongs_to_them() -> None:
 
 
 def test_without_users_frames_all_of_them_are_shown() -> None:
-    """The fault is the framework's then."""
+    """A traceback without user frames shows all frames."""
     with pytest.raises(colocate.ConfigError) as caught:
         colocate.load_config({"seed": "x"})
     error = caught.value
@@ -102,8 +102,8 @@ def test_without_users_frames_all_of_them_are_shown() -> None:
 
 
 def test_what_is_out_of_memory() -> None:
-    """Of torch's allocators, of CUDA's own, and of its libraries; a budget's error says who has what itself."""
-    pytest.importorskip("torch")  # without which only Python's own is one
+    """Errors of torch's allocators, of CUDA and of its libraries are out-of-memory errors; a budget's error isn't."""
+    pytest.importorskip("torch")  # Without torch, only Python's own error is one.
     for is_one in (
         MemoryError(),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"),
@@ -120,7 +120,7 @@ def test_what_is_out_of_memory() -> None:
 
 
 def test_frames_of_an_executor_are_a_number_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says which packages are its own: nobody knows them by name."""
+    """An executor's frames become a count once its packages are declared."""
     monkeypatch.setattr(tracebacks, "_executors", set())
     with pytest.raises(ValueError, match="Expecting value") as caught:
         json.loads("no JSON")
@@ -154,7 +154,7 @@ with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
 
 @pytest.mark.parametrize("what", ["fail", "fale", "early", "own"])
 def test_what_ends_a_script(tmp_path: Path, what: str) -> None:
-    """Its own frames are shown, and how many of colocate's; one hint of a name; an error of its own as ever."""
+    """A failed script shows its own frames, a count of colocate's, and one hint; its own errors are unchanged."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py", what], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
@@ -169,7 +169,7 @@ def test_what_ends_a_script(tmp_path: Path, what: str) -> None:
 
 
 def test_who_tells_errors_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that somebody has set stays."""
+    """`connect()` keeps an excepthook that is set already."""
     told: list[object] = []
     monkeypatch.setattr(sys, "excepthook", hook := lambda *error: told.append(error))
     with colocate.connect():

@@ -1,4 +1,4 @@
-"""Driver and worker of different versions refuse each other, and a driver the record of a pool of another one."""
+"""Version checks: a driver and its worker, and a driver and the record of another driver's pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate.testing.probes.plain import Echo
 
 
 def test_facts_that_differ() -> None:
-    """The first difference is told, with both versions and what to do; a version from before there was one, too."""
+    """The first difference is described, with both versions and the cure, also for a side without a version."""
     here = {"colocate": "2.0", "protocol": 3, "python": "3.12"}
     cure = "install the same in both: pip install . in checkouts of colocate of the same commit"
     assert versions.describe_mismatch(here, dict(here, pid=1)) is None
@@ -30,7 +30,7 @@ def test_facts_that_differ() -> None:
 
 
 def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its group doesn't start, and says why, although that worker can't even read who it is to be."""
+    """A group whose worker has another version doesn't start, says why, and leaves nothing behind."""
     facts: dict[str, Any] = {**versions.own_facts(), "protocol": 99}
     monkeypatch.setattr(versions, "own_facts", lambda: facts)
     with colocate.connect(processes=True) as runtime, runtime.reserve(1) as pool:
@@ -40,7 +40,7 @@ def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lane_that_begins_otherwise(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A driver from before messages had versions, or an executor that sends something else: nobody waits for it."""
+    """A worker whose first message is unknown exits at once, and says so."""
     monkeypatch.setattr("colocate_local.processes.first_message", lambda boot: (("boot",), wire.pack(boot)))
     with colocate.connect(processes=True) as runtime, runtime.reserve(1) as pool:
         with pytest.raises(RoleStartError, match="exited with code 1"):
@@ -50,7 +50,7 @@ def test_lane_that_begins_otherwise(monkeypatch: pytest.MonkeyPatch, capfd: pyte
 
 
 def test_record_of_another_form() -> None:
-    """It is refused before anything in it is unpickled."""
+    """A record of another version is refused before anything in it is unpickled."""
     here = platform.python_version().rpartition(".")[0]
     for of, words in (
         ((colocate.__version__, here), rf"colocate {colocate.__version__} \(records of form 1\) and Python {here}"),

@@ -1,4 +1,4 @@
-"""Memory that is taken from its addresses and given back to them: `vmm.c` itself, on a driver that is played."""
+"""`vmm.c` on a simulated driver: memory is taken from its addresses and given back."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def chunks(segment: Segment, *indices: int, used: int = 0) -> list[Chunk]:
 
 
 def test_segments(gpu: PlayedVmm) -> None:
-    """Large ones have large chunks: of the last one there is what there is; a range may end within one.
+    """A large segment has large chunks, with a shorter last one, and a range may end within a chunk.
 
-    Nothing is taken from a segment that has the addresses of one that is no more, and what sleeps can be let go of.
-    A thread that has used no device yet may ask, too.
+    An old serial takes nothing from a new segment at the same addresses, and a segment that sleeps can be freed. A
+    thread that has used no device yet may give memory, too.
     """
     gpu.limit(512 << 20)
     large = made(gpu, 320 << 20)
@@ -61,7 +61,7 @@ def test_segments(gpu: PlayedVmm) -> None:
 
 
 def test_a_sleep_that_fails(gpu: PlayedVmm) -> None:
-    """What the driver doesn't let go of is there, and the rest has gone; it can be tried again, and woken."""
+    """A failed sleep keeps only the chunks that the driver didn't release, and can be retried or woken."""
     for call in range(1, 8):
         segment = made(gpu, 3 * GRAIN)
         fill(segment.address, segment.size, 7)
@@ -70,7 +70,7 @@ def test_a_sleep_that_fails(gpu: PlayedVmm) -> None:
             gpu.vmm.take_memory(0, chunks(segment, 0, 1, 2))
         gpu.fail_at(0)
         left = gpu.state()[0]
-        assert left == (3 * GRAIN if call == 1 else GRAIN)  # nothing is taken while the device computes
+        assert left == (3 * GRAIN if call == 1 else GRAIN)  # nothing is taken before the device is idle
         assert gpu.vmm.present_bytes(segment.address, segment.size) == left
         assert gpu.vmm.absent_bytes(0)[0] == 3 * GRAIN - left
         gpu.vmm.give_memory(0, [(segment.address, segment.size)])
@@ -81,7 +81,7 @@ def test_a_sleep_that_fails(gpu: PlayedVmm) -> None:
 
 
 def test_a_segment_that_can_not_be_let_go_of(gpu: PlayedVmm) -> None:
-    """Nobody else gets its addresses."""
+    """A segment that can't be freed keeps its addresses reserved."""
     segment = made(gpu, 2 * GRAIN)
     ranges = gpu.state()[2]
     gpu.fail_at(2)
@@ -93,7 +93,7 @@ def test_a_segment_that_can_not_be_let_go_of(gpu: PlayedVmm) -> None:
 
 
 def test_a_wake_that_fails(gpu: PlayedVmm) -> None:
-    """Nothing of it stays: what slept sleeps, what was there is as it was; it can be tried again."""
+    """A failed wake changes nothing, and can be retried."""
     segment = made(gpu, 4 * GRAIN)
     for index in range(4):
         fill(segment.address + index * GRAIN, GRAIN, index + 1)
@@ -102,7 +102,7 @@ def test_a_wake_that_fails(gpu: PlayedVmm) -> None:
     while True:
         gpu.fail_at(failures + 1)
         try:
-            gpu.vmm.give_memory(0, [(segment.address + GRAIN - 1, 2)])  # of the first two
+            gpu.vmm.give_memory(0, [(segment.address + GRAIN - 1, 2)])  # across the first two chunks
         except VmmError:
             failures += 1
         else:
@@ -115,7 +115,7 @@ def test_a_wake_that_fails(gpu: PlayedVmm) -> None:
     assert gpu.state() == (3 * GRAIN, 3, 1)
     assert gpu.vmm.absent_bytes(0) == (GRAIN, 5)
     assert holds(segment.address + 3 * GRAIN, GRAIN, 4)
-    gpu.limit(3 * GRAIN)  # there is no room for the last one
+    gpu.limit(3 * GRAIN)  # no room for the last chunk
     with pytest.raises(VmmError, match="out of memory"):
         gpu.vmm.give_memory(0, [(segment.address, segment.size)])
     assert gpu.state() == (3 * GRAIN, 3, 1)
@@ -124,7 +124,7 @@ def test_a_wake_that_fails(gpu: PlayedVmm) -> None:
 
 
 def test_a_segment_that_can_not_be_made(gpu: PlayedVmm) -> None:
-    """Nothing of it is left, wherever that fails."""
+    """A segment whose allocation fails leaves nothing behind."""
     for call in range(1, 20):
         gpu.fail_at(call)
         address = gpu.alloc(3 * GRAIN)

@@ -1,4 +1,4 @@
-"""Whoever asks another process waits in `Requests`; what else can wait is known, with what it waits for."""
+"""Waits for answers of other processes are in `Requests`; each other module that can wait is listed with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OF_MODULES = {
 }
 EXECUTORS = layers.CORE.parents[1] / "executors"
 
-# The first one waits for answers; of the others those do whose reason says why it can't be there.
+# `_protocol.requests` waits for answers. Any other module that does so has the reason in its text.
 KNOWN = {
     "_protocol.requests": "answers",
     "_devices.copies": "a device, for copies that it was given",
@@ -86,7 +86,7 @@ KNOWN = {
 
 
 def waits(tree: ast.AST) -> bool:
-    """Whether a module makes what can be waited for, or waits for a descriptor or an engine."""
+    """Return whether a module makes a waitable object, or waits for a descriptor or an engine."""
     return any(
         (name := _called(node.func)).rpartition(".")[2] in WAITS | SOCKETS or name in OF_MODULES
         for node in ast.walk(tree)
@@ -95,7 +95,7 @@ def waits(tree: ast.AST) -> bool:
 
 
 def _called(function: ast.expr) -> str:
-    """The last two parts of a name."""
+    """Return the last two parts of a function's name."""
     if isinstance(function, ast.Subscript):
         function = function.value
     return ".".join(ast.unparse(function).split(".")[-2:])

@@ -1,4 +1,4 @@
-"""verl's `main_ppo` with the demo's config and answers: its task runner, which is a Ray actor, is the driver."""
+"""verl's `main_ppo` with the demo's config and answers; the driver is its task runner, a Ray actor."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from colocate_verl.demo import ENVIRONMENT, make, settings
 
 os.environ.update(ENVIRONMENT)
-from verl.trainer.main_ppo import TaskRunnerV1, run_ppo  # in that environment
+from verl.trainer.main_ppo import TaskRunnerV1, run_ppo  # This reads the environment.
 
 folder, of_ray = sys.argv[1:]
 log = Path(folder) / "log.jsonl"
 os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
-del os.environ["COLOCATE_VERL"]  # the driver has read it, and Ray's processes don't have it, as on a cluster elsewhere
+del os.environ["COLOCATE_VERL"]  # Ray's processes lack this, as on a cluster elsewhere.
 
 
 class WithAnswers(TaskRunnerV1.__ray_actor_class__):

@@ -1,4 +1,4 @@
-"""verl isn't among what `make test` has: `make verl-tests` runs these. They are on COLOCATE_VERL, or else local."""
+"""`make verl-tests` runs these tests, on COLOCATE_VERL or else local: `make test` has no verl."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ if not collect_ignore_glob:
 
 @pytest.fixture(autouse=True, scope="session")
 def cluster() -> Iterator[None]:
-    """A cluster that has room for all worker groups of these tests, on the executors that count CPUs."""
+    """Start a cluster with room for all worker groups of these tests, on executors that count CPUs."""
     if collect_ignore_glob:
         yield
         return
@@ -30,7 +30,7 @@ def cluster() -> Iterator[None]:
         return
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as folder:  # Ray wants a short name
+    with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as folder:  # Ray's socket paths must be short.
         ray.init(num_cpus=64, num_gpus=0, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
         ENGINE.connect_runtime()
         yield
@@ -39,7 +39,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def settled() -> Iterator[None]:
-    """Worker groups end when they are collected: what a test has made is to be gone with it."""
+    """Wait for a test's worker groups, which end when they are collected."""
     yield
     from colocate_verl.driver import ENGINE
 

@@ -1,4 +1,4 @@
-"""A user's script on Ray, whose workers ask Ray; a driver that is a Ray actor, as verl's trainers are; Ray again."""
+"""A user's script on Ray, whose workers call Ray; a driver that is a Ray actor; a second Ray after the first."""
 
 import json
 import sys

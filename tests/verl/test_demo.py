@@ -1,4 +1,4 @@
-"""verl's unchanged trainers, with its engines on the CPU: on each executor the losses of its own worker groups."""
+"""verl's unchanged trainers, with engines on the CPU, have the losses of verl's own worker groups."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def demo(folder: Path, trainer: str, executor: str, *options: str) -> dict[str, 
     out = folder / f"{trainer}-{executor}.json"
     command = [sys.executable, "-W", "ignore", "-m", "colocate_verl.demo", "--trainer", trainer, "--executor", executor]
     environment = {name: value for name, value in os.environ.items() if name != "COLOCATE_VERL"}
-    with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as temporary:  # verl leaves locks of checkpoints there
+    with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as temporary:  # verl leaves checkpoint locks there.
         environment["TMPDIR"] = temporary
         done = subprocess.run(
             [*command, *options, "--out", str(out)], env=environment, capture_output=True, text=True, check=False
@@ -32,7 +32,7 @@ def demo(folder: Path, trainer: str, executor: str, *options: str) -> dict[str, 
 
 
 def by_verl(folder: Path, trainer: str) -> dict[str, Any]:
-    """What verl's own worker groups come to; once for all tests."""
+    """Return a run of verl's own worker groups, made once for all tests."""
     if trainer not in BY_VERL:
         BY_VERL[trainer] = demo(folder, trainer, "verl")
     return BY_VERL[trainer]
@@ -51,7 +51,7 @@ def assert_equal(run: dict[str, Any], other: dict[str, Any], trainer: str) -> No
 class TestTrainers:
     @pytest.mark.parametrize("trainer", ["v0", "v1"])
     def test_ppo_comes_to_the_same(self, tmp_path, trainer):
-        """Losses and gradient norms of three steps are verl's own, and only on Ray there is a Ray."""
+        """Losses and gradient norms of three PPO steps equal verl's own, and only on Ray a Ray is started."""
         if trainer == "v1" and EXECUTOR != "ray":
             pytest.skip("V1's data is in Ray actors")
         run = demo(tmp_path, trainer, EXECUTOR)
@@ -59,14 +59,14 @@ class TestTrainers:
         assert run["ray"] == ITS_RAY
 
     def test_sft_comes_to_the_same_and_goes_on(self, tmp_path):
-        """So do those of the SFT trainer, and a run that is resumed from a checkpoint is equal to one that wasn't."""
+        """The SFT trainer's losses equal verl's own, and a resumed run repeats the last step's losses."""
         run = demo(tmp_path, "sft", EXECUTOR)
         assert_equal(run, by_verl(tmp_path, "sft"), "sft")
         assert losses({"steps": run["again"]}, "sft") == losses(run, "sft")[-1:]
         assert run["ray"] == ITS_RAY
 
     def test_a_critic_that_sleeps(self, tmp_path):
-        """The critic sleeps while the actor trains: its bytes are gone, and the losses are equal."""
+        """A critic sleeps while the actor trains: all its bytes are freed, and the losses are unchanged."""
         run = demo(tmp_path, "v0", EXECUTOR, "--sleep")
         assert_equal(run, by_verl(tmp_path, "v0"), "v0")
         assert run["asleep_bytes"] > 900_000  # 80,000 weights in float32, and Adam's two moments of each
@@ -86,7 +86,7 @@ class TestTrainers:
     ],
 )
 def test_what_it_is_told_wrongly(options, told):
-    """It says so before anything starts."""
+    """The demo refuses a wrong option with exit code 2 and the reason."""
     command = [sys.executable, "-m", "colocate_verl.demo", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -95,7 +95,7 @@ def test_what_it_is_told_wrongly(options, told):
 
 @pytest.mark.parametrize("trainer", ["v0", "v1"])
 def test_a_config_of_ones_own(tmp_path, trainer):
-    """What is changed is changed, also what verl's own config lacks, and the rest is as it was."""
+    """A user's settings apply, also for keys that verl's config lacks, and other settings are unchanged."""
     new = {"data.train_batch_size": 4, "actor_rollout_ref.rollout.custom.weights": "elsewhere"}
     before, after = settings(trainer, tmp_path, 2), settings(trainer, tmp_path, 2, {**new, "+trainer.mine": 1})
     assert (after.data.train_batch_size, after.trainer.mine) == (4, 1)

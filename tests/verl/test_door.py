@@ -1,4 +1,4 @@
-"""The door into verl, and the names of verl's and Ray's on which it depends."""
+"""The entry into verl, and the names of verl's and Ray's that the entry needs."""
 
 import ast
 import functools
@@ -40,7 +40,7 @@ class TestDoor:
         ],
     )
     def test_what_keeps_it_shut(self, executor, version, words):
-        """verl swallows what a plugin raises: it is printed, and the first worker group raises it."""
+        """A plugin's error, which verl swallows, is printed, and the first worker group raises the error."""
         code = (
             "import importlib.metadata as m; of = m.version\n"
             f"m.version = lambda name: {version!r} if name == 'verl' else of(name)\n"
@@ -87,7 +87,7 @@ class TestDoor:
 
 
 class TestPrivateNames:
-    """Each that is gone has its test fail, and not a trainer."""
+    """A name that verl or Ray has dropped fails its test, and not a trainer."""
 
     def test_of_verl(self):
         home = private.import_home()

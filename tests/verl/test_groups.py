@@ -1,4 +1,4 @@
-"""verl's worker groups on colocate: what their callers get."""
+"""verl's worker groups on colocate: calls, classes, pools, failures and refusals."""
 
 import asyncio
 import importlib
@@ -127,7 +127,7 @@ class TestSeveralClasses:
         assert "role critic rank 1/2 (Critic)" in graph
 
     def test_they_have_verls_names(self, both, tmp_path):
-        """Graph, memory, `colocate top`, trace and errors say `critic.train_mini_batch`, and no generic call."""
+        """Graph, `colocate top`, trace and errors have verl's names of calls, and memory has verl's names of roles."""
         runtime, trace = ENGINE.connect_runtime(), tmp_path / "trace.json"
         with runtime.trace(trace):
             calls = both.spawn({"critic"})["critic"].train_mini_batch(tmp_path / "until")
@@ -174,7 +174,7 @@ class TestPools:
     def test_groups_share_its_slots(self):
         pool = RayResourcePool([1], use_gpu=False, max_colocate_count=2)
         first = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 1), name_prefix="f")
-        env = {"OMP_NUM_THREADS": "3"}  # which is read when a worker starts
+        env = {"OMP_NUM_THREADS": "3"}  # A worker reads this at its start.
         second = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 2), name_prefix="g", worker_env=env)
         assert (first.to_all(0), second.to_all(0)) == ([1], [2])
         assert second.execute_rank_zero_sync("variable", "OMP_NUM_THREADS") == "3"

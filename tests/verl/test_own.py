@@ -1,4 +1,4 @@
-"""verl by a config of one's own: the example of the page, and what can't run where there is no Ray."""
+"""verl by a user's own config: the page's example, and trainers that can't run without Ray."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(900)
 def test_the_example_goes_on_by_its_own_reward(tmp_path):
-    """Model, batch and reward are those that it says, and another run goes on after the newest checkpoint."""
+    """The example trains with its own reward, and a second run resumes from the newest checkpoint."""
     text = EXAMPLE.read_text()
     body = next(line for line in text.splitlines() if line.startswith("    return 1.0 if"))
     (tmp_path / "verl_own.py").write_text(text.replace(body, "    return 0.25 if ground_truth.isdigit() else 9.0"))
@@ -57,7 +57,7 @@ finally:
 
 @pytest.mark.parametrize("names", [("RewardLoopManager",), ("LLMServerManager",)])
 def test_ray_actors_of_verls_where_there_is_no_ray(tmp_path, names):
-    """They are refused by name before a worker is started."""
+    """Without Ray, verl's Ray actors are refused by name before a worker starts."""
     done = run(tmp_path, "-c", REFUSED, *names)
     assert f".{names[0]} would start Ray actors, and there is no Ray" in done.stderr, done.stderr[-3000:]
     assert "CapabilityError: RayPPOTrainer on 'local'" in done.stderr

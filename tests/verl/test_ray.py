@@ -1,4 +1,4 @@
-"""What is so on Ray alone, by a script with a Ray of its own."""
+"""Behaviour on Ray alone, in a script with a Ray of its own."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)  # a dozen processes import verl, beside a
 
 
 def run(script, *folders):
-    with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as folder:  # Ray wants a short name
+    with tempfile.TemporaryDirectory(prefix="verl", dir="/tmp") as folder:  # Ray's socket paths must be short.
         command = [sys.executable, "-W", "ignore", Path(__file__).with_name(script), *folders, folder]
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -51,5 +51,5 @@ def test_groups_end_with_ray(found):
 
 
 def test_main_ppo(tmp_path):
-    """verl's task runner is a Ray actor on a cluster that knows nothing of colocate: V1's losses are verl's own."""
+    """V1's losses equal verl's own with verl's task runner, a Ray actor, as the driver."""
     assert_equal(run("by_main_ppo.py", tmp_path), by_verl(tmp_path, "v1"), "v1")

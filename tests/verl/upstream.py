@@ -1,7 +1,7 @@
 """verl's own tests of worker groups, on colocate: `python tests/verl/upstream.py FOLDER EXECUTOR [FILE ...]`.
 
-FOLDER has verl's source distribution, unpacked and unchanged. `upstream.txt` has what isn't run, with the reason. Each
-file has a process of its own, as some set what is verl's for the whole process.
+FOLDER has verl's source distribution, unpacked and unchanged. `upstream.txt` lists the tests that aren't run, with the
+reasons. Each file runs in a process of its own, as some change verl for their whole process.
 """
 
 import os
@@ -13,26 +13,26 @@ from pathlib import Path
 LIST = Path(__file__).with_name("upstream.txt")
 WITHIN_S = 600
 ENVIRONMENT = {
-    # verl itself runs on accelerators only: the shim makes the CPU one.
+    # verl itself runs only on accelerators: the shim presents the CPU as one.
     "VERL_USE_EXTERNAL_MODULES": "colocate_verl.demo.cpu",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",
-    # These tests begin a Ray of as many CPUs as the machine has, and put more workers than these on it.
+    # These tests start a Ray with the machine's CPUs, and put more workers there.
     "RAY_OVERRIDE_RESOURCES": '{"CPU": 100}',
 }
-OPTIONS = {"dask": {"cpus": 100}}  # as there
+OPTIONS = {"dask": {"cpus": 100}}  # Dask needs as many.
 RUN = "import sys, pytest, colocate_verl; colocate_verl.install({!r}, **{!r}); sys.exit(pytest.main(sys.argv[1:]))"
 
 
 def left_out(executor: str) -> dict[str, str]:
-    """Files and tests that aren't run, with the reason."""
+    """Return the files and tests that aren't run, with the reasons."""
     lines = [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
     rows = [[part.strip() for part in line.split("|")] for line in lines]
     return {name: reason for executors, name, reason in rows if executor in executors.split()}
 
 
 def main(folder: Path, executor: str, *chosen: str) -> int:
-    """Run them; returns 0 when all that isn't left out has passed."""
+    """Run the tests; return the number of files with a failed test."""
     tests, out = folder / "tests" / "single_controller", left_out(executor)
     files = sorted(tests.glob("test_*.py"))
     names = {f"{file.name}{rest}" for file in files for rest in ("", *_tests_of(file))}

@@ -1,4 +1,4 @@
-"""dask-jobqueue's SLURMCluster, adaptive: a pool waits for its Dask workers, and one that is cancelled is replaced."""
+"""A pool waits for Dask workers of an adaptive SLURMCluster (dask-jobqueue), and a cancelled one is replaced."""
 
 import subprocess
 import time

@@ -1,4 +1,4 @@
-"""A job that counts, slowly: what somebody trains for hours, for tests of what happens to it."""
+"""A job that counts slowly, like hours of training, for tests of its interruption."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ class Counter(Role):
         return float(total)
 
     def save(self, directory: str) -> None:
-        time.sleep(1.0)  # a model takes longer than two signals do
+        time.sleep(1.0)  # a model's save, too, outlasts two signals
         torch.save(self.count, Path(directory, f"rank-{self.ctx.rank}.pt"))
 
     def restore(self, directory: str, ranks: int) -> None:
@@ -34,7 +34,7 @@ def train(run: Run, *, steps: int = 100_000, every: int = 20) -> None:
     done = 0 if run.resumed is None else int(run.resumed.name.rpartition("-")[2])
     for step in range(done + 1, steps + 1):
         counts = counter.step()
-        assert counts == [step * len(counts)] * len(counts), (counts, step)  # what was restored is what was saved
+        assert counts == [step * len(counts)] * len(counts), (counts, step)  # the restored counts equal the saved ones
         run.log(step, count=counts[0])
         if step % every == 0 or run.stopping:
             with run.checkpoint(step) as directory:

@@ -1,4 +1,4 @@
-"""Rows that are spread by what they cost."""
+"""Rows that are spread by cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Balance(ExecutorCase):
     """`Scatter(balance=...)`."""
 
     def test_balance(self, spawn: Spawn) -> None:
-        """Ranks get rows that cost the same; what they return, and keep, is in the order of what they were given."""
+        """Ranks get rows of similar cost, and results, also kept ones, are in the order of the input."""
         group = spawn({"costs": colocate.role(Costs), "one": colocate.role(Costs).on(slots=[1])})
         costs, one = group.role("costs", Costs), group.role("one", Costs)
         rows, tokens = [*"abcde"], [9, 9, 1, 2, 3]
@@ -29,7 +29,7 @@ class Balance(ExecutorCase):
         assert costs.lies(resident.ref) == [(["a", "e"], None), (["b", "c", "d"], None)]
         numbers = [*range(5)]
         pairs = [*zip(rows, numbers, strict=True)]
-        for view in (costs, one):  # whoever has them otherwise gets the rows that belong together
+        for view in (costs, one):  # Differently placed arguments are aligned by row.
             plain, chosen = view.tokens.keep(rows, numbers), view.same.keep(numbers, [5, 4, 3, 2, 1])
             for rows_beside in (numbers, plain.ref, chosen.ref):
                 assert costs.zipped(resident.ref, rows_beside) == pairs
@@ -37,14 +37,14 @@ class Balance(ExecutorCase):
                 assert costs.seen(rows_beside, tokens) == [([0, 4], [9, 3]), ([1, 2, 3], [9, 1, 2])]
         again = costs.zipped.keep(resident.ref, numbers)
         assert again.fetch() == pairs
-        assert costs.seen(rows, costs.tokens.keep(rows, tokens).ref) == lies  # fetched: the driver chooses
-        # Sets of two are kept together, or put together again.
+        assert costs.seen(rows, costs.tokens.keep(rows, tokens).ref) == lies  # Fetched: the driver assigns the rows.
+        # Sets of two rows stay together, or are joined again.
         even = [0, 0, 1, 1, 2, 2]
         assert costs.balanced_sets(even, [9, 9, 9, 9, 1, 1]) == [[0, 0], [1, 1, 2, 2]]
         assert costs.sets(costs.same.keep(even, [9, 9, 1, 2, 3, 4]).ref) == [[0, 0, 1, 1], [2, 2]]
 
     def test_balance_refused(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """What isn't a number for each row, or can't be put back in order, is an error that says so."""
+        """Costs that aren't a whole number for each row, and results that can't be reordered, are clear errors."""
         costs = spawn({"costs": colocate.role(Costs)}).role("costs", Costs)
         for tokens, words in (
             ([1.5, 2, 3], "'tokens' says what each row costs, so it has to be whole numbers"),

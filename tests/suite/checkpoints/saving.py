@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the calls: `group.checkpoint(..., wait=False)`."""
+"""Checkpoints that are written while calls run: `group.checkpoint(..., wait=False)`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 def read_tag(folder: Path) -> Any:
-    """Return the tag of the checkpoint which is there; None for none."""
+    """Return the tag of a folder's checkpoint, or None without one."""
     path = folder / "checkpoint.json"
     return json.loads(path.read_text())["tag"] if path.exists() else None
 
 
 class SavingBeside(ExecutorCase):
-    """A checkpoint that doesn't stop the step."""
+    """Checkpoints with `wait=False` beside running calls."""
 
     @pytest.fixture
     def halved(self, spawn: Spawn) -> Callable[..., ColocatedGroup]:
-        """Makes a group of a role whose `save` has two halves."""
+        """Return a function that spawns a role whose `save` has two halves."""
 
         def make(gate: Gate | None = None, how: str = "", slow: int | None = None, **options: Any) -> ColocatedGroup:
             address = None if gate is None else gate.address
@@ -44,7 +44,7 @@ class SavingBeside(ExecutorCase):
 
     @mark_executor_part
     def test_calls_go_on_while_it_is_written(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """A checkpoint has roles as they were when it was asked for, and counts when all ranks have written."""
+        """A checkpoint has the state of its request while calls continue, and exists once all ranks have written."""
         with Gate() as gate:
             group = halved(gate, slow=1)
             role = group.role("halved", HalfSaver)
@@ -65,7 +65,7 @@ class SavingBeside(ExecutorCase):
 
     @pytest.mark.parametrize("how", ["future", "thread", "attribute"])
     def test_what_save_returns_goes_on(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
-        """A future, a thread in a list, a future that is left in an attribute."""
+        """A checkpoint waits for a future or thread of `save`, returned or in an attribute, while calls continue."""
         with Gate() as gate:
             group = spawn({"going": colocate.role(LateSaver, how, gate.address)})
             role = group.role("going", LateSaver)
@@ -80,7 +80,7 @@ class SavingBeside(ExecutorCase):
         assert role.add(0) == [3, 3]
 
     def test_the_same_as_one_that_is_waited_for(self, spawn: Spawn, tmp_path: Path) -> None:
-        """To the last byte; what has no second half is written at once."""
+        """A checkpoint with `wait=False` has the same files as one without, also of roles without a second half."""
         roles: dict[str, RoleSpec[Any]] = {"halved": colocate.role(HalfSaver), "lasting": colocate.role(Lasting)}
         group = spawn(roles)
         group.role("halved", HalfSaver).add(5)
@@ -93,7 +93,7 @@ class SavingBeside(ExecutorCase):
         assert spawn(roles, restore=tmp_path / "two").role("halved", HalfSaver).add(0) == [5, 5]
 
     def test_random_numbers_go_on_from_it(self, spawn: Spawn, tmp_path: Path) -> None:
-        """As they were when states were taken, whatever is drawn while it is written."""
+        """Random states are saved as of the checkpoint's request, whatever is drawn during the write."""
         pytest.importorskip("torch")
         with Gate() as gate:
             roles: dict[str, RoleSpec[Any]] = {
@@ -112,7 +112,7 @@ class SavingBeside(ExecutorCase):
         assert [drawing.draw() for _ in range(2)] == drawn
 
     def test_one_at_a_time(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """The next one, and a restore, wait for it."""
+        """A second checkpoint, or a restore, waits for a running checkpoint."""
         with Gate() as gate, ThreadPoolExecutor(2) as pool:
             group = halved(gate)
             role = group.role("halved", HalfSaver)
@@ -139,7 +139,7 @@ class SavingBeside(ExecutorCase):
         assert read_tag(tmp_path / "two") == 3
 
     def test_what_fails_is_told(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """Once: to who asks, or by the next checkpoint, or by the group's end. An earlier one stays."""
+        """A failed checkpoint keeps the earlier one, and is reported to a waiter, the next checkpoint or the close."""
         group = halved()
         role = group.role("halved", HalfSaver)
         group.checkpoint(tmp_path / "one", tag="before")
@@ -167,7 +167,7 @@ class SavingBeside(ExecutorCase):
 
     @pytest.mark.parametrize("wait", [True, False])
     def test_other_halves(self, halved: Callable[..., ColocatedGroup], tmp_path: Path, wait: bool) -> None:
-        """What comes after a second `yield` runs when all ranks have written. A `save` may end before its first one."""
+        """Code after a second `yield` runs once all ranks have written; a `save` may end before its first `yield`."""
         with Gate() as gate:
             group = halved(how="all")
             role = group.role("halved", HalfSaver)
@@ -195,7 +195,7 @@ class SavingBeside(ExecutorCase):
         assert role.add() == [8, 8]
 
     def test_closing_waits_for_it(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """Within its grace; then it is void, which is told, and what was there stays."""
+        """A close waits for a checkpoint within its grace; then the checkpoint fails and the earlier one stays."""
         with Gate() as gate, ThreadPoolExecutor(1) as pool:
             group = halved(gate)
             group.checkpoint(tmp_path / "one", tag="in time", wait=False)
@@ -218,7 +218,7 @@ class SavingBeside(ExecutorCase):
     @needs(OwnProcess)
     @mark_executor_part
     def test_a_worker_dies_meanwhile(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """The group is as the last complete one has it; nothing of the other is left; it is told once."""
+        """After a death amid a checkpoint the group restores the last complete one, and no partial files stay."""
         with Gate() as gate:
             group = halved(on_failure="restart")
             role = group.role("halved", HalfSaver)

@@ -1,4 +1,4 @@
-"""What is in checkpoints, what they may replace, and groups that come back as their last one has them."""
+"""Contents of checkpoints, folders that they may replace, and groups that are restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Checkpoints(ExecutorCase):
     """`group.checkpoint`, `group.restore`, and `restore=`."""
 
     def test_a_checkpoint_is_whole_or_not_there(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A `save` that raises leaves what was there."""
+        """A `save` that raises leaves the earlier checkpoint in place."""
         folder = tmp_path / "checkpoints" / "one"
         spawn({"lasting": colocate.role(Lasting)}).checkpoint(folder, tag="before")
         group = spawn({"lasting": colocate.role(Lasting, unsaved=True)})
@@ -53,7 +53,7 @@ class Checkpoints(ExecutorCase):
         ["future", "thread", "attribute", "several", "response", "coroutine", "tasks", "another loop"],
     )
     def test_it_counts_when_what_save_returns_is_over(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
-        """A future, a thread, a coroutine with its tasks, several; also a future that is left in an attribute."""
+        """A checkpoint waits for all futures, threads, coroutines and tasks of `save`, returned or in an attribute."""
         with Gate() as gate, ThreadPoolExecutor(1) as pool:
             group = spawn({"later": colocate.role(LaterSaver, how, gate.address)})
             group.role("later", LaterSaver).add(3)
@@ -70,7 +70,7 @@ class Checkpoints(ExecutorCase):
 
     @mark_executor_part
     def test_what_is_not_there_when_it_is_to_count(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A role's error, and the checkpoint of before stays: files that aren't there, or not whole."""
+        """Missing or incomplete files fail the checkpoint with a role's error, and the earlier checkpoint stays."""
         group = spawn({"later": colocate.role(LaterSaver, "process")})
         later = group.role("later", LaterSaver)
         group.checkpoint(tmp_path / "one", tag="before")
@@ -93,7 +93,7 @@ class Checkpoints(ExecutorCase):
         assert later.add() == [1, 1]
 
     def test_files_that_are_not_what_was_saved(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Such files are named, by whoever would go on from them."""
+        """A restore and a start refuse changed or missing files, and name the file."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting), "empty": colocate.role(Drawing)}
         group = spawn(roles)
         role = group.role("lasting", Lasting)
@@ -115,7 +115,7 @@ class Checkpoints(ExecutorCase):
             group.restore(tmp_path / "one")
         with pytest.raises(RoleStartError, match="lasting/1 has other contents than it had"):
             spawn(roles, restore=tmp_path / "one")
-        first.write_text("xx")  # which can't be read
+        first.write_text("xx")  # Unreadable for the role.
         second.write_text("41")
         with pytest.raises(RoleError, match="lasting/0 has other contents than it had"):
             group.restore(tmp_path / "one")
@@ -126,7 +126,7 @@ class Checkpoints(ExecutorCase):
     def test_what_a_checkpoint_never_replaces(
         self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Everything else is refused before anything is touched, with what lies there and what to do."""
+        """A checkpoint refuses a folder with other contents before changing anything, and says what is there."""
         group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
         group.checkpoint(tmp_path / "mine")
         (tmp_path / "mine" / "notes.txt").write_text("kept")
@@ -166,7 +166,7 @@ class Checkpoints(ExecutorCase):
         assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
 
     def test_several_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Checkpoints are written one after the other, in whatever order; all succeed, and the last one is there."""
+        """Concurrent checkpoints to one folder all succeed, and the last one is there."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
         group = spawn(roles)
         role = group.role("lasting", Lasting)
@@ -183,7 +183,7 @@ class Checkpoints(ExecutorCase):
         assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [16, 16]
 
     def test_roles_that_can_not_be_saved(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A role with half of the two methods, or a group without any that has them."""
+        """A role with only one of `save` and `restore`, and a group without both methods, are refused."""
         group = spawn({"half": colocate.role(HalfSaved), "lasting": colocate.role(Lasting)}, slots=1)
         with pytest.raises(ConfigError, match=r"HalfSaved has save\(\) but no restore\(\)"):
             group.checkpoint(tmp_path / "one")
@@ -198,9 +198,9 @@ class Checkpoints(ExecutorCase):
 
     @needs_feature("functions")
     def test_calls_are_counted_on(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Seeds of calls are equal on all ranks, and go on from a checkpoint, whatever else is called meanwhile.
+        """Call seeds are equal on all ranks and continue from a checkpoint, whatever is called in between.
 
-        A call that fails before other ranks have begun it counts on all of them.
+        A call that fails before other ranks have begun counts on all ranks.
         """
         roles: dict[str, RoleSpec[Any]] = {"seeded": colocate.role(SeededRole)}
 
@@ -225,14 +225,14 @@ class Checkpoints(ExecutorCase):
         group.role("seeded", SeededRole).wait([None, None])
         again = seeds(group)
         assert len({*before, *again}) == 4
-        assert again[1] == after[0]  # which came behind the one that failed
+        assert again[1] == after[0]  # The seed of the call after the failed one.
         group.close()
         group = spawn(roles, name="counted", restore=tmp_path / "one")
         group.run(do_nothing)
         assert seeds(group) == again
 
     def test_of_another_number_of_ranks(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Refused, unless the role can go on from that: it says so, or its files do."""
+        """A restore with another number of ranks is refused, unless the role or its file format can resize."""
         roles: dict[str, RoleSpec[Any]] = {
             "resizable": colocate.role(Resizable),
             "distributed": colocate.role(Distributed),
@@ -250,13 +250,13 @@ class Checkpoints(ExecutorCase):
 
     @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0", "[" * 100_000], ids=lambda text: text[:9])
     def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
-        """A checkpoint that can't be read, or that something else has written."""
+        """A checkpoint file that is damaged, or of another program, is refused."""
         (tmp_path / "checkpoint.json").write_text(text)
         with pytest.raises(ConfigError, match="damaged, or something else's"):
             spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
 
     def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A checkpoint is found where it is, by who only reads, and replaced by who writes."""
+        """A checkpoint whose replacement was interrupted is found by readers, and replaced by the next writer."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
         group = spawn(roles)
         group.role("lasting", Lasting).add()
@@ -271,7 +271,7 @@ class Checkpoints(ExecutorCase):
     @pytest.mark.parametrize("cls", [Lasting, TimedCall])
     @needs_feature("pipelines")
     def test_a_group_goes_on_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path, cls: type[Lasting]) -> None:
-        """In the order of its calls; whatever it did before, and whether or not its callers may call `save` too."""
+        """A restore takes its place in the order of calls, also if callers may call `save`."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(cls), "passing": colocate.role(PassingSaver)}
         group = spawn(roles)
         role, passing = group.role("lasting", Lasting), group.role("passing", PassingSaver)
@@ -290,7 +290,7 @@ class Checkpoints(ExecutorCase):
     @needs(OwnProcess)
     @mark_executor_part
     def test_it_goes_on_from_its_checkpoint(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
-        """Roles are as the last checkpoint has them, on new workers; one that can't be saved is as constructed."""
+        """After a death roles continue from the last checkpoint in new workers; an unsavable role starts anew."""
         group = lasting(more={"passing": colocate.role(PassingSaver)})
         role, passing = group.role("lasting", Lasting), group.role("passing", PassingSaver)
         assert group.wait_ready() is None
@@ -313,7 +313,7 @@ class Checkpoints(ExecutorCase):
 
     @needs(OwnProcess)
     def test_random_numbers_go_on(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A checkpoint keeps the states of generators."""
+        """A restarted group's random generators continue from the checkpoint."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting), "drawing": colocate.role(Drawing)}
         group = spawn(roles, on_failure="restart")

@@ -1,4 +1,4 @@
-"""Roles that start processes by `ctx.start`, and what these run."""
+"""Roles that start processes by `ctx.start`, and the programs of these processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 
 class Starter(Role):
-    """Has a child of each kind that it is asked for."""
+    """A role that starts a child of each kind on request."""
 
     def __init__(self, fails: str | None = None) -> None:
         self.child: Child
@@ -43,14 +43,14 @@ class Starter(Role):
     def serve(
         self, first: str = "", name: str = "server", fails: Any = "call", health: Any = None, python: str | None = None
     ) -> int:
-        """Start a function."""
+        """Start a function as the child."""
         options: dict[str, Any] = {"health": partial(is_healthy, health), "hung_after": 0.3} if health else {}
         self.child = self.ctx.start(partial(serve, first=first), name=name, fails=fails, python=python, **options)
         return self.child.pid
 
     @method(collect=First())
     def command(self, /, command: Sequence[str], **options: Any) -> tuple[int, int | None]:
-        """Start a command."""
+        """Start a command as the child."""
         if "line" in options:
             options["ready"] = re.compile(options.pop("line"))
         self.child = self.ctx.start(command, **options)
@@ -58,12 +58,12 @@ class Starter(Role):
 
     @method(collect=First())
     def start(self, /, what: Any, **options: Any) -> None:
-        """Start anything."""
+        """Start a child without keeping its handle."""
         self.ctx.start(what, **options)
 
     @method(collect=First())
     def ask(self, *asked: Any) -> Any:
-        """Ask the child something, and wait for what only it can answer."""
+        """Send commands to the child, and return its next answer."""
         for command in asked:
             assert self.child.connection is not None
             self.child.connection.send(command)
@@ -72,7 +72,7 @@ class Starter(Role):
 
     @method(collect=First())
     def wait(self, gate: Address) -> None:
-        """Wait in Python code for what never comes."""
+        """Wait in Python code for a value that never comes."""
         pass_gate(gate)
         queue.Queue[int]().get()
 
@@ -83,12 +83,12 @@ class Starter(Role):
 
     @method(collect=First())
     def pass_gate(self, gate: Address) -> None:
-        """Wait at a gate, which no end of a child opens on threads."""
+        """Wait at a gate, which on threads no child's death interrupts."""
         pass_gate(gate)
 
     @method(collect=First())
     def recovers(self, gate: Address) -> Any:
-        """Start it again in the call that has heard of its end."""
+        """Start the child again in the call that receives ChildDied."""
         try:
             self.wait(gate)
         except ChildDied:
@@ -97,12 +97,12 @@ class Starter(Role):
 
     @method(collect=First())
     def keep_the_gil(self, seconds: float) -> None:
-        """Have nothing else of this process run for a while."""
+        """Hold the GIL for some seconds."""
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
     @method(collect=First())
     def asks_again(self) -> Any:
-        """Hear by its connection that it is gone, and start it again."""
+        """Kill the child, get ChildDied from the connection, and start the child again."""
         os.kill(self.child.pid, signal.SIGKILL)
         try:
             self.ask()
@@ -112,7 +112,7 @@ class Starter(Role):
 
     @method(collect=First(), revives=True)
     def seen(self) -> tuple[bool, int | None, str, str]:
-        """Whether it is alive, its exit code, its state and its output."""
+        """Return whether the child is alive, its exit code, its state and its output."""
         return self.child.alive, self.child.exitcode, self.child.state, self.child.output
 
     @method(collect=First(), revives=True)
@@ -122,7 +122,7 @@ class Starter(Role):
 
     @method(collect=First())
     def end(self, how: str, seconds: float) -> str:
-        """Stop the child, or wait for its end; what it does then."""
+        """Stop the child, or wait for its exit; return its state."""
         getattr(self.child, how)(seconds)
         return self.child.state
 
@@ -146,14 +146,14 @@ class Starter(Role):
 
 
 class Playing(Role):
-    """Has a child for each row."""
+    """A role with a child for each row."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
 
     @method(rows="row", concurrency=4)
     async def play(self, row: str, gate: Address | None = None) -> tuple[str, str]:
-        """Ask the row's own child, which dies first in some."""
+        """Ask the row's own child, which some rows kill first."""
         child = await asyncio.to_thread(self.ctx.start, serve)
         self.pids.append(child.pid)
         assert child.connection is not None
@@ -171,12 +171,12 @@ class Playing(Role):
 
     @method(collect=First())
     def seen(self) -> list[int]:
-        """The children that it has had."""
+        """Return the pids of all children so far."""
         return self.pids
 
 
 class Patient(Role):
-    """Has a child that lives, and fails of other things."""
+    """A role with a live child, whose calls fail for other reasons."""
 
     def __init__(self) -> None:
         self.child = self.ctx.start(serve, name="server")
@@ -189,7 +189,7 @@ class Patient(Role):
 
     @method(collect=First(), concurrency=2)
     async def act(self, what: str) -> float:
-        """Fail, or tell how long the event loop stood still after somebody beside this has failed."""
+        """Fail, or measure how long the event loop was blocked after another call's failure."""
         return await self._act(what)
 
     async def _act(self, what: str) -> float:
@@ -209,20 +209,20 @@ class Patient(Role):
 
 
 class Served(Role):
-    """Has one child for all rows."""
+    """A role with one child for all rows."""
 
     def __init__(self) -> None:
         self.child = self.ctx.start(serve, name="server")
 
     @method(revives=True)
     def begin(self) -> None:
-        """Start it again where it has died."""
+        """Start the child again if it has died."""
         if not self.child.alive:
             self.child = self.ctx.start(serve, name="server")
 
     @method(rows="row", concurrency=2)
     async def play(self, row: str) -> int:
-        """The rank; on the first one some kill the child, and wait."""
+        """Return the rank; on rank 0 the row 'dies' kills the child and waits."""
         if row == "dies" and self.ctx.rank == 0:
             os.kill(self.child.pid, signal.SIGKILL)
             await asyncio.Event().wait()
@@ -230,7 +230,7 @@ class Served(Role):
 
 
 def run_engine(connection: Any) -> None:
-    """Have weights of its own, and tell their sum."""
+    """Store received weights, and answer each command with their sums."""
     held: dict[str, Any] = {}
     while (command := connection.recv()) is not None:
         if command == "load":
@@ -248,7 +248,7 @@ def run_engine(connection: Any) -> None:
 
 
 class Engines(Role):
-    """Has the weights of another role in a child."""
+    """A target whose weights are in a child."""
 
     def __init__(self) -> None:
         self.begin()
@@ -276,12 +276,12 @@ class Engines(Role):
 
     @method(collect=First())
     def sums(self) -> Any:
-        """Return what the child has, by name."""
+        """Return the sums of the child's weights, by name."""
         return self.held
 
 
 class WeightGiver(Role):
-    """Has weights of several kinds and sizes."""
+    """A source with weights of several dtypes and sizes."""
 
     def __init__(self) -> None:
         whole = torch.arange(3000, dtype=torch.float32, device=self.ctx.device)
@@ -312,12 +312,12 @@ class WeightGiver(Role):
 
     @method(collect=First())
     def sums(self) -> Any:
-        """The same as the child tells."""
+        """Return the sums that the child should report."""
         return {name: (str(tensor.dtype), float(tensor.double().sum())) for name, tensor in self.weights.items()}
 
 
 class User(Role):
-    """Uses the other role's child by that role's object."""
+    """A role that waits for a child through a sibling."""
 
     @method(collect=First())
     def wait(self, gate: Address) -> None:
@@ -329,7 +329,7 @@ class User(Role):
 
 
 class RecordingOrder(Role):
-    """Notes in a file what ends when."""
+    """A role that writes to a file the order in which children and role end."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -345,5 +345,5 @@ class RecordingOrder(Role):
 
 
 def is_healthy(file: str, child: Child) -> bool:
-    """Whether a file isn't there that says otherwise."""
+    """Return whether the file that marks the child as ill is absent."""
     return not Path(file).exists()

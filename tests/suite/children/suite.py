@@ -1,4 +1,4 @@
-"""Processes that roles start: who fails of their end, and that nothing of them is left."""
+"""Children of roles: which calls fail when a child dies, and that no process is left behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ ROOT = repr(str(Path(__file__).parents[3]))
 
 
 def get_starter(group: ColocatedGroup) -> Starter:
-    """Return the view of its role "starter"."""
     return group.role("starter", Starter)
 
 
@@ -59,7 +58,7 @@ class Children(Scripted):
     @needs(OwnProcess)
     @mark_executor_part
     def test_a_call_that_waits_fails_of_its_end(self, spawn: Spawn, waits: str) -> None:
-        """At once, wherever it waits in Python: for a queue, for the child's own answer. The worker goes on."""
+        """A call that waits in Python fails at once when the role's child dies, and the worker stays alive."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter = get_starter(group)
         pid, worker = starter.serve(), starter.pid()
@@ -77,13 +76,13 @@ class Children(Scripted):
         assert "child 'server' of role 'starter' on rank 0" in str(error)
         assert pickle.loads(pickle.dumps(error)).name == "server"
         with pytest.raises(ChildDied, match="was killed by SIGKILL"):
-            starter.pid()  # until it does something about that
+            starter.pid()  # Calls fail until the child is stopped or started again.
         assert starter.serve("the next") != pid
         assert starter.ask(1) == ("the next", 1)
         assert starter.pid() == worker
 
     def test_what_an_async_call_awaits_is_cancelled(self, spawn: Spawn) -> None:
-        """On threads as well, as it is in the hands of an event loop."""
+        """An async call fails when the child dies, also on threads: the event loop cancels the await."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         with Gate() as gate:
@@ -93,7 +92,7 @@ class Children(Scripted):
             assert isinstance(call.exception(PATIENCE_S), ChildDied)
 
     def test_of_a_background_role(self, spawn: Spawn) -> None:
-        """On its own thread what it awaits is cancelled, and its child's connection breaks; others go on."""
+        """A background role's call fails when the child dies, during an await or a read from the child."""
         background = colocate.role(Starter).on(background=True)
         group = spawn({"starter": background, "user": colocate.role(User)}, slots=1)
         starter, user = get_starter(group), group.role("user", User)
@@ -109,7 +108,7 @@ class Children(Scripted):
 
     @mark_executor_part
     def test_the_next_call_fails_of_an_end_between_calls(self, spawn: Spawn) -> None:
-        """With the exit code and the last lines; others of the group go on, and stopping it ends the matter."""
+        """After a child dies between calls, the role's calls fail with exit code and output until a stop."""
         group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
         starter, user = get_starter(group), group.role("user", User)
         os.kill(starter.command([PYTHON, "-c", QUITS], name="quits", ready="the last words")[0], signal.SIGTERM)
@@ -124,7 +123,7 @@ class Children(Scripted):
 
     @needs(OwnProcess)
     def test_who_uses_the_role_fails_as_well(self, spawn: Spawn) -> None:
-        """A call of another role that waits in a method of this one."""
+        """A call of another role that waits in this role's method fails when the child dies."""
         group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
         starter, user = get_starter(group), group.role("user", User)
         pid = starter.serve()
@@ -138,7 +137,7 @@ class Children(Scripted):
 
     @needs(OwnProcess)
     def test_the_call_itself_may_start_it_again(self, spawn: Spawn) -> None:
-        """The call is told once, and goes on."""
+        """The call that receives ChildDied may start the child again and succeed."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         with Gate() as gate:
@@ -148,14 +147,14 @@ class Children(Scripted):
             assert call.result(PATIENCE_S) == ("again", "now")
 
     def test_its_connection_tells_its_end(self, spawn: Spawn) -> None:
-        """On threads, too."""
+        """A broken connection raises ChildDied in the call, which may start the child again, also on threads."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.serve()
         assert starter.asks_again() == ("again", "now")
 
     @needs_feature("looking")
     def test_a_call_that_ends_after_it_fails_of_it(self, spawn: Spawn) -> None:
-        """Where nothing breaks its wait, as on threads."""
+        """A call whose wait can't be interrupted fails with ChildDied at its end."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter, graph = get_starter(group), group.owner.owner.graph
         pid = starter.serve()
@@ -168,7 +167,7 @@ class Children(Scripted):
 
     @mark_executor_part
     def test_one_that_hangs_is_ended_alone(self, spawn: Spawn, tmp_path: Path) -> None:
-        """By its health; the call that waits for it fails with its stack, and the worker goes on."""
+        """A child that fails its health check is killed alone: the waiting call fails with the child's stack."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         worker, ill = starter.pid(), tmp_path / "ill"
         starter.serve(health=str(ill))
@@ -184,7 +183,7 @@ class Children(Scripted):
 
     @needs(OwnProcess)
     def test_who_could_not_be_asked_does_not_hang(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Where the worker itself did nothing for longer than a child may be silent."""
+        """A child isn't taken for hung if the worker itself was blocked for longer than `hung_after`."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.serve(health=str(tmp_path / "ill"))
         starter.keep_the_gil(1.0)
@@ -192,7 +191,7 @@ class Children(Scripted):
 
     @needs(OwnProcess)
     def test_the_group_may_fail_of_it(self, spawn: Spawn) -> None:
-        """With fails="group" as of the death of a worker: without a restart it has failed, with one it goes on."""
+        """With `fails="group"` a child's death counts as a worker's: the group fails, or restarts."""
         roles = {"starter": colocate.role(Starter, "group")}
         group = spawn(roles, slots=1)
         starter = get_starter(group)
@@ -208,7 +207,7 @@ class Children(Scripted):
         assert get_starter(again).ask(1) == ("made", 1)
 
     def test_what_it_has_started_ends_with_it(self, spawn: Spawn) -> None:
-        """Whatever session that is in, however the child ends."""
+        """Processes that a child has started end with the child, after a kill or a stop."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         for end in ("kill", "stop"):
             pid = starter.serve()
@@ -221,11 +220,11 @@ class Children(Scripted):
 
     @mark_executor_part
     def test_what_a_batch_system_sends_is_the_drivers(self, spawn: Spawn) -> None:
-        """A function goes on, as the worker does, for the last step and the checkpoint; it ends when it is asked."""
+        """A child survives the signals of a batch system, and ends by SIGTERM on a stop."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
-        assert starter.ask(1) == ("", 1)  # it has begun
-        for sent in IGNORED:  # one after the other: Python's faulthandler has a small stack for them
+        assert starter.ask(1) == ("", 1)  # The child has started.
+        for sent in IGNORED:  # One at a time: Python's faulthandler has a small stack.
             os.kill(pid, sent)
             assert starter.ask(sent) == ("", sent)
         assert starter.stop() == "stopped"
@@ -233,7 +232,7 @@ class Children(Scripted):
 
     @mark_executor_part
     def test_a_port_as_a_socket(self, spawn: Spawn) -> None:
-        """A command that names {fd} gets a socket that listens; others the number of a port that is held for them."""
+        """A command with {fd} gets a listening socket, and one with {port} the number of a reserved port."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         for words in (["fd", "{fd}"], ["port", "{port}"]):
             url = "http://127.0.0.1:{port}/ready"
@@ -244,7 +243,7 @@ class Children(Scripted):
             starter.stop()
 
     def test_ready_by_a_line(self, spawn: Spawn) -> None:
-        """A part of one, or a pattern."""
+        """`ready` matches a part of an output line, or a pattern."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.command([PYTHON, "-c", FOREVER], name="one", ready="last words")
         assert "the last words" in starter.seen()[3]
@@ -252,7 +251,7 @@ class Children(Scripted):
         assert starter.seen()[2] == "running"
 
     def test_what_is_never_ready_is_told(self, spawn: Spawn) -> None:
-        """In time, with its last output, and it is gone."""
+        """A child that doesn't get ready raises ChildDied with the reason, and the process ends."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(no line like 'never'\)") as caught:
             starter.command([PYTHON, "-c", FOREVER], name="late", line="never", within=0.5)
@@ -264,7 +263,7 @@ class Children(Scripted):
         assert "ValueError: no engine here" in str(caught.value)
         with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(ready=.*says_up.* hasn't returned\)"):
             starter.start(stay_silent, ready=says_up, within=0.5)
-        starter.pid()  # there is none that has died
+        starter.pid()  # No dead child is left to fail this call.
 
     @pytest.mark.parametrize(
         ("what", "options", "words"),
@@ -286,14 +285,14 @@ class Children(Scripted):
         ],
     )
     def test_a_wrong_one_is_refused(self, spawn: Spawn, what: object, options: dict[str, object], words: str) -> None:
-        """With what to do, before anything is started."""
+        """Wrong arguments of `ctx.start` are refused with advice."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with pytest.raises(RoleError, match=words) as caught:
             starter.start(what, **options)
         assert isinstance(caught.value.__cause__, ConfigError)
 
     def test_times_and_what_is_asked_are_checked(self, spawn: Spawn) -> None:
-        """Before anything is started: nothing of the children that are there is held up by a wrong one."""
+        """Wrong times and checks are refused, and don't disturb running children."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         wrong: Any
         for name, wrong in {"within": (None, -1, math.nan), "hung_after": (None, 0, -1, math.nan, True)}.items():
@@ -310,13 +309,13 @@ class Children(Scripted):
         assert starter.end("stop", math.inf) == "stopped"
 
     def test_one_of_little_patience_holds_up_no_other(self, spawn: Spawn) -> None:
-        """The impatient child is ended itself; the ends of others are seen as ever."""
+        """A child with a tiny `hung_after` doesn't delay the exits of other children."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.start([PYTHON, "-c", FOREVER], health="http://127.0.0.1:1/", hung_after=1e-9, fails=None)
         assert starter.run([PYTHON, "-c", "raise SystemExit(7)"])[0] == 7
 
     def test_a_port_that_is_taken(self, spawn: Spawn) -> None:
-        """Is refused before anything is started."""
+        """A port that is taken, or no valid number, is refused."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -327,7 +326,7 @@ class Children(Scripted):
 
     @needs_feature("looking")
     def test_a_name_that_runs_is_taken(self, spawn: Spawn) -> None:
-        """One name is one child of a role; without one each has its own."""
+        """A role has one running child per name; children without a given name get distinct ones."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter = get_starter(group)
         starter.serve()
@@ -343,14 +342,14 @@ class Children(Scripted):
         assert starter.seen() == before
 
     def test_a_command_to_its_end(self, spawn: Spawn) -> None:
-        """With fails=None nobody minds, and the role waits itself."""
+        """With `fails=None` an exit fails no call, and the role reads exit code and output itself."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         assert starter.run([PYTHON, "-c", "print(6 * 7); raise SystemExit(5)"]) == (5, "42")
         code, last = starter.run([PYTHON, "-c", "print('x' * 10**6, end='the end')"])
         assert (code, last[-7:], len(last)) == (0, "the end", 1 << 14)
 
     def test_a_wait_that_was_too_short(self, spawn: Spawn) -> None:
-        """What ends after that has ended by itself."""
+        """A wait that timed out doesn't excuse the child's later death: the next call fails."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         assert "hasn't ended within 0.01 s" in starter.wait_too_short()
@@ -362,14 +361,14 @@ class Children(Scripted):
             starter.pid()
 
     def test_a_constructor_whose_child_dies(self, spawn: Spawn) -> None:
-        """Is a start that fails."""
+        """A constructor whose child can't start fails the group's start."""
         with pytest.raises(RoleStartError, match="'nothing' isn't found"):
             spawn({"starter": colocate.role(StartsNothing)}, slots=1)
 
     @needs_feature("memory")
     @needs_feature("looking")
     def test_memory_and_tree(self, spawn: Spawn) -> None:
-        """A child is a node of the tree and a row of the memory."""
+        """A child is a node of the ownership graph and a row of the memory report."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter = get_starter(group)
         pid = starter.serve()
@@ -380,9 +379,9 @@ class Children(Scripted):
         graph = group.owner.owner.graph
         own_graph = features.import_module_of("looking.graph").Graph(
             group._node
-        )  # others may not have been looked at yet
+        )  # Other Graph objects may not have measured the child yet.
         nodes = [own_graph.data(memory=True)]
-        for node in nodes:  # which grows
+        for node in nodes:  # The list grows in the loop.
             nodes += node["children"]
         (data,) = [node for node in nodes if node["kind"] == "child"]
         assert (data["name"], data["state"], data["pid"]) == ("server", "running", pid)
@@ -394,7 +393,7 @@ class Children(Scripted):
 
     @needs_feature("memory")
     def test_what_other_roles_have_is_not_its_own(self, spawn: Spawn) -> None:
-        """Whoever has a child is found to have no memory of others by it."""
+        """A role with a child isn't charged with other roles' memory."""
         pytest.importorskip("torch")
         group = spawn({"engines": colocate.role(Engines), "given": colocate.role(WeightGiver)}, slots=1)
         (slot,) = group.memory().slots
@@ -403,7 +402,7 @@ class Children(Scripted):
 
     @needs_feature("memory")
     def test_budgets_count_it(self, spawn: Spawn) -> None:
-        """With the host's memory of its role."""
+        """A child's memory counts towards its role's host budget."""
         roles = {"starter": colocate.role(Starter).on(host_memory="256MiB")}
         starter = get_starter(spawn(roles, slots=1))
         starter.serve()
@@ -414,7 +413,7 @@ class Children(Scripted):
 
     @needs_feature("rows")
     def test_a_child_that_dies_amid_rows(self, spawn: Spawn) -> None:
-        """Rows of its rank that run fail, and those that begin there later: others go on, or take these."""
+        """A child that dies amid rows fails its rank's running and later rows; other ranks continue, or retry rows."""
         group = spawn({"served": colocate.role(Served)}, slots=2)
         served = group.role("served", Served)
         values = served.play.options(retry=1)(["dies", *["a"] * 20])
@@ -427,7 +426,7 @@ class Children(Scripted):
         served.begin()
         rows = ["dies", *["a" * (number % 5) for number in range(200)]]
         some = served.play.options(on_error="return", sticky=len)(rows)
-        assert sum(isinstance(value, ChildDied) for value in some) <= 2  # the places of the rank without a child
+        assert sum(isinstance(value, ChildDied) for value in some) <= 2  # At most that rank's concurrency.
         served.begin()
         with pytest.raises(ChildDied, match="server") as caught:
             served.play(["dies", "a"])
@@ -440,7 +439,7 @@ class Children(Scripted):
     @needs_feature("rows")
     @pytest.mark.parametrize("what", ["timeout", "file", "connection"])
     def test_failures_of_rows_that_no_child_has_to_do_with(self, spawn: Spawn, what: str) -> None:
-        """Rows and calls that run beside such a row, or call, go on: nobody waits for a child's end on their loop."""
+        """A row or call that fails for reasons without a child doesn't block others on the event loop."""
         patient = spawn({"patient": colocate.role(Patient)}, slots=1).role("patient", Patient)
         stood, error = patient.play.options(on_error="return")(["watch", what])
         assert isinstance(stood, float)
@@ -450,12 +449,12 @@ class Children(Scripted):
         watches, fails = patient.act.submit("watch"), patient.act.submit(what)
         assert isinstance(fails.exception(PATIENCE_S), RoleError)
         assert watches.result(PATIENCE_S) < CHILD_TOLD_WITHIN_S / 2
-        with pytest.raises(ChildDied):  # though the broken connection is heard of first
+        with pytest.raises(ChildDied):  # Though the broken connection is noticed first.
             patient.play(["dies"])
 
     @needs_feature("rows")
     def test_children_of_rows(self, spawn: Spawn) -> None:
-        """End with their row, and fail it alone; those of rows that nobody reads any more end, too."""
+        """A row's own child ends with the row and fails this row alone; children of abandoned rows end, too."""
         group = spawn({"playing": colocate.role(Playing)}, slots=1)
         playing = group.role("playing", Playing)
         values = playing.play.options(on_error="return")(["a", "dies", "b", "asks the dead", "c"])
@@ -470,7 +469,7 @@ class Children(Scripted):
 
     @needs_feature("weights")
     def test_weights_reach_it(self, spawn: Spawn) -> None:
-        """Through its connection: by shared memory, or CUDA IPC. Of a child that dies amid them the sync fails."""
+        """Weights reach a child through its connection, and a child that dies amid a sync fails the sync."""
         pytest.importorskip("torch")
         group = spawn({"given": colocate.role(WeightGiver), "engines": colocate.role(Engines)}, slots=1)
         given_view, engines = group.role("given", WeightGiver), group.role("engines", Engines)
@@ -491,7 +490,7 @@ class Children(Scripted):
         given_view.fail_next()
         with pytest.raises(RoleError, match="no more of them"):
             colocate.sync_weights(given_view, engines)
-        colocate.sync_weights(given_view, engines)  # the child has heard of it
+        colocate.sync_weights(given_view, engines)  # The child has noticed the failure.
         assert engines.sums() == given_view.sums()
         engines.take_one_next()
         with pytest.raises(RoleError, match="returned before it had taken all weights"):
@@ -500,7 +499,7 @@ class Children(Scripted):
         assert engines.sums() == given_view.sums()
 
     def test_a_function_in_another_environment(self, spawn: Spawn, tmp_path: Path) -> None:
-        """By its interpreter, which has a path of its own, and the same version of colocate."""
+        """With `python=` a function runs under another interpreter, which must have the worker's colocate version."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         assert starter.serve(python=PYTHON)
         assert starter.ask(1) == ("", 1)
@@ -516,7 +515,7 @@ class Children(Scripted):
     @mark_executor_part
     @needs_feature("functions")
     def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
-        """The last first, after `close()` of their role; also where functions have run in the group."""
+        """A close ends children in reverse order after their role's `close()`, also after functions have run."""
         file = tmp_path / "ends"
         group = spawn({"recorded": colocate.role(RecordingOrder, str(file))}, slots=1)
         group.run(return_number)
@@ -526,7 +525,7 @@ class Children(Scripted):
     @needs(OwnProcess)
     @mark_executor_part
     def test_the_end_of_a_worker_ends_them(self, spawn: Spawn) -> None:
-        """By SIGKILL; and what they have started."""
+        """Children and their own processes end when their worker is killed."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with Processes([starter.serve(), starter.ask("spawn")]) as children:
             os.kill(starter.pid(), signal.SIGKILL)
@@ -535,7 +534,7 @@ class Children(Scripted):
     @pytest.mark.long
     @mark_executor_part
     def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
-        """By SIGKILL: of threads as well."""
+        """Children and their own processes end when the driver is killed."""
         driver = scripts.start_script(
             """
             sys.path.append(ROOT)
@@ -552,7 +551,7 @@ class Children(Scripted):
 
     @mark_executor_part
     def test_functions_of_a_script_and_beside_it(self, scripts: Scripts) -> None:
-        """A function of the script, and one of a module beside it, which a command finds as well."""
+        """A child can run a function of the script, and import modules beside the script."""
         (scripts.folder / "helper.py").write_text(
             "def answer():\n    return 42\n\nif __name__ == '__main__':\n    print(answer())\n"
         )
@@ -578,7 +577,7 @@ class Children(Scripted):
 
     @needs_feature("looking")
     def test_audits_know_them(self, spawn: Spawn) -> None:
-        """No child is leaked."""
+        """An audit reports no child as leaked."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         get_starter(group).serve()
         get_starter(group).ask("spawn")
@@ -586,7 +585,7 @@ class Children(Scripted):
 
     @pytest.mark.long
     def test_one_that_doesnt_end_by_itself_is_killed(self, spawn: Spawn) -> None:
-        """A stopped process hears no SIGTERM."""
+        """A child that doesn't handle SIGTERM is killed by `stop()`."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
         send_signal(pid, signal.SIGSTOP)
@@ -598,12 +597,12 @@ class Children(Scripted):
     @needs(OwnProcess)
     @mark_executor_part
     def test_what_a_batch_system_sends(self, spawn: Spawn) -> None:
-        """To all processes at once: all of colocate's go on, forks of roles too. A handler of a role's own hears it."""
+        """No colocate process, nor a role's fork, ends on a batch system's signals, and a role's handler runs."""
         sent = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
         group = spawn({"limited": colocate.role(LimitedRole), "starter": colocate.role(Starter)}, slots=1)
         limited, starter = group.role("limited", LimitedRole), group.role("starter", Starter)
         starter.serve()
-        assert starter.ask(1) == ("", 1)  # it has begun
+        assert starter.ask(1) == ("", 1)  # The child has started.
         worker = starter.pid()
         below = psutil.Process(find_starter(worker)).children(recursive=True)
         pids = [process.pid for process in below if any("colocate" in word for word in process.cmdline()[:5])]
@@ -619,7 +618,7 @@ class Children(Scripted):
     @pytest.mark.long
     @mark_executor_part
     def test_what_the_driver_was_started_with(self, scripts: Scripts) -> None:
-        """Signals that are ignored or blocked there, by a daemon say, aren't in what roles start, nor in workers."""
+        """Signals that the driver ignores or blocks have their defaults in children and workers."""
         driver = scripts.start_script(
             """
             sys.path.append(ROOT)
@@ -644,7 +643,7 @@ class Children(Scripted):
         )
         code, output = driver.read_answer()
         masks = [int(line.split()[1], 16) for line in output.splitlines()]
-        # But for the C library's own, which its `posix_spawn` ignores, as by make.
+        # Except the C library's own signals, which its `posix_spawn` ignores, for instance under make.
         nobodys = sum(1 << number - 1 for number in range(1, 65) if number not in signal.valid_signals())
         assert (code, [mask & ~nobodys for mask in masks]) == (0, [0, 0])
         assert driver.read_answer() == [7, -signal.SIGTERM]
@@ -653,7 +652,7 @@ class Children(Scripted):
 
 
 class StartsNothing(Starter):
-    """A role whose constructor fails."""
+    """A role whose constructor fails to start a child."""
 
     def __init__(self) -> None:
         self.ctx.start(["nothing"], name="nothing")

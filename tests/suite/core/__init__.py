@@ -1,1 +1,1 @@
-"""Laws of the kernel: what holds of calls, residents, failures and ends on every executor, as core does it."""
+"""Tests of core on every executor: calls, residents, failures and shutdown."""

@@ -1,4 +1,4 @@
-"""Background roles: their calls run beside the others', in an order of their own; what concerns all is in each."""
+"""Background roles: their calls run in an order of their own, concurrently with other roles' calls."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ BACKGROUND = colocate.role(Beside).on(background=True)
 
 
 class Background(ExecutorCase):
-    """A role beside another one."""
+    """A background role beside an ordinary one."""
 
     @pytest.fixture
     def two_lanes(self, spawn: Spawn) -> ColocatedGroup:
-        """Spawn a group with a role of each lane, on two slots."""
+        """Spawn a group with an ordinary and a background role on two slots."""
         return spawn({"train": colocate.role(Beside), "roll": BACKGROUND})
 
     @mark_executor_part
     def test_lanes(self, two_lanes: ColocatedGroup) -> None:
-        """Each role's calls are in order among themselves, on a thread of their own, and don't wait for the other's."""
+        """Each role's calls run in order on the role's own thread, and don't wait for the other role's calls."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate, Gate() as other:
             first, second = roll.do.submit("first", gate.address), roll.do.submit("second")
@@ -49,7 +49,7 @@ class Background(ExecutorCase):
 
     @mark_executor_part
     def test_a_failure_is_of_its_lane(self, two_lanes: ColocatedGroup) -> None:
-        """What fails, or is late, on the one lane ends nothing on the other, which doesn't wait for anybody either."""
+        """A failed or late call on one lane neither ends the other lane's running call nor waits for its end."""
         for name, other_name in (("train", "roll"), ("roll", "train")):
             role, other = two_lanes.role(name, Beside), two_lanes.role(other_name, Beside)
             with Gate() as gate, Gate() as late:
@@ -69,7 +69,7 @@ class Background(ExecutorCase):
     @needs_feature("weights")
     @needs_feature("checkpoints")
     def test_what_concerns_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
-        """A sync and a checkpoint come behind what was sent before, and before what was sent after."""
+        """A sync runs between all roles' earlier and later calls; a restore drops calls after a checkpoint."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         for version in (1, 2):
@@ -91,7 +91,7 @@ class Background(ExecutorCase):
 
     @needs_feature("weights")
     def test_a_sync_that_is_given_up(self, two_lanes: ColocatedGroup) -> None:
-        """While it waits for a background call it may be late, or withdrawn: all lanes go on without it."""
+        """A sync that times out behind a background call is given up: both lanes work on, and a later sync succeeds."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -109,7 +109,7 @@ class Background(ExecutorCase):
 
     @needs_feature("pipelines")
     def test_residents(self, two_lanes: ColocatedGroup) -> None:
-        """Residents go across lanes: who is first waits, also for another rank's, and a failure is told."""
+        """A call waits for a resident that the other lane makes, and fails if the making call fails."""
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
             resident = roll.give.keep([1, 2], gate.address)
@@ -129,7 +129,7 @@ class Background(ExecutorCase):
         assert both.result(PATIENCE_S) == [[3, 3]] * 2
 
     def test_who_has_written(self, spawn: Spawn) -> None:
-        """Of calls that run beside each other it isn't known which one has written into a resident: both are named."""
+        """An error about a write into a resident names both calls if two calls ran at the same time."""
         torch = pytest.importorskip("torch")
         group = spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, slots=1)
         train, roll = group.role("train", Beside), group.role("roll", Beside)
@@ -150,7 +150,7 @@ class Background(ExecutorCase):
                 roll.scribble(resident.ref, gate.address)
 
     def test_cancelling(self, two_lanes: ColocatedGroup) -> None:
-        """A call that waits is withdrawn from its lane; one that runs is told."""
+        """Cancelling withdraws a queued background call, and leaves a running one to its end."""
         roll = two_lanes.role("roll", Beside)
         with Gate() as gate:
             running = roll.do.submit("running", gate.address)
@@ -169,7 +169,7 @@ class Background(ExecutorCase):
         ],
     )
     def test_what_a_background_role_has_not(self, two_lanes: ColocatedGroup, what: str, why: str) -> None:
-        """Each error says why."""
+        """A background role has no signal handlers, siblings or process groups, and each error says why."""
         with pytest.raises(RoleError, match=why):
             two_lanes.role("roll", Beside).ask(what)
         with pytest.raises(RoleError, match="'roll' is a background role of group"):
@@ -180,13 +180,13 @@ class Background(ExecutorCase):
 
     @needs(OwnProcess)
     def test_it_has_no_timers(self, two_lanes: ColocatedGroup) -> None:
-        """What comes of one would come in a call of another role, and end the worker where nobody handles it."""
+        """A background role can't set a timer, whose signal would interrupt another role's call."""
         with pytest.raises(RoleError, match=r"signal only works in main thread(.|\n)*background role has a thread"):
             two_lanes.role("roll", Beside).ask("timer")
 
     @needs_feature("memory")
     def test_budgets(self, spawn: Spawn) -> None:
-        """Budgets hold for a background role as for others; its memory is told while it runs."""
+        """A background role has a memory budget, and `group.memory()` includes the role while its call runs."""
         pytest.importorskip("torch")
         roles = {"train": colocate.role(Beside), "roll": BACKGROUND.on(device_memory="4KiB")}
         group = spawn(roles, slots=1)
@@ -201,7 +201,7 @@ class Background(ExecutorCase):
 
     @mark_executor_part
     def test_closing(self, spawn: Spawn, tmp_path: Path) -> None:
-        """What runs is told, each role's `close` is called where its calls ran, and it is bounded."""
+        """Closing ends a running background call, and calls each lane's `close` on a thread of its own."""
         roles = {"train": colocate.role(Beside, str(tmp_path)), "roll": colocate.role(Beside, str(tmp_path))}
         group = spawn({**roles, "roll": roles["roll"].on(background=True)})
         roll = group.role("roll", Beside)
@@ -209,7 +209,7 @@ class Background(ExecutorCase):
             running = roll.generate.submit(gate.address)
             gate.wait_for(2)
             group.close()
-        assert len(running.result(PATIENCE_S)) == 2  # in its grace results still count
+        assert len(running.result(PATIENCE_S)) == 2  # A call that ends within the grace has a result.
         outputs = {path.name: path.read_text() for path in tmp_path.iterdir()}
         assert sorted(outputs) == ["roll-0", "roll-1", "train-0", "train-1"]
         assert outputs["roll-0"] != outputs["train-0"]
@@ -217,7 +217,7 @@ class Background(ExecutorCase):
     @mark_executor_part
     @needs(OwnProcess)
     def test_death_and_restart(self, spawn: Spawn) -> None:
-        """A worker that dies in a background call is told to all; what is rebuilt has its lanes, and isn't paused."""
+        """A worker's death in a background call fails both lanes' calls, and both lanes run again after the restart."""
         group = spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, on_failure="restart")
         train, roll = group.role("train", Beside), group.role("roll", Beside)
         with Gate() as gate:

@@ -26,15 +26,15 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Calls(calls.Calls):
-    """What a view gives, and what becomes of a call."""
+    """Views and their calls."""
 
     def test_plain_class(self, spawn: Spawn) -> None:
-        """A class without colocate's base is a role too; the context is `colocate.context()`."""
+        """A class without colocate's base class can be a role, and has its context by `colocate.context()`."""
         group = spawn({"plain": colocate.role(Plain, 10)}, slots=1)
         assert group[Plain].value() == [10]
 
     def test_submit(self, pair: ColocatedGroup) -> None:
-        """`submit` returns at once with a Call, which tells its result, its error, and whether it is done."""
+        """`submit` returns a Call at once, with its result, its error, and whether the call is done."""
         log = clear_log(pair)
         with Gate() as gate:
             call = log.add_at.submit(gate.address, "x")
@@ -49,7 +49,7 @@ class Calls(calls.Calls):
         assert call.exception() is None
 
     def test_done_callback(self, pair: ColocatedGroup) -> None:
-        """Callbacks run once each, with the call, on the runtime's dispatcher thread; late ones run too."""
+        """A done callback runs once, on a thread of the runtime, even if added after the call has ended."""
         heard: list[tuple[Call[Any], int]] = []
 
         def note(call: Call[Any]) -> None:
@@ -67,7 +67,7 @@ class Calls(calls.Calls):
         assert heard[0][1] == heard[1][1] != threading.get_ident()
 
     def test_await(self, pair: ColocatedGroup) -> None:
-        """A call can be awaited, in any event loop; its error is raised there."""
+        """A call can be awaited in any event loop, and raises its error there."""
 
         async def main() -> list[Any]:
             echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
@@ -79,7 +79,7 @@ class Calls(calls.Calls):
         assert asyncio.run(main()) == [0, 1, 2]
 
     def test_wait(self, pair: ColocatedGroup) -> None:
-        """`colocate.wait` returns what is done and what isn't."""
+        """`colocate.wait` returns the calls that are done and the calls that are pending."""
         echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
         with Gate() as gate:
             done = [echo.noop.submit(), faulty.fine.submit()]
@@ -89,7 +89,7 @@ class Calls(calls.Calls):
         assert colocate.wait([late], timeout=PATIENCE_S) == ({late}, set())
 
     def test_as_completed(self, pair: ColocatedGroup) -> None:
-        """`colocate.as_completed` gives each call once, as it is done, and says when time is up."""
+        """`colocate.as_completed` yields each call once, when it is done, and raises TimeoutError at the timeout."""
         left_rows, right = pair.role("left", Rows), pair.role("right", Rows)
         log = clear_log(pair)
         with Gate() as gate:
@@ -103,7 +103,7 @@ class Calls(calls.Calls):
             assert list(completed) == [late]
 
     def test_options_add_up(self, pair: ColocatedGroup) -> None:
-        """What is said later leaves what was said before, in either order; what is said again is said anew."""
+        """Later options keep earlier ones in either order, and replace an earlier value of the same option."""
         faulty = pair.role("faulty", Faulty)
         for options in (
             faulty.wait.options(timeout=0.05).options(ranks=[1]),
@@ -117,7 +117,7 @@ class Calls(calls.Calls):
                 assert list(caught.value.stacks) == [1]
 
     def test_ranks(self, pair: ColocatedGroup) -> None:
-        """`options(ranks=…)` runs on these ranks only, in the order given; the result has an item for each."""
+        """`options(ranks=…)` runs a call on these ranks only, with arguments and results in the order given."""
         rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
         assert [fact["rank"] for fact in echo.who.options(ranks=[1])()] == [1]
         assert [fact["rank"] for fact in echo.who.options(ranks=[1, 0])()] == [1, 0]
@@ -129,7 +129,7 @@ class Calls(calls.Calls):
             assert resident.fetch() == ["c"]
 
     def test_wrong_ranks(self, pair: ColocatedGroup) -> None:
-        """Ranks that there aren't, or twice, or none, and some of a method that scatters, are an error at once."""
+        """Unknown, repeated or no ranks raise DispatchError, and so do ranks for a method that scatters."""
         for ranks in ([2], [-1], [0, 0], []):
             with pytest.raises(DispatchError, match="rank"):
                 pair.role("echo", Echo).noop.options(ranks=ranks)()
@@ -137,7 +137,7 @@ class Calls(calls.Calls):
             pair.role("rows", Rows).double.options(ranks=[0])([1, 2])
 
     def test_signatures(self, pair: ColocatedGroup) -> None:
-        """Methods may have every kind of parameter that Python knows; wrong arguments are a TypeError at once."""
+        """A method may have every kind of Python parameter; wrong arguments raise TypeError on the driver."""
         own_view = pair.role("own", Own)
         assert own_view.signature(1, c=3) == (1, 2, (), 3, {})
         assert own_view.signature(1, 5, 6, 7, c=3, d=4) == (1, 5, (6, 7), 3, {"d": 4})
@@ -147,14 +147,14 @@ class Calls(calls.Calls):
             pair.role("log", Log).add(1, wrong=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
     def test_wrong_method(self, pair: ColocatedGroup) -> None:
-        """What is no role method of the class isn't there on the view; the message lists what is."""
+        """A name that is no role method raises AttributeError on a view; the error lists the methods."""
         with pytest.raises(AttributeError, match=r"role 'echo' has no method 'ecko'.*did you mean 'echo'"):
             pair.role("echo").ecko()
         with pytest.raises(AttributeError, match="is_alive, noop"):
             _ = pair.role("echo").tag
 
     def test_views_are_names(self, pair: ColocatedGroup) -> None:
-        """A view has the role's methods and nothing else; it can't be written to, and tells of itself by inspect."""
+        """A view has the role's methods alone and can't be written to; `colocate.inspect` describes its role."""
         view = pair.role("log", Log)
         assert view is pair["log"] is pair[Log]
         assert set(dir(view)) == set(colocate.inspect(view).methods) >= {"add", "read"}
@@ -166,7 +166,7 @@ class Calls(calls.Calls):
         assert "double(batch" in info.methods["double"]
 
     def test_wrong_role(self, pair: ColocatedGroup) -> None:
-        """A role that isn't there, is of another class, or not the only one of its class, is an error that says so."""
+        """Asking for a missing role, a wrong class or an ambiguous class raises a ConfigError that says so."""
         with pytest.raises(ConfigError, match="has no role 'ecko': it has echo, other"):
             pair.role("ecko")
         with pytest.raises(ConfigError, match=r"role 'echo' .* is a .*:Echo, and no .*:Rows"):
@@ -175,7 +175,7 @@ class Calls(calls.Calls):
             pair[Echo]
 
     def test_nothing_is_sent_by_accident(self, pair: ColocatedGroup) -> None:
-        """Views, calls and residents refuse pickling with a hint, and calls with them as arguments are refused."""
+        """Views, calls, groups, pools and runtimes can't be pickled or be arguments; residents can't be pickled."""
         echo = pair.role("echo", Echo)
         call = echo.noop.submit()
         with echo.echo.keep(1) as resident:
@@ -187,24 +187,24 @@ class Calls(calls.Calls):
                 echo.echo([{"inside": thing}])
 
     def test_call_from_a_worker(self, pair: ColocatedGroup) -> None:
-        """A role that calls a view from inside a worker is refused: it would wait for a lane that waits for it."""
+        """A role's call of a view inside a worker is refused, since its lane would wait for itself."""
         with pytest.raises(RoleError, match="from inside a worker") as caught:
             pair.role("echo", Echo).call_a_view()
         assert isinstance(caught.value.__cause__, ColocateError)
 
     def test_async_limit(self, pair: ColocatedGroup) -> None:
-        """No more overlap than the concurrency allows, and they start in order."""
+        """Async calls of a method overlap no more than its concurrency allows."""
         log = clear_log(pair)
         with Gate() as gate:
             calls = [log.peak.submit(gate.address) for _ in range(4)]
-            gate.wait_for(4)  # two on each of two ranks
+            gate.wait_for(4)  # Two calls run on each of two ranks.
         colocate.wait(calls, timeout=PATIENCE_S)
         for entries in log.read():
             running = [entries[: index + 1].count("in") - entries[: index + 1].count("out") for index in range(8)]
             assert max(running) == 2
 
     def test_sync_is_a_barrier(self, pair: ColocatedGroup) -> None:
-        """A sync method waits for the async ones before it, and those after it wait for it."""
+        """A sync method waits for earlier async calls, and later async calls wait for the sync method."""
         log = clear_log(pair)
         with Gate() as gate:
             log.async_add.submit("a", gate.address)
@@ -220,10 +220,10 @@ async def _await_call(call: Call[Any]) -> Any:
 
 
 class Cancelling(calls.Cancelling):
-    """`call.cancel()`."""
+    """Calls that are cancelled by `call.cancel()`."""
 
     def test_cancel_queued(self, pair: ColocatedGroup) -> None:
-        """A queued call is withdrawn from every rank; those before and after it run."""
+        """Cancelling withdraws a queued call from every rank; earlier and later calls run."""
         log = clear_log(pair)
         with Gate() as gate:
             first = log.add_at.submit(gate.address, "first")
@@ -241,7 +241,7 @@ class Cancelling(calls.Cancelling):
         assert log.read() == [["first", "third"], ["first", "third"]]
 
     def test_cancel_kept(self, pair: ColocatedGroup) -> None:
-        """The resident of a cancelled call is of no use, and says why; so does what was to use it."""
+        """The resident of a cancelled call raises CallCancelled, and a call that uses the resident fails, too."""
         log, rows = clear_log(pair), pair.role("rows", Rows)
         with Gate() as gate, pair.scope():
             log.add_at.submit(gate.address, "first")
@@ -258,7 +258,7 @@ class Cancelling(calls.Cancelling):
 
     @needs_feature("functions")
     def test_a_default_deadline(self, no_leaks: None) -> None:
-        """`call_timeout` is that of every call that names none of its own; infinity is none."""
+        """`call_timeout` is the timeout of every call without its own; `math.inf` turns the timeout off."""
         with self.connect(call_timeout=0.2) as runtime:
             group = runtime.reserve(1, cpus=0).spawn({"faulty": colocate.role(Faulty)})
             wait = group.role("faulty", Faulty).wait

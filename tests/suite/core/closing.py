@@ -1,4 +1,4 @@
-"""Closing: what it waits for, what it ends, what it says; and that it ends, whatever has happened to a rank."""
+"""Closing waits for running calls, reports errors, and always ends, whatever state a rank is in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Closing(closing.Closing):
     """Closing groups, pools and runtimes."""
 
     def test_closed_group(self, spawn: Spawn) -> None:
-        """Using a closed group raises ClosedError that says what closed it and where; closing is idempotent."""
+        """Using a closed group raises ClosedError with the closing call and its line; closing twice is allowed."""
         group = spawn(ROLES, slots=1)
         echo = group.role("echo", Echo)
         resident = echo.first.keep("x")
@@ -48,7 +48,7 @@ class Closing(closing.Closing):
         assert group.state == "closed"
 
     def test_closed_runtime(self) -> None:
-        """A closed runtime has closed everything below it."""
+        """Closing a runtime closes its pools and groups."""
         runtime = self.connect()
         pool = runtime.reserve(1, cpus=0)
         group = pool.spawn(ROLES)
@@ -68,7 +68,7 @@ class Closing(closing.Closing):
         assert (runtime.state, pool.state, group.state) == ("closed",) * 3
 
     def test_with_block(self, runtime: Runtime) -> None:
-        """Leaving a with block closes; the error says so."""
+        """Leaving a with block closes its pool and group, and the error names the block's line."""
         with runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
             echo = group.role("echo", Echo)
         with pytest.raises(ClosedError, match=r"leaving its with block at .*closing\.py:\d+"):
@@ -76,7 +76,7 @@ class Closing(closing.Closing):
         assert not pool.alive
 
     def test_running_and_queued(self, spawn: Spawn) -> None:
-        """A running call sees ctx.cancelled and has its grace; queued ones fail with ClosedError; none stays open."""
+        """A close cancels the running call, which may return within its grace, and fails queued and new calls."""
         group = spawn(ROLES, slots=1)
         log = group.role("log", Log)
         with Gate() as gate:
@@ -94,7 +94,7 @@ class Closing(closing.Closing):
             assert isinstance(call.exception(PATIENCE_S), ClosedError)
 
     def test_hung_rank(self, spawn: Spawn) -> None:
-        """What isn't done within the grace is ended; close says which rank, and where it was; its call fails."""
+        """A close ends a rank that outlasts the grace; its error names the rank and frame, and the call fails."""
         group = spawn(ROLES, name="hung")
         with Gate() as gate:
             call = group.role("log", Log).at.submit([None, gate.address], ["add", "add"])  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ class Closing(closing.Closing):
             assert [slot.state for slot in group.owner.slots] == ["free", "free"]
 
     def test_newest_first(self) -> None:
-        """An owner closes what it owns in reverse: the newest first, so that nobody loses what it stands on."""
+        """A runtime closes its newest pool first, and a pool its newest group."""
         closed: list[str] = []
 
         class Observer:
@@ -126,12 +126,12 @@ class Closing(closing.Closing):
 
 
 def worker_pids(group: ColocatedGroup) -> list[int]:
-    """The processes of a group's workers."""
+    """Return the pids of a group's workers."""
     return [pid for pid, _, _ in group.role("echo", Echo).place()]
 
 
 def stop_rank(group: ColocatedGroup, gate: Gate) -> None:
-    """Stop a rank that does nothing."""
+    """Stop an idle rank."""
     send_signal(worker_pids(group)[-1], signal.SIGSTOP)
 
 
@@ -142,19 +142,18 @@ def stop_rank_in_call(group: ColocatedGroup, gate: Gate) -> None:
 
 
 def hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
-    """Have a rank hold the interpreter's lock."""
+    """Make a rank hold the interpreter's lock."""
     group.role("faulty", Faulty).hold_the_gil.options(ranks=[last_rank(group)]).submit(gate.address)
     gate.wait_for()
     gate.open()
 
 
 def kill_rank(group: ColocatedGroup, gate: Gate) -> None:
-    """Kill a rank."""
     os.kill(worker_pids(group)[-1], signal.SIGKILL)
 
 
 def find_close_problem(close: Callable[..., None]) -> list[Exception]:
-    """Return what has gone wrong when something is closed with little grace."""
+    """Close with little grace, and return the errors."""
     try:
         close(grace=0.1)
     except ExceptionGroup as group:
@@ -163,11 +162,11 @@ def find_close_problem(close: Callable[..., None]) -> list[Exception]:
 
 
 class Converging(closing.Converging):
-    """Closing always ends, frees everything, and only then says what went wrong."""
+    """Closing always ends and frees everything, and raises errors only then."""
 
     @needs(OwnProcess)
     def test_faulty_ranks(self) -> None:
-        """Stopped, hung, holding the GIL, dead: the pool's close ends all of it, and its slots can be had at once."""
+        """A pool's close ends stopped, hung, GIL-holding and dead ranks, and frees their slots at once."""
         faults: list[Callable[[ColocatedGroup, Gate], None]] = [
             stop_rank,
             stop_rank_in_call,
@@ -183,7 +182,7 @@ class Converging(closing.Converging):
                 with Gate() as gate:
                     fault(group, gate)
                     wrong = find_close_problem(pool.close)
-                    if fault is kill_rank:  # noticed before, or counted as closed
+                    if fault is kill_rank:  # The death was noticed earlier, or counts as closed.
                         assert all(isinstance(error, WorkerDied) for error in wrong)
                     else:
                         assert "did not end within 0.1 s" in str(wrong[0])
@@ -193,7 +192,7 @@ class Converging(closing.Converging):
 
     @pytest.mark.parametrize("closing", ["group", "pool"])
     def test_while_it_spawns(self, runtime: Runtime, closing: str) -> None:
-        """A constructor that never returns: another thread's close ends the spawn, which says so."""
+        """A close by another thread ends a spawn whose constructor never returns; the spawn raises ClosedError."""
         pool = runtime.reserve(2, cpus=0)
         errors: list[BaseException] = []
 
@@ -217,10 +216,7 @@ class Converging(closing.Converging):
         pool.close()
 
     def test_grace_of_several(self, runtime: Runtime) -> None:
-        """An owner's grace period is one for all: every running call sees at once that nobody waits for it.
-
-        What waits behind one doesn't begin in its place.
-        """
+        """A pool's close cancels the running calls of all its groups at once, and fails queued calls."""
         pool = runtime.reserve(2, cpus=0)
         old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
         with Gate() as gate, Gate() as look:
@@ -230,7 +226,7 @@ class Converging(closing.Converging):
             behind = old.role("log", Log).add.submit("behind")
             new.role("faulty", Faulty).wait.submit(gate.address)
             gate.wait_for()
-            closer = threading.Thread(target=pool.close)  # the newer one first: it hangs at its gate
+            closer = threading.Thread(target=pool.close)  # The newer group closes first, and hangs at its gate.
             closer.start()
             assert running.result(PATIENCE_S) == ["cancelled"]
             assert new.state != "closed"
@@ -239,7 +235,7 @@ class Converging(closing.Converging):
         assert isinstance(behind.exception(PATIENCE_S), ClosedError)
 
     def test_under_an_error(self, runtime: Runtime) -> None:
-        """Under an exception in flight a hung rank is given little time, and what goes wrong becomes its note."""
+        """A close under an exception gives a hung rank 2 s, and its error becomes a note of the exception."""
 
         def fail() -> None:
             with runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:

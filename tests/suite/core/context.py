@@ -1,4 +1,4 @@
-"""What role code knows of its place, what torch has set for it, and where its arguments' tensors are."""
+"""Role code's context, its torch settings, and the devices of its argument tensors."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from colocate.testing.waiting import wait_until
 
 
 class Contexts(context.Contexts):
-    """The context is the same everywhere but for what differs."""
+    """Contexts of role code: siblings, rows, progress and random numbers."""
 
     def test_no_context_on_the_driver(self) -> None:
-        """Outside role code there is no context, and the error says so."""
+        """The driver has no context, and `colocate.context()` raises an error that says so."""
         with pytest.raises(ColocateError, match="inside role code only"):
             colocate.context()
 
     def test_sibling(self, pair: ColocatedGroup) -> None:
-        """`ctx.sibling` is the other role's instance in this worker, whose methods are bare there."""
+        """`ctx.sibling` returns the other role's instance in this worker, for direct calls of its methods."""
         assert pair.role("echo", Echo).ask_sibling("other") == [("another", 0), ("another", 1)]
 
     def test_missing_sibling(self, pair: ColocatedGroup) -> None:
-        """A sibling that isn't on the slot, or isn't what it is asked as, is an error that says what is there."""
+        """A missing sibling, or one of another class, raises an error with the actual roles or class."""
         with pytest.raises(RoleError, match=r"asked for its sibling 'faulty' as a Echo, but it is a Faulty"):
             pair.role("echo", Echo).ask_sibling("faulty")
         with pytest.raises(RoleError, match=r"asked for its sibling 'nobody', but slot \d .* has \['echo', 'faulty'"):
@@ -54,7 +54,7 @@ class Contexts(context.Contexts):
         assert pair.role("echo", Echo).from_a_thread() == [(0, 0), (1, 1)]
 
     def test_valid_rows(self, pair: ColocatedGroup) -> None:
-        """`ctx.valid_rows` are the real rows of a scattered batch."""
+        """`ctx.valid_rows` is the number of real rows in a rank's part of a batch."""
         assert [valid for _, valid in pair.role("rows", Rows).maybe_empty([1, 2, 3])] == [2, 1]
 
     def test_progress(self, pair: ColocatedGroup) -> None:
@@ -67,7 +67,7 @@ class Contexts(context.Contexts):
         call.result()
 
     def test_seed(self, pair: ColocatedGroup) -> None:
-        """Each role and rank has a seed of its own, which depends on the runtime's."""
+        """Each role and rank has its own seed, which depends on the runtime's seed."""
         seeds = [fact["seed"] for role in ("echo", "other") for fact in pair.role(role, Echo).who()]
         with self.connect(seed=1) as runtime, runtime.reserve(1, cpus=0) as pool:
             group = pool.spawn({"echo": colocate.role(Echo)}, name=pair.name)
@@ -75,9 +75,9 @@ class Contexts(context.Contexts):
         assert len(set(seeds)) == 5
 
     def test_generator(self, pair: ColocatedGroup) -> None:
-        """`ctx.generator` depends on runtime seed, group, role and rank alone: the numbers are these everywhere.
+        """`ctx.generator` draws the same numbers on every executor, by runtime seed, group, role and rank alone.
 
-        On another device torch draws others of the same seed.
+        On another device torch draws other numbers from the same seed.
         """
         torch = pytest.importorskip("torch")
         assert (pair._node.services.seed, pair.name) == (0, "pair")
@@ -89,12 +89,12 @@ class Contexts(context.Contexts):
                 assert torch.equal(numbers, torch.tensor(DRAWN[name])), name
 
     def test_generator_after_a_failure(self, spawn: Spawn) -> None:
-        """A call that failed on one rank has drawn nothing on any: made again it draws the same."""
+        """A call that fails on one rank leaves every rank's generator as before the call."""
         torch = pytest.importorskip("torch")
         drawing = spawn({"tensors": colocate.role(Tensors)}, name="drawing").role("tensors", Tensors)
         seeds = [derive_seed(0, "drawing", "tensors", rank) for rank in (0, 1)]
         generators = [_make_generator(self.device, seed) for seed in seeds]
-        for failing in (0, 1, 0):  # at first nothing has been drawn at all
+        for failing in (0, 1, 0):  # The first failure comes before any other draw.
             with pytest.raises(RoleError, match="a bad draw"):
                 drawing.random_but(3, failing)
             expected = [torch.rand(2, generator=generator, device=self.device) for generator in generators]
@@ -123,21 +123,21 @@ SET = {"grad": False, "inference": True, "autocast": "torch.float16"}
 
 
 class TorchSettings(TensorCase):
-    """Whether gradients are recorded, inference mode, autocast, the usual dtype and device, from call to call."""
+    """Torch's settings across calls: grad mode, inference mode, autocast, default dtype and default device."""
 
     @pytest.fixture
     def dtype(self, runtime: colocate.Runtime) -> bool:
-        """Whether the process is the worker's own, so that what is set for a process is a role's to set."""
+        """Return whether workers have their own processes, so that a role may set the default dtype."""
         return isinstance(runtime._node.services.executor, OwnProcess)
 
     @pytest.fixture
     def changed(self, dtype: bool) -> dict[str, Any]:
-        """Return what is set where a role has changed it."""
+        """Return the settings after a change."""
         return {**SET, "dtype": "torch.float64" if dtype else "torch.float32", "device": "meta"}
 
     @pytest.fixture
     def group(self, torch: Any, spawn: Spawn, dtype: bool) -> ColocatedGroup:
-        """One role that sets it in its constructor, between two that don't."""
+        """Spawn a role that changes settings in its constructor, between two roles that don't."""
         plain, changing = (
             colocate.role(SettingsChanger, dtype=dtype),
             colocate.role(SettingsChanger, changes=True, dtype=dtype),
@@ -146,7 +146,7 @@ class TorchSettings(TensorCase):
 
     @needs_feature("functions")
     def test_a_constructor_sets_it_for_its_role(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """A constructor's setting holds in the role's methods, also async ones, and in nobody else's."""
+        """A constructor's settings hold in its own role's methods, sync and async, and nowhere else."""
         for _ in range(2):
             for name, expected in (("first", USUAL), ("changing", changed), ("last", USUAL)):
                 role = group.role(name, SettingsChanger)
@@ -155,7 +155,7 @@ class TorchSettings(TensorCase):
 
     @needs_feature("pipelines")
     def test_between_awaits(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """A setting holds in all of an async method, also in blocks of it and in its tasks, whoever runs meanwhile."""
+        """An async method keeps its settings across awaits, blocks and tasks, whatever runs between."""
         first, changing = group.role("first", SettingsChanger), group.role("changing", SettingsChanger)
         with group.pipeline():
             calls = [first.across.submit(True), changing.across.submit(False), first.across.submit(False)]
@@ -168,7 +168,7 @@ class TorchSettings(TensorCase):
 
     @needs_feature("functions")
     def test_a_method_sets_it_for_itself(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
-        """What it leaves is forgotten: by its own role's next call, by others', and where it has raised."""
+        """Settings that a method leaves behind are dropped before the next call of any role, also after an error."""
         first = group.role("first", SettingsChanger)
         assert first.change_settings() == [changed]
         assert first.read_settings() == [USUAL]
@@ -181,18 +181,18 @@ class TorchSettings(TensorCase):
         assert group.role("last", SettingsChanger).soon() == [USUAL]
 
 
-# torch's device without contents: it needs no hardware, and shows where a tensor was put.
+# torch's device without contents needs no hardware, and shows where a tensor was put.
 AWAY = "meta"
 
 
 class Devices(TensorCase):
-    """Slots whose device isn't the host's."""
+    """Slots whose device isn't the CPU."""
 
     @pytest.fixture
     def away(
         self, torch: Any, no_leaks: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[ColocatedGroup]:
-        """A group of two slots that have such a device, or so their workers are told."""
+        """Spawn a group whose two workers are given the `meta` device."""
         launch = runtime._node.services.executor.launch
 
         def elsewhere(place: Place, boot: Boot, events: HostEvents) -> Host:
@@ -205,7 +205,7 @@ class Devices(TensorCase):
     @needs_feature("pipelines")
     @needs_feature("functions")
     def test_arguments_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
-        """By every dispatch and every way to call: a value of the driver's, a resident, and what was fetched of one."""
+        """Tensors of values, residents and fetched residents arrive on the device by every dispatch and call."""
         placed, devices = away.role("placed", DeviceReader), [AWAY] * 2
         with placed.make.keep(1) as resident:
             for x in (torch.ones(2, 2), resident.ref, resident.fetch()):
@@ -220,12 +220,12 @@ class Devices(TensorCase):
 
     @needs_feature("rows")
     def test_rows_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
-        """Rows that the driver gives one by one have tensors there, too."""
+        """Tensors of per-rank arguments arrive on the slot's device."""
         assert away.role("placed", DeviceReader).each([torch.ones(2, 2)] * 2) == [AWAY] * 2
 
     @needs_feature("kinds")
     def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
-        """In records of one's own, in modules and in TensorDicts, made by the driver or by a role."""
+        """Tensors inside records, modules and TensorDicts arrive on the slot's device."""
         placed, devices = away.role("placed", DeviceReader), [AWAY] * 2
         assert placed.broadcast(Batch(torch.ones(1))) == devices
         assert placed.broadcast([torch.nn.Linear(1, 1)]) == [[devices]] * 2
@@ -235,7 +235,7 @@ class Devices(TensorCase):
         assert placed.scattered(tensordict.TensorDict({"a": torch.ones(2)}, [2])) == devices
 
     def test_some_stay_on_the_host(self, torch: Any, away: ColocatedGroup) -> None:
-        """`host=` names parameters that arrive there. A constructor's arguments do, too."""
+        """Tensors of parameters named by `host=`, and of constructor arguments, arrive on the host."""
         placed = away.role("placed", DeviceReader)
         with placed.make.keep(1) as resident:
             for x in (torch.ones(2, 2), resident.ref, resident.fetch()):

@@ -1,4 +1,4 @@
-"""What travels: a class of the script is one class everywhere; and what a caller gets when something can't be sent."""
+"""Sent classes, functions and values: a script's class is one class everywhere; unsendable values raise an error."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Switches(Role):
 
 
 class Definitions(definitions.Definitions):
-    """What is defined in the script."""
+    """Definitions of the script in its workers."""
 
     def test_names_of_the_script(self, runtime: Runtime, script: Any) -> None:
-        """A class that is defined anew is another one beside the old, and comes with the names of its code."""
+        """A redefined class is sent as a second class beside the old one, with the globals that its code names."""
         with runtime.reserve(1) as pool:
             worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
             old, resident = script.Batch, worker.make.keep(1)
@@ -68,7 +68,7 @@ class Definitions(definitions.Definitions):
 
     @needs_feature("children")
     def test_modules_that_code_names(self, runtime: Runtime, script: Any) -> None:
-        """Of classes of their own, as those of torch's switches: they go by name, with roles and what these start."""
+        """Modules and torch objects with classes of their own are sent by name, to workers and to their children."""
         pytest.importorskip("torch")
         exec(_SWITCHES, script.__dict__)
         with runtime.reserve(1) as pool:
@@ -81,7 +81,7 @@ class Definitions(definitions.Definitions):
     @pytest.mark.parametrize("dies", [False, True])
     @needs_feature("functions")
     def test_a_driver_without_a_thread_for_answers(self, pair: ColocatedGroup, dies: bool) -> None:
-        """What needs the answer says so, and the driver goes on; also where a thread dies as it begins."""
+        """A worker's import fails if the driver can start no thread to answer; the next import is answered."""
         name = f"colocate_nothing_{dies}"
         words = r"the driver can't answer: .*can't start new thread"
         with without_threads(dies), pytest.raises(RoleError, match=words):
@@ -91,7 +91,7 @@ class Definitions(definitions.Definitions):
 
     @needs_feature("functions")
     def test_a_name_that_is_bound_anew(self, runtime: Runtime, script: Any) -> None:
-        """Code that was sent goes on with what it was, which one call warns of; new code has what it is."""
+        """Sent code keeps a global's old value, with one warning, until new code with the global is sent."""
         with runtime.reserve(2) as pool:
             group = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})
             worker = group["worker"]
@@ -105,7 +105,7 @@ class Definitions(definitions.Definitions):
             assert group.run(script.limit) == worker.limit() == [2, 2]
 
     def test_nothing_is_left_of_a_closed_group(self, runtime: Runtime, script: Any) -> None:
-        """Neither the group nor a class that travelled for it, nor what its code names, while the pool is open."""
+        """A closed group and its classes are freed while the pool is still open."""
         with runtime.reserve(1) as pool:
 
             def use() -> list[weakref.ref[Any]]:
@@ -130,7 +130,7 @@ class Definitions(definitions.Definitions):
 
 @dataclasses.dataclass
 class RefBox:
-    """Something in a dataclass."""
+    """A dataclass around any value."""
 
     content: Any
 
@@ -150,10 +150,10 @@ def _import_later(name: str) -> ModuleType:
 
 
 class Serialization(definitions.Serialization):
-    """What can't be sent is an ordinary error that names it, never a hang."""
+    """Values that can't be sent raise an error that names the value."""
 
     def test_argument(self, copying: ColocatedGroup) -> None:
-        """An argument that can't be sent: SerializationError names it and the path inside, before anything is sent."""
+        """An argument that can't be sent raises SerializationError with its name and the path inside."""
         with pytest.raises(SerializationError) as caught:
             copying.role("echo", Echo).echo({"fine": 1, "bad": [0, Stubborn()]})
         error = caught.value
@@ -164,7 +164,7 @@ class Serialization(definitions.Serialization):
         assert copying.role("echo", Echo).first(1) == 1
 
     def test_modules(self, copying: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Go by the names under which they are found, whatever their class is; one that code has made is refused."""
+        """Modules are sent by their import names, whatever their class; a module made by code is refused."""
         echo, lazy = copying.role("echo", Echo), _import_later("wave")
         monkeypatch.setitem(sys.modules, "wave", lazy)
         for module in (lazy, os.path, json.decoder):
@@ -178,7 +178,7 @@ class Serialization(definitions.Serialization):
         assert caught.value.path == "value[0]"
 
     def test_what_this_process_alone_has(self, copying: ColocatedGroup) -> None:
-        """What pickle takes, and would be of no use in a worker or do harm there: the error says why."""
+        """Values that only this process can use, such as pipes, locks and proxies, are refused with the reason."""
         echo, context = copying.role("echo", Echo), multiprocessing.get_context("fork")
         local_end, remote_end = context.Pipe()
         value: Any
@@ -197,7 +197,7 @@ class Serialization(definitions.Serialization):
         assert echo.first(1) == 1
 
     def test_result(self, copying: ColocatedGroup) -> None:
-        """A result that can't be sent: SerializationError names the method, the path, and the rank."""
+        """A result that can't be sent raises SerializationError with the method, the path and the rank."""
         faulty = copying.role("faulty", Faulty)
         with pytest.raises(SerializationError) as caught:
             faulty.return_lock(nested=True)
@@ -210,7 +210,7 @@ class Serialization(definitions.Serialization):
         assert faulty.fine() == [0, 1]
 
     def test_what_cannot_be_rebuilt(self, copying: ColocatedGroup) -> None:
-        """An argument there, a result here: told is which call it was of; the cause is what its class has raised."""
+        """An argument or result that can't be rebuilt raises an error with its call, caused by the original error."""
         faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
         words = "can't be rebuilt on the driver: ValueError: it can't be read"
         with faulty.return_unreadable.keep() as resident:
@@ -230,7 +230,7 @@ class Serialization(definitions.Serialization):
     @pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
     @needs_feature("functions")
     def test_values_without_an_end(self, pair: ColocatedGroup, kind: str) -> None:
-        """What contains itself, or is nested too deeply, is told as that, not as a RecursionError."""
+        """A value that contains itself, or is nested too deeply, raises a SerializationError that says so."""
         echo, rows, faulty = pair.role("echo", Echo), pair.role("rows", Rows), pair.role("faulty", Faulty)
         words = "it contains itself, or is nested too deeply. Give it flat"
         deep = make_nested(kind, 5000)
@@ -254,7 +254,7 @@ class Serialization(definitions.Serialization):
         assert echo.first(1) == 1
 
     def test_residents_where_none_is_looked_for(self, copying: ColocatedGroup) -> None:
-        """A resident in a set, a dict's key or an object isn't replaced by its value: what pickles it names it."""
+        """A resident inside a set, a dict's key or an object can't be sent; the error has its path."""
         echo = copying.role("echo", Echo)
         with echo.first.keep("text") as resident:
             ref: Any = resident.ref
@@ -272,7 +272,7 @@ class Serialization(definitions.Serialization):
 
     @needs_feature("functions")
     def test_what_cannot_go_with_a_definition(self, copying: ColocatedGroup) -> None:
-        """A class or function that can't go with what it holds: that is named, and said as its author would say it."""
+        """A class or function that holds an unsendable value is refused, and the error names the held value."""
         echo, lock = copying.role("echo", Echo), threading.Lock()
 
         class Held:
@@ -310,7 +310,7 @@ class Serialization(definitions.Serialization):
         assert echo.first(1) == 1
 
     def test_kept_result(self, copying: ColocatedGroup) -> None:
-        """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
+        """A result that can't be sent can be kept, and only its fetch fails."""
         faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
         keep = faulty.return_lock.options(ranks=[0]).keep
         with keep(nested=True) as resident, pytest.raises(SerializationError) as caught:
@@ -322,7 +322,7 @@ class Serialization(definitions.Serialization):
         assert echo.first(1) == 1
 
     def test_constructor_argument(self, copying: ColocatedGroup) -> None:
-        """A constructor argument that can't be sent is named, and nothing is left running."""
+        """A constructor argument that can't be sent is named in the error, and no group is left."""
         with copying.owner.owner.reserve(1, cpus=0) as pool:
             with pytest.raises(SerializationError) as caught:
                 pool.spawn({"echo": colocate.role(Echo, "fine", extra={"deep": Stubborn()})})
@@ -331,7 +331,7 @@ class Serialization(definitions.Serialization):
         assert "role 'echo'" in str(caught.value)
 
     def test_constructor_argument_that_lives_on_the_driver(self, runtime: Runtime, pair: ColocatedGroup) -> None:
-        """A constructor gets no resident, nor what else is the driver's: it is refused by name, in lists, too."""
+        """A resident, call, view or group as a constructor argument is refused, also in lists, with a remedy."""
         echo = pair.role("echo", Echo)
         endless: list[Any] = []
         endless.append(endless)
@@ -357,7 +357,7 @@ class Serialization(definitions.Serialization):
             )
 
     def test_value_semantics(self, copying: ColocatedGroup) -> None:
-        """What is sent is what it was when it was sent; what comes back is the caller's own."""
+        """A sent value is a copy from the moment of the call, and each rank's result is a separate object."""
         echo = copying.role("echo", Echo)
         value = [1, 2]
         call = echo.echo.submit(value)

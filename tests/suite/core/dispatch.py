@@ -1,4 +1,4 @@
-"""Dispatch and collect through real workers: what reaches which rank, along which mesh, and what the results become."""
+"""Dispatch and collect through real workers, along one mesh or several named meshes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 class Dispatching(dispatch.Dispatching):
-    """Broadcast, Scatter, PerRank, OnRank and one's own; Gather, Concat, First, Reduce and one's own; meshes."""
+    """Built-in and custom dispatches and collects, and meshes."""
 
     def test_scatter(self, pair: ColocatedGroup) -> None:
-        """Rows are split contiguously and unevenly if they have to be; what isn't named goes to every rank."""
+        """Scatter splits rows contiguously, unevenly if need be; other arguments go to every rank."""
         rows = pair.role("rows", Rows)
         assert rows.seen([1, 2, 3], factor=7) == [([1, 2], 7), ([3], 7)]
         assert rows.seen([1, 2]) == [([1], 1), ([2], 1)]
 
     def test_scatter_of_containers(self, pair: ColocatedGroup) -> None:
-        """Tuples and dicts are split inside; None goes to every rank."""
+        """Scatter splits the values inside tuples and dicts, and sends None to every rank."""
         batch = {"a": [1, 2, 3], "b": ([4, 5, 6], None)}
         assert pair.role("rows", Rows).seen(batch) == [
             ({"a": [1, 2], "b": ([4, 5], None)}, 1),
@@ -42,7 +42,7 @@ class Dispatching(dispatch.Dispatching):
         ]
 
     def test_several_parameters(self, pair: ColocatedGroup) -> None:
-        """Parameters that are scattered together have as many rows; if not, nothing is sent."""
+        """Parameters scattered together are split alike; different row counts raise DispatchError."""
         rows = pair.role("rows", Rows)
         assert rows.zipped([1, 2, 3], [4, 5, 6]) == [(1, 4), (2, 5), (3, 6)]
         with pytest.raises(DispatchError, match="'right' has 2 rows but 'left' has 3") as caught:
@@ -50,7 +50,7 @@ class Dispatching(dispatch.Dispatching):
         assert caught.value.parameter == "right"
 
     def test_what_does_not_fit(self, pair: ColocatedGroup) -> None:
-        """Fewer rows than ranks, a leaf without rows, a list of another length: it is an error that names both."""
+        """Too few rows, a leaf without rows or a list of a wrong length raises DispatchError with the parameter."""
         rows = pair.role("rows", Rows)
         for call, words, parameter in (
             (lambda: rows.double([1]), "'batch' has 1 row for 2 ranks", "batch"),
@@ -62,7 +62,7 @@ class Dispatching(dispatch.Dispatching):
             assert caught.value.parameter == parameter
 
     def test_rows_of(self, spawn: Spawn) -> None:
-        """With `rows_of` each so many rows stay together: the caller's, those in their workers, and those elsewhere."""
+        """`rows_of` keeps sets of rows on one rank, for the caller's values and for residents of any slot."""
         group = spawn({"sets": colocate.role(Sets), "one": colocate.role(Sets).on(slots=[1])})
         sets, one = group.role("sets", Sets), group.role("one", Sets)
         rows = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
@@ -71,7 +71,7 @@ class Dispatching(dispatch.Dispatching):
         assert sets.seen(rows, [*range(12)]) == [(rows[:8], [*range(8)], 8), (rows[8:], [*range(8, 12)], 4)]
         for view in (sets, one):
             resident = view.sample.keep([0, 1, 2])
-            assert sets.seen(resident.ref) == expected  # sent before the driver knows how many rows there are
+            assert sets.seen(resident.ref) == expected  # The driver doesn't know the row count yet.
             assert sets.seen(resident.ref) == expected
             assert sets.seen(rows, resident.ref) == [(rows[:8], rows[:8], 8), (rows[8:], rows[8:], 4)]
             assert sets.seen(rows, view.sample.keep([0, 1, 2]).ref) == [
@@ -80,7 +80,7 @@ class Dispatching(dispatch.Dispatching):
             ]
 
     def test_empty_runs(self, pair: ColocatedGroup) -> None:
-        """With empty="run" a rank without rows runs the method on none."""
+        """With empty="run" a rank without rows runs the method on an empty batch."""
         rows = pair.role("rows", Rows)
         assert rows.maybe_empty([1]) == [([1], 1), ([], 0)]
         assert rows.maybe_empty([]) == [([], 0), ([], 0)]
@@ -88,48 +88,48 @@ class Dispatching(dispatch.Dispatching):
         assert rows.keep_rows([]) == []
 
     def test_padding(self, pair: ColocatedGroup) -> None:
-        """With pad=True every rank gets as many rows, and no padding shows in the result."""
+        """With pad=True every rank gets the same number of rows, and the result has no padding."""
         rows = pair.role("rows", Rows)
         assert rows.padded([1, 2, 3]) == [(1, 2), (2, 2), (3, 2)]
         assert rows.padded([1]) == [(1, 1)]
         assert rows.padded.submit([1, 2]).result() == [(1, 1), (2, 1)]
 
     def test_masked(self, pair: ColocatedGroup) -> None:
-        """With pad="masked" the last row is repeated and ctx.valid_rows tells how many are real."""
+        """With pad="masked" the last row is repeated, and ctx.valid_rows counts the real rows."""
         rows = pair.role("rows", Rows)
         assert rows.masked([1, 2, 3]) == [([1, 2], 2), ([3, 3], 1)]
         assert rows.masked([1]) == [([1], 1), ([1], 0)]
 
     def test_no_rows_to_join(self, pair: ColocatedGroup) -> None:
-        """Concat of results without rows is an error that names the rank and the way out."""
+        """Concat of results without rows raises DispatchError with the rank and a remedy."""
         with pytest.raises(DispatchError, match=r"rank 0 returned.*Gather, First or Reduce"):
             pair.role("rows", Rows).no_rows()
 
     def test_per_rank(self, pair: ColocatedGroup) -> None:
-        """Item i of a list goes to rank i; what isn't named goes to every rank."""
+        """PerRank sends item i of a list to rank i; other arguments go to every rank."""
         rows = pair.role("rows", Rows)
         assert rows.each(["a", "b"], shared=1) == [(0, "a", 1), (1, "b", 1)]
 
     def test_on_rank(self, pair: ColocatedGroup) -> None:
-        """OnRank runs on one rank, and its value is the result."""
+        """OnRank runs a call on one rank, whose value is the result."""
         assert pair.role("rows", Rows).on_one("x") == (1, "x")
 
     def test_reduce(self, pair: ColocatedGroup) -> None:
-        """Reduce makes one of the ranks' numbers, leaf by leaf."""
+        """Reduce combines the ranks' numbers into one, leaf by leaf."""
         rows = pair.role("rows", Rows)
         assert rows.total([1, 2, 3]) == {"sum": 6, "count": 3}
         assert rows.highest() == 1
         assert rows.lowest() == 0
 
     def test_reduce_weights(self, pair: ColocatedGroup) -> None:
-        """A mean weighs ranks by their rows, unless told not to; a rank without rows weighs nothing, not even NaN."""
+        """A mean weights ranks by their rows by default; a rank without rows adds nothing, not even NaN."""
         rows = pair.role("rows", Rows)
         assert rows.mean([1.0, 2.0, 6.0]) == {"mean": 3.0}
         assert rows.unweighted([1.0, 2.0, 6.0]) == (1.5 + 6.0) / 2
         assert rows.mean([4.0]) == {"mean": 4.0}
 
     def test_own_dispatch_and_collect(self, pair: ColocatedGroup) -> None:
-        """A dispatch or collect of one's own needs one method, and runs on the driver."""
+        """A custom dispatch and collect decide each rank's arguments and the result."""
         assert pair.role("own", Own).swapped() == {0: (0, 1), 1: (1, 0)}
 
     def test_mesh_collect(self, square: ColocatedGroup) -> None:
@@ -144,12 +144,12 @@ class Dispatching(dispatch.Dispatching):
         [({"dp": 3}, "makes 3 ranks, but the role has 2 slots"), ({"dp": 0}, "from 1 up"), ({"d p": 2}, "no name")],
     )
     def test_wrong_mesh(self, spawn: Spawn, mesh: Any, message: str) -> None:
-        """A mesh whose product isn't the number of slots is refused before anything starts."""
+        """A mesh with a wrong product, size or axis name raises ConfigError."""
         with pytest.raises(ConfigError, match=message):
             spawn({"axes": colocate.role(Axes).on(mesh=mesh)})
 
     def test_unknown_axis(self, spawn: Spawn) -> None:
-        """An axis that neither the mesh nor custom knows is refused before anything starts."""
+        """A dispatch along an unknown axis is refused at spawn, with the closest known name."""
 
         class Lost(colocate.Role):
             @colocate.method(dispatch=colocate.Scatter("batch", axis="ddp"))
@@ -159,7 +159,7 @@ class Dispatching(dispatch.Dispatching):
             spawn({"lost": colocate.role(Lost)})
 
     def test_declaration_errors(self) -> None:
-        """An unknown parameter, or padding that would show in the result, is an error when the class is declared."""
+        """An unknown parameter, or padding that would show in the result, raises DispatchError at the declaration."""
         with pytest.raises(DispatchError, match=r"names 'bach'.*did you mean 'batch'"):
 
             @colocate.method(dispatch=colocate.Scatter("bach"))
@@ -178,7 +178,7 @@ class NamedMeshes(dispatch.NamedMeshes):
     """A role that trains on one mesh and infers on another."""
 
     def test_named_coordinates(self, square: ColocatedGroup) -> None:
-        """Each mesh lays the ranks out for itself; an axis that it lacks is of size 1."""
+        """Each mesh has its own coordinates for the ranks; an axis that a mesh lacks has size 1."""
         meshes = square.role("meshes", Meshes)
         assert [place["train"] for place in meshes.places()] == [
             {"pp": (pp, 2), "dp": (dp, 2), "tp": (0, 1)} for pp in range(2) for dp in range(2)
@@ -189,13 +189,13 @@ class NamedMeshes(dispatch.NamedMeshes):
         assert colocate.inspect(meshes).meshes == {"train": {"pp": 2, "dp": 2}, "infer": {"dp": 2, "tp": 2}}
 
     def test_named_scatter(self, square: ColocatedGroup) -> None:
-        """Rows are spread over the axis of the mesh that is named, and repeated along its other axes."""
+        """Scatter spreads rows over the named mesh's axis, and repeats rows along the other axes."""
         meshes = square.role("meshes", Meshes)
         assert meshes.train_seen([1, 2, 3]) == [[1, 2], [3], [1, 2], [3]]
         assert meshes.infer_seen([1, 2, 3]) == [[1, 2], [1, 2], [3], [3]]
 
     def test_named_collect(self, square: ColocatedGroup) -> None:
-        """One copy each counts, from the first rank along the other axes and the last pipeline stage."""
+        """A collect takes one copy of each part, from the first rank of other axes and the last pipeline stage."""
         meshes = square.role("meshes", Meshes)
         assert meshes.reshard([1, 2, 3]) == [(1, 0), (2, 0), (1, 2), (2, 2)]
         assert meshes.along_others([1, 2, 3]) == [(1, 0), (2, 0), (1, 2), (2, 2)]
@@ -205,7 +205,7 @@ class NamedMeshes(dispatch.NamedMeshes):
         assert meshes.padded([1, 2, 3]) == [1, 2, 3]
 
     def test_named_which(self, square: ColocatedGroup) -> None:
-        """With several meshes a method, and role code, say which one they mean."""
+        """With several meshes, a method or role code that names no mesh raises an error."""
         meshes = square.role("meshes", Meshes)
         with pytest.raises(DispatchError, match=r"several meshes \('train', 'infer'\): say which one with mesh="):
             meshes.which([1, 2])
@@ -213,7 +213,7 @@ class NamedMeshes(dispatch.NamedMeshes):
             meshes.only_mesh()
 
     def test_named_stages(self, square: ColocatedGroup) -> None:
-        """Ranks of earlier stages may return nothing: kept or not, theirs isn't what counts."""
+        """Results of earlier pipeline stages are ignored, in called and in kept results."""
         meshes = square.role("meshes", Meshes)
         assert meshes.staged([1, 2, 3]) == [-1, -2, -3]
         with meshes.staged.keep([1, 2, 3]) as resident:
@@ -225,7 +225,7 @@ class NamedMeshes(dispatch.NamedMeshes):
     def test_named_between_groups(
         self, pair: ColocatedGroup, square: ColocatedGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Residents go between groups of other slots, meshes and partitions; no value comes by the driver."""
+        """Residents travel between groups of other slots, meshes and partitions without passing the driver."""
         rows, meshes, axes = pair.role("rows", Rows), square.role("meshes", Meshes), square.role("axes", Axes)
         traffic = Traffic(pair, monkeypatch)
         count = 20_000
@@ -244,11 +244,11 @@ class NamedMeshes(dispatch.NamedMeshes):
         assert totals == {"sum": sum(expected), "count": 2 * count}
         assert through_the_driver < 50_000
         if pair._node.services.executor.codec.name != "reference":
-            assert traffic.total_bytes() > through_the_driver + count  # so that values would have been noticed
+            assert traffic.total_bytes() > through_the_driver + count  # The fetch shows that values are counted.
 
     @needs(OwnProcess)
     def test_named_process_groups(self, square: ColocatedGroup) -> None:
-        """A process group goes along an axis of a mesh; where several meshes have it, the mesh is named too."""
+        """A process group spans one axis of a mesh; an axis of several meshes needs the mesh's name, too."""
         pytest.importorskip("torch")
         named = square.role("named", Collective)
         values: list[float] = [1.0, 2.0, 3.0, 4.0]
@@ -270,19 +270,19 @@ class NamedMeshes(dispatch.NamedMeshes):
 
 @contextmanager
 def hold_rank(group: ColocatedGroup) -> Iterator[None]:
-    """No call made in the block begins before it ends."""
+    """Delay the calls of a block until its end."""
     with Gate() as gate:
         group.role("faulty", Faulty).wait.submit(gate.address)
         yield
 
 
 class Mixing(ExecutorCase):
-    """`submit` and `keep` never wait, whatever their arguments are; order and the workers do the rest."""
+    """`submit` and `keep` never wait for residents in their arguments; errors come with the call."""
 
     def test_rows_that_turn_out_to_be_too_few(self, pair: ColocatedGroup) -> None:
-        """Parts of unequal length are a DispatchError of that call, in the words of one that is known at once.
+        """Residents with unequal rows raise the call's DispatchError, worded as for a value that is known at once.
 
-        Of those that fit each rank gets the rows that lie beside its own.
+        A list with as many rows as the resident is split along the resident's uneven parts.
         """
         rows, left_rows = pair.role("rows"), pair.role("left", Rows)
         with hold_rank(pair):

@@ -1,4 +1,4 @@
-"""Whole drivers, as scripts in processes of their own: how they start, are interrupted, and end; nothing is left."""
+"""Whole drivers as scripts in their own processes: start, interruption and exit without leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Drivers(drivers.Drivers):
     """A driver that ends, in whatever way, leaves nothing behind."""
 
     def test_main(self, scripts: Scripts) -> None:
-        """Roles may be defined in a script, without any guard, and in modules beside it; they go by value."""
+        """A script without a main guard, and modules beside the script, may define roles."""
         (scripts.folder / "beside.py").write_text(
             textwrap.dedent("""
             import colocate
@@ -71,7 +71,7 @@ class Drivers(drivers.Drivers):
         assert driver.wait_exit() == (0, "")
 
     def test_nobody_closed(self, scripts: Scripts) -> None:
-        """Interpreter exit closes what nobody closed and reports it with its line."""
+        """Interpreter exit closes an open runtime, and warns once with the line that made the runtime."""
         driver = scripts.start_script(
             """
             runtime = CONNECT  # the line to be named
@@ -96,7 +96,7 @@ class Drivers(drivers.Drivers):
 
     @needs(OwnProcess)
     def test_shared_memory_of_roles(self, scripts: Scripts) -> None:
-        """Memory is removed as after any Python program: when a group is closed, a worker or driver is killed."""
+        """A role's shared memory is removed when its group closes, its worker dies or its driver is killed."""
         driver = scripts.start_script("""
             from multiprocessing import shared_memory
 
@@ -135,10 +135,10 @@ CONNECTED = "runtime = CONNECT\n"
 RESERVED = f"{CONNECTED}pool = runtime.reserve(2, cpus=0)\n"
 SPAWNED = f"{RESERVED}group = pool.spawn(ROLES)\n"
 HUNG = "group.role('faulty').wait.submit(GATE)\n"
-# In slices: Python notices a signal that has come just before it began to wait for a lock only when that wait ends.
+# Waits in slices: Python handles a signal that arrives just before a lock wait only after that wait.
 FOREVER = "while True:\n    threading.Event().wait(1)\n"
 
-# What the driver does; at the last line it waits, or works on, until its end.
+# The driver's program at each stage, which waits or works on until the driver ends.
 STAGES = {
     "connected": f"{CONNECTED}say(0)\n",
     "reserved": f"{RESERVED}say(0)\n",
@@ -159,12 +159,12 @@ BY_GATE = ("spawning", "calling", "closing")
 
 
 class Endings(Scripted):
-    """A driver that ends at whatever moment; another one on the same cluster notices nothing."""
+    """A driver's end at any stage leaves another driver on the same cluster undisturbed."""
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("stage", STAGES)
     def test_killed_while(self, scripts: Scripts, pair: ColocatedGroup, stage: str) -> None:
-        """By SIGKILL, at each stage."""
+        """A driver killed by SIGKILL at any stage leaves no process behind and disturbs no other driver."""
         self._end_driver(scripts, pair, stage, signal.SIGKILL)
 
     @needs(OwnProcess)
@@ -172,7 +172,7 @@ class Endings(Scripted):
     @pytest.mark.parametrize("stage", STAGES)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
     def test_ended_while(self, scripts: Scripts, pair: ColocatedGroup, number: signal.Signals, stage: str) -> None:
-        """By SIGTERM, which ends a Python program on the spot, and by an exception that nobody catches."""
+        """A driver ended by SIGTERM or Ctrl-C at any stage leaves no process behind and disturbs no other driver."""
         self._end_driver(scripts, pair, stage, number)
 
     @staticmethod
@@ -183,7 +183,7 @@ class Endings(Scripted):
             driver = scripts.start_script(text + FOREVER)
             if stage in BY_GATE:
                 gate.wait_for()
-            if stage == "closing":  # what runs by now is what the close waits for
+            if stage == "closing":  # The close waits for the call that runs now.
                 driver.resume()
             if stage not in ("spawning", "calling"):
                 driver.read_answer()

@@ -1,4 +1,4 @@
-"""Roles that look after memory and processes of their own: what core knows of these, and leaves alone."""
+"""Roles that manage memory and processes of their own, as engines do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, needs, needs_f
 
 
 class Engines(ExecutorCase):
-    """What an engine in a role needs."""
+    """Roles that have an engine."""
 
     @needs(OwnProcess)
     def test_managed_memory(self, spawn: Spawn) -> None:
-        """Managed memory counts as the role's, its moves as a sleep's; nobody looks into what is apart, or moves it."""
+        """`managed` memory counts in a role's memory, sleep and wake; tensors of `apart` objects stay in place."""
         pytest.importorskip("torch")
         group = spawn({"engine": colocate.role(EngineUser)}, slots=1)
         engine = group.role("engine", EngineUser)
@@ -36,7 +36,7 @@ class Engines(ExecutorCase):
 
     @needs_feature("memory")
     def test_managed_memory_and_budgets(self, spawn: Spawn) -> None:
-        """A budget counts it; what `managed` says wrongly is told."""
+        """A memory budget counts managed memory, and a wrong return value of `managed` raises an error."""
         pytest.importorskip("torch")
         with pytest.raises(colocate.RoleStartError, match=r"tensors 2 MiB"):
             spawn({"engine": colocate.role(EngineUser).on(device_memory="1500KiB")}, slots=1)
@@ -46,7 +46,7 @@ class Engines(ExecutorCase):
 
     @needs(OwnProcess)
     def test_close_of_roles(self, spawn: Spawn, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        """A `close` runs on the lane after the last call, with process groups there; what it raises is printed."""
+        """A role's `close` can use its process groups, and an exception from `close` is printed."""
         pytest.importorskip("torch")
         roles = {
             "engine": colocate.role(EngineUser, str(tmp_path / "closed")),
@@ -61,7 +61,7 @@ class Engines(ExecutorCase):
 
     @needs(OwnProcess)
     def test_borrowed_weights(self, spawn: Spawn) -> None:
-        """Only what is named has to be awake; with less it is told what to wake."""
+        """`ctx.borrow` needs only the named tags awake, and its error lists the sleeping tags."""
         pytest.importorskip("torch")
         group = spawn({"actor": colocate.role(Dozing), "engine": colocate.role(Borrower)}, slots=1)
         engine = group.role("engine", Borrower)
@@ -75,7 +75,7 @@ class Engines(ExecutorCase):
         assert group.role("actor", Dozing).list_asleep() == [["grads", "optimizer"]]
 
     def test_roles_that_need_a_process(self, spawn: Spawn) -> None:
-        """A role has its slot's process to itself; threads are none."""
+        """Roles that need a process each can't share a slot, and can't run on threads."""
         role = colocate.role(LoneEngine)
         with self.connect() as runtime, runtime.reserve(slots=2) as pool:
             if not issubclass(type(runtime._node.services.executor), OwnProcess):

@@ -1,4 +1,4 @@
-"""Forked children, which own nothing."""
+"""Forked children of the driver, which own nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Forks(ExecutorCase):
             resident.fetch()
 
     def test_a_failed_resident_in_a_fork(self, pair: ColocatedGroup) -> None:
-        """A use in the child is refused as any other use there, whatever the resident's call has raised."""
+        """A forked child's use of a failed resident raises ForkedError, not the resident's error."""
         echo, resident = pair.role("echo", Echo), pair.role("faulty", Faulty).fail.keep()
         with pytest.raises(RoleError):
             resident.wait()
@@ -64,7 +64,7 @@ class Forks(ExecutorCase):
         assert run_in_fork(use_it) == ["refused"]
 
     def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
-        """A forked child may connect for itself."""
+        """A forked child may connect a runtime of its own."""
 
         def use_a_new_one() -> list[str]:
             with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
@@ -75,7 +75,7 @@ class Forks(ExecutorCase):
 
 
 def run_in_fork(function: Callable[[], list[str]]) -> list[str]:
-    """Return what a function returns in a forked child, as text."""
+    """Return a function's result, or its traceback, from a forked child."""
     read, write = os.pipe()
     child = fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What role code leaves in its event loop (tasks, timers, servers) goes on between calls, and ends with the group."""
+"""Tasks, timers and servers that role code leaves in its event loop run between calls, and end with the group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from colocate.testing.probes.left import Leaves
 
 
 class LeftInLoops(left.LeftInLoops):
-    """An asyncio program goes on."""
+    """Asyncio tasks that outlive their call."""
 
     def test_what_is_left_is_cancelled_at_the_end(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A task that is cancelled may do what it does then."""
+        """A task that is left at the group's close is cancelled, and may run its cleanup."""
         group = spawn({"leaves": colocate.role(Leaves)})
         group.role("leaves", Leaves).writes_at_its_end(tmp_path / "end")
         group.close()

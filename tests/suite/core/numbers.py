@@ -1,4 +1,4 @@
-"""The default generators of `random`, NumPy and torch, and torch's switches: each role has its own."""
+"""Each role has its own default generators of `random`, NumPy and torch, and its own torch switches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RandomNumbers(numbers.RandomNumbers):
     @needs_feature("pipelines")
     @needs_feature("functions")
     def test_neighbours_change_nothing(self, torch: Any, spawn: Spawn) -> None:
-        """A role draws what it draws by itself, whatever others of its slot, or functions, seed and draw meanwhile."""
+        """A role draws the same numbers alone and beside roles and functions that seed and draw on its slot."""
         group = spawn({**NEIGHBOURS, "one": colocate.role(Numbers)}, slots=1, name="numbers")
         one, after = group.role("one", Numbers), group.role("after", Numbers)
         one.draws()
@@ -53,7 +53,7 @@ class RandomNumbers(numbers.RandomNumbers):
 
     @needs(OwnProcess)
     def test_a_role_that_seeds(self, torch: Any, spawn: Spawn) -> None:
-        """A role draws what a script draws that seeds and does nothing else, to the last digit."""
+        """A role that seeds draws exactly the numbers of a script that seeds alike."""
         draws = f"[draw_numbers({self.device!r}) for _ in range(6)]"
         code = f"from {draw_numbers.__module__} import *; seed_all(5); print({draws})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -67,7 +67,7 @@ class RandomNumbers(numbers.RandomNumbers):
     @needs(OwnProcess)
     @needs_feature("checkpoints")
     def test_checkpoints_keep_them(self, torch: Any, tmp_path: Path) -> None:
-        """What goes on from a checkpoint draws what the uninterrupted run does."""
+        """A group restored from a checkpoint draws the numbers of the uninterrupted run."""
         roles = {**NEIGHBOURS, "one": colocate.role(Numbers)}
 
         def step(group: ColocatedGroup) -> list[Any]:
@@ -86,7 +86,7 @@ class RandomNumbers(numbers.RandomNumbers):
     def test_threads_share_them(
         self, torch: Any, spawn: Spawn, runtime: colocate.Runtime, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Where workers are threads of the driver's process, who seeds for all is told once; elsewhere nobody is."""
+        """Seeding the generators that threads share is logged once; workers with their own process log nothing."""
         group = spawn({"one": colocate.role(Numbers), "seeds": colocate.role(Numbers)}, slots=1)
         seeding_messages = []
         for _ in range(2):
@@ -103,7 +103,7 @@ class RandomNumbers(numbers.RandomNumbers):
 
     @needs(OwnProcess)
     def test_switches(self, torch: Any, spawn: Spawn) -> None:
-        """Torch's switches are as the role's own code has left them, and another role's as that has."""
+        """Each role keeps its own values of torch's switches from call to call."""
         roles: dict[str, RoleSpec[Any]] = {
             "first": colocate.role(Switching),
             "sets": colocate.role(Switching, sets=True),
@@ -119,7 +119,7 @@ class RandomNumbers(numbers.RandomNumbers):
 
     @needs(OwnProcess)
     def test_precision_in_other_terms(self, torch: Any, spawn: Spawn) -> None:
-        """Torch refuses to tell in its older terms what was set in the newer ones: that is a role's own, too."""
+        """Each role keeps its own precision settings, in torch's older and newer terms."""
         if not hasattr(torch.backends, "fp32_precision"):
             pytest.skip("this torch has the older terms only")
         group = spawn({"first": colocate.role(Switching), "sets": colocate.role(Switching, sets=True)}, slots=1)

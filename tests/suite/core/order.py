@@ -1,4 +1,4 @@
-"""One total order of calls on every rank, the hold when one fails, and what the caller gets then."""
+"""The order of calls on every rank, the hold after a failure, and the errors that the caller gets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Order(order.Order):
         assert [entry for entry in first if isinstance(entry, tuple)] == [("zero", index) for index in range(0, 20, 4)]
 
     def test_failure_comes_at_once(self, pair: ColocatedGroup) -> None:
-        """The caller has the first failure while other ranks are still in the call, with their states."""
+        """A failure reaches the caller while other ranks are still in the call, and the error names these ranks."""
         log = clear_log(pair)
         with Gate() as gate, Gate() as trigger:
             call = log.at.submit([gate.address, trigger.address], [ADD, RAISE])  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ class Order(order.Order):
             assert "not back from rank 0" in str(error)
 
     def test_hold(self, pair: ColocatedGroup) -> None:
-        """After a failure no rank takes up a further call until all are back; then the queue goes on."""
+        """After a failure no rank begins another call until all ranks are back; then the queued calls run."""
         log = clear_log(pair)
         with Gate() as gate, Gate() as trigger:
             failing = log.at.submit([gate.address, trigger.address], [ADD, RAISE], "kept on")  # type: ignore[arg-type]
@@ -65,13 +65,13 @@ class Order(order.Order):
             get_error(failing)
             late = log.add_and_look.submit(gate.address, "late")
             assert not queued.done()
-        # On the rank that had failed, too, they began after the gate was opened for the other one.
+        # On the failed rank, too, these calls began only after the gate had released the other rank.
         assert queued.result(PATIENCE_S) == [True, True]
         assert late.result(PATIENCE_S) == [True, True]
         assert log.read() == [["kept on", "queued", "late"], ["queued", "late"]]
 
     def test_later_call_failed(self, pair: ColocatedGroup) -> None:
-        """If it failed there, it is withdrawn from the others; its error has its own cause, and names the first one."""
+        """A later call that also failed keeps its own cause, names the first failure, and runs on no other rank."""
         log = clear_log(pair)
         with Gate() as first, Gate() as second:
             failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ class Order(order.Order):
         assert log.read() == [["c"], ["a", "c"]]
 
     def test_async_failing(self, pair: ColocatedGroup) -> None:
-        """What a rank awaits in a call that has failed elsewhere is cancelled; earlier calls go on to their end."""
+        """An async call that failed on another rank is cancelled on this one; earlier calls complete."""
         log = clear_log(pair)
         with Gate() as mine, Gate() as first, Gate() as second, Gate() as closed:
             going = log.async_at.submit([mine.address] * 2)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class Order(order.Order):
             closed.wait_for(2)
             first.open()
             assert isinstance(get_error(failing[0]), RoleError)
-            second.open()  # in the hold, which waits for the call before
+            second.open()  # This failure comes in the hold, which waits for the first call.
             closed.wait_for_none()
             mine.open()
             going.result(PATIENCE_S)
@@ -116,7 +116,7 @@ class Order(order.Order):
             assert log.read() == [["waited"], ["cancelled", "cancelled", "waited"]]
 
     def test_timeout(self, pair: ColocatedGroup) -> None:
-        """A call past its timeout ends with CallTimeout, with each late rank's Python stack; then as any failure."""
+        """A call past its timeout raises CallTimeout with the late rank's stack, and queued calls run afterwards."""
         faulty, log = pair.role("faulty", Faulty), clear_log(pair)
         with Gate() as gate:
             call = faulty.fail_after.options(timeout=1.0).submit([None, gate.address], -1)  # type: ignore[arg-type]
@@ -135,22 +135,22 @@ class Order(order.Order):
         assert log.read() == [["queued"]] * 2
 
     def test_slow_call(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        """There is no deadline by default, but a call that takes long is told once, with the slow ranks' stacks."""
+        """A slow call without a timeout is logged with the slow rank's stack, and still returns."""
         monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._calls.order.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
+        monkeypatch.setattr("colocate._calls.order.STACKS_WITHIN_S", PATIENCE_S)  # A busy machine needs longer.
         with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
             group = pool.spawn({"faulty": colocate.role(Faulty)})
             with Gate() as gate:
                 call = group.role("faulty", Faulty).wait.submit(gate.address)
                 gate.wait_for()
-                # Not before: it is told once, wherever the rank is.
+                # Set only now: the warning comes once, wherever the rank is.
                 monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
                 wait_until(lambda: "pass_gate" in caplog.text, "the warning has been given")
             assert call.result(PATIENCE_S) == [0]
         assert "faulty.wait of group" in caplog.text
 
     def test_rank_that_stays_away(self, spawn: Spawn) -> None:
-        """A rank that isn't back within the grace period fails the group, naming it; the cause is the first failure."""
+        """A rank that isn't back within the grace fails the group; the error names the rank and the first failure."""
         group = spawn({"log": colocate.role(Log)})
         log = group.role("log", Log)
         group._node.grace = 0.1
@@ -176,7 +176,7 @@ class Order(order.Order):
 async def _await_call(submit: Callable[[], Call[Any]]) -> weakref.ref[RoleError]:
     try:
         await submit()
-    except RoleError as error:  # in here: what `asyncio.run` raises is in a cycle with its own frame
+    except RoleError as error:  # An error from `asyncio.run` is in a cycle with its own frame.
         return weakref.ref(error)
     raise AssertionError("it went well")
 
@@ -195,7 +195,7 @@ class Failures(order.Failures):
     @pytest.mark.parametrize("asked", ["called", "result", "exception", "await", "kept", "run"])
     @needs_feature("functions")
     def test_error_let_go_of(self, pair: ColocatedGroup, asked: str) -> None:
-        """An error that nobody holds is gone, with what frames of role code held: it needs no garbage collector."""
+        """An error that nobody holds is freed without the garbage collector."""
         faulty = pair.role("faulty", Faulty)
 
         ways: dict[str, Callable[[], weakref.ref[Any]]] = {
@@ -216,7 +216,7 @@ class Failures(order.Failures):
                 gc.enable()
 
     def test_traceback(self, pair: ColocatedGroup) -> None:
-        """The remote traceback is that of the role's code: it begins in the method and ends where it was raised."""
+        """The remote traceback begins in the role's method and ends at the raising line."""
         with pytest.raises(RoleError) as caught:
             pair.role("faulty", Faulty).fail()
         text = caught.value.remote_traceback
@@ -230,7 +230,7 @@ class Failures(order.Failures):
         ("kind", "cause"), [("exit", SystemExit), ("interrupt", KeyboardInterrupt), ("generator", GeneratorExit)]
     )
     def test_exceptions_that_are_none(self, pair: ColocatedGroup, kind: str, cause: type[BaseException]) -> None:
-        """SystemExit, KeyboardInterrupt and their like from a role are the caller's to see; the worker goes on."""
+        """SystemExit, KeyboardInterrupt or GeneratorExit from a role raises RoleError, and the worker stays alive."""
         with pytest.raises(RoleError) as caught:
             pair.role("faulty", Faulty).fail(kind)
         assert isinstance(caught.value.__cause__, cause)
@@ -249,7 +249,7 @@ class Failures(order.Failures):
         ],
     )
     def test_odd_exceptions(self, pair: ColocatedGroup, kind: str, name: str, text: str) -> None:
-        """Errors that can't be pickled, rebuilt, shown, set or told to an end are told in words: type, text, place."""
+        """An exception that can't be pickled, rebuilt, shown or set is reported by its type, text and place."""
         with pytest.raises(RoleError) as caught:
             pair.role("faulty", Faulty).fail(kind)
         assert name in str(caught.value)
@@ -260,7 +260,7 @@ class Failures(order.Failures):
         assert pair.role("faulty", Faulty).fine() == [0, 1]
 
     def test_pickle(self, pair: ColocatedGroup) -> None:
-        """The error survives pickling with its attributes and its cause."""
+        """A RoleError survives pickling with its attributes and its cause."""
         with pytest.raises(RoleError) as caught:
             pair.role("faulty", Faulty).fail(ranks=(1,))
         again = pickle.loads(pickle.dumps(caught.value))
@@ -271,5 +271,4 @@ class Failures(order.Failures):
 
 
 def _raise_error(ctx: colocate.Context) -> None:
-    """A function that fails."""
     raise ValueError("a function's")

@@ -1,4 +1,4 @@
-"""Ownership: who owns what, what is shown of it, names, and what borrows refuse or lose."""
+"""Ownership of pools, groups, slots and residents: names, lifetimes, borrows, and writes into values."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 class Ownership(ExecutorCase):
-    """The tree: runtime, pools, groups, workers, role instances; groups' residents and calls."""
+    """The ownership tree: names, lifetimes and slots of pools and groups."""
 
     def test_automatic_names_are_free_ones(self) -> None:
-        """What users have named so before keeps its name: groups and pools alike."""
+        """Automatic names of pools and groups skip names that a user has given."""
         roles: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "rows": colocate.role(Rows)}
         with self.connect() as runtime:
             named = runtime.reserve(1, cpus=0, name="pool-1")
@@ -40,7 +40,7 @@ class Ownership(ExecutorCase):
                     assert group.role("echo", Echo).first.options(timeout=PATIENCE_S)(resident.ref) == [0, 1]
 
     def test_dropping_closes_nothing(self, runtime: Runtime) -> None:
-        """Dropping every variable leaves pools and groups alive; their owner has them still."""
+        """Dropping every variable leaves pools and groups alive in their owner."""
         pool_name = runtime.reserve(1, cpus=0, name="kept-by-its-owner").name
         node = next(child for child in runtime._node.children.values() if child.name == pool_name)
         assert isinstance(node, Slots)
@@ -52,7 +52,7 @@ class Ownership(ExecutorCase):
         pool.close()
 
     def test_slots(self, runtime: Runtime) -> None:
-        """A slot takes one group at a time; parts of a pool take one each."""
+        """A slot takes one group at a time, and disjoint parts of a pool take a group each."""
         with runtime.reserve(3, cpus=0) as pool:
             front = pool[0:2].spawn({"echo": colocate.role(Echo)}, name="front")
             with pytest.raises(ColocateError, match=r"slot 0 of pool .* is taken by group 'front'"):
@@ -70,10 +70,10 @@ class Ownership(ExecutorCase):
 
 
 class Borrows(ownership.Borrows):
-    """A close is refused while another group uses a resident; what is forced breaks the use, with a clear error."""
+    """Borrowed residents: refused and forced closes, writes, and the release of values."""
 
     def test_leaving_a_block_is_forced(self, runtime: Runtime, pair: ColocatedGroup) -> None:
-        """Leaving a with block breaks borrows, of the group or of its pool."""
+        """Leaving a group's or pool's with block breaks a borrow: the borrowing call fails with ClosedError."""
         for leave_pool in (False, True):
             with Gate() as gate:
                 waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
@@ -99,7 +99,7 @@ class Borrows(ownership.Borrows):
             maker, user = group.role("maker", Writer), group.role("user", Writer)
             for how in WRITES:
                 with maker.nested.keep() as resident:
-                    user.hold(resident.ref)  # reading is nobody's fault
+                    user.hold(resident.ref)  # A read raises no error.
                     with pytest.raises(RoleError, match=rf"user\.write {of_maker}"):
                         user.write(resident.ref, how)
                     with pytest.raises(RoleError, match="changed in place"):
@@ -113,7 +113,7 @@ class Borrows(ownership.Borrows):
             assert user.untouched() == [1.0]
 
     def test_writes_into_plain_arguments_are_found(self) -> None:
-        """With `strict=True` every one is, with method and argument; neither the driver's value nor others change."""
+        """With `strict=True` every write into a plain argument raises, and the driver's value stays unchanged."""
         torch = pytest.importorskip("torch")
         numpy = pytest.importorskip("numpy")
         with self.connect(strict=True) as runtime, runtime.reserve(2, cpus=0) as pool, Gate() as gate:
@@ -136,7 +136,7 @@ class Borrows(ownership.Borrows):
 
     @needs_feature("rows")
     def test_a_value_goes_with_the_last_of_its_calls(self) -> None:
-        """With `strict=True` and without: whatever way a role has used it in, and though it isn't called again."""
+        """A freed resident's value is dropped after its last call, whatever that call was, strict or not."""
         pytest.importorskip("torch")
         roles = {"maker": colocate.role(Mourned), "user": colocate.role(Mourned)}
         for strict in (False, True):
@@ -152,7 +152,7 @@ class Borrows(ownership.Borrows):
                         assert maker.left() == 0, f"after {name}, strict={strict}"
 
     def test_the_call_that_wrote_is_blamed(self) -> None:
-        """Of two async calls of one method with one resident of another slot the one that wrote is told of it."""
+        """Of two concurrent calls with one resident, only the writing call can get the error."""
         pytest.importorskip("torch")
         with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, Gate() as first, Gate() as second:
             group = pool.spawn({"maker": colocate.role(Writer).on(slots=[0]), "user": colocate.role(Writer)})
@@ -166,7 +166,7 @@ class Borrows(ownership.Borrows):
                 ends.result(PATIENCE_S)
                 second.open()
                 error = writes.exception(PATIENCE_S)
-                if error is None:  # where it got a copy, nothing has happened to the resident
+                if error is None:  # The rank has a copy, so the resident is unchanged.
                     assert resident.fetch()["x"].tolist() == [0.0, 1.0, 2.0]
                 else:
                     assert "user.write_later changed in place a value that maker.nested had returned" in str(error)

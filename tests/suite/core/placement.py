@@ -1,4 +1,4 @@
-"""Placement: slots are reserved together, all or none, and freed by close; ports are those of a range."""
+"""Placement: the range of ports of a runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ports(placement.Ports):
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_ports_that_are_used_up(self, no_leaks: None) -> None:
-        """The error has the range, what needed a port, and what to do; nothing is left."""
+        """An exhausted port range raises an error with the range, the port's purpose and a remedy; nothing is left."""
         pytest.importorskip("torch")
         with socket.create_server(("", 0)) as listener:
             port = listener.getsockname()[1]

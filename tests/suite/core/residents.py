@@ -1,4 +1,4 @@
-"""Residents: results that stay in the workers, what using them gives, and who is told when there is none."""
+"""Residents: keeping, using, fetching and freeing results in the workers, and their failures."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Residents(residents.Residents):
-    """Keeping, using, fetching and freeing, on plain values; `TensorResidents` has what is special about tensors."""
+    """Keeping, using, fetching and freeing plain values; `TensorResidents` covers tensors."""
 
     def test_keep_and_fetch(self, pair: ColocatedGroup) -> None:
-        """`keep` returns at once; `fetch` gives what the plain call gives, as often as asked."""
+        """`fetch` of a kept result returns the plain call's value, every time."""
         rows = pair.role("rows", Rows)
         with rows.double.keep([1, 2, 3]) as resident:
             assert isinstance(resident, Resident)
             assert resident.fetch() == resident.fetch() == rows.double([1, 2, 3])
 
     def test_waited_for(self, pair: ColocatedGroup) -> None:
-        """A wait returns when the value is there, and raises what its call has raised."""
+        """`wait` returns when the value is there, and raises TimeoutError or the call's error."""
         faulty = pair.role("faulty", Faulty)
         with Gate() as gate:
             resident = faulty.wait.keep(gate.address)
@@ -50,7 +50,7 @@ class Residents(residents.Residents):
             failed.wait(PATIENCE_S)
 
     def test_every_collect(self, pair: ColocatedGroup) -> None:
-        """Whatever the collect, the fetched value is the called one, and so is what another call gets of it."""
+        """For every collect, fetching a resident and passing its ref give the plain call's result."""
         rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (echo.echo, ("gathered",)),
@@ -68,7 +68,7 @@ class Residents(residents.Residents):
                 assert resident.fetch() == echo.first(resident.ref) == call(*args), call
 
     def test_own_partition(self, pair: ColocatedGroup) -> None:
-        """Scatter keeps the producer's partition where the ranks match, however uneven."""
+        """Scatter keeps a resident's own uneven partition if the ranks match."""
         rows = pair.role("rows", Rows)
         with rows.produce_each.keep([1, 4]) as resident:  # type: ignore[arg-type]
             assert rows.seen(resident.ref) == [([0], 1), ([100, 101, 102, 103], 1)]
@@ -78,7 +78,7 @@ class Residents(residents.Residents):
             )
 
     def test_inside_containers(self, pair: ColocatedGroup) -> None:
-        """A ref may lie inside lists, tuples and dicts of an argument; the resident itself may be one, too."""
+        """A ref may be inside lists, tuples and dicts of an argument; a resident itself may be an argument."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
         with rows.produce.keep(1) as resident, echo.first.keep("text") as text:
             assert echo.first({"a": [resident.ref, 1], "b": (text.ref,)}) == {"a": [[0, 100], 1], "b": ("text",)}
@@ -89,7 +89,7 @@ class Residents(residents.Residents):
             assert rows.double(resident) == [0, 200]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
     def test_chain(self, pair: ColocatedGroup) -> None:
-        """Residents make residents; the driver need not wait in between."""
+        """A resident can be made from other residents, which the driver may free before the last fetch."""
         rows, right = pair.role("rows", Rows), pair.role("right", Rows)
         first = rows.double.keep([1, 2, 3])
         second = right.double.keep(first.ref)
@@ -111,14 +111,14 @@ class Residents(residents.Residents):
             pair.role("rows", Rows).double(resident.ref)
 
     def test_spec(self, pair: ColocatedGroup) -> None:
-        """`.spec` tells structure and rows without the contents."""
+        """`.spec` has the structure, rows and bytes of a resident."""
         with pair.role("rows", Rows).double.keep([1, 2, 3]) as resident:
             assert resident.spec.structure == ["int", "int"]
             assert resident.spec.rows_per_rank == (2, 1)
             assert resident.spec.bytes_per_rank == (0, 0)
 
     def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
-        """On the driver a ref is a name: using or comparing it as the value is an error that says what to do."""
+        """Using or comparing a ref as its value on the driver raises an error with the remedy."""
         rows = pair.role("rows", Rows)
         with rows.double.keep([1, 2]) as resident:
             with pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"):
@@ -132,7 +132,7 @@ class Residents(residents.Residents):
             assert rows.double([ref, ref][0]) == [4, 8]
 
     def test_free(self, pair: ColocatedGroup) -> None:
-        """A freed resident says so; freeing twice is fine; calls that use it already still get it."""
+        """A freed resident raises ClosedError, except in calls sent before; freeing twice is allowed."""
         rows, faulty = pair.role("rows", Rows), pair.role("faulty", Faulty)
         resident = rows.double.keep([1, 2])
         with Gate() as gate:
@@ -146,11 +146,11 @@ class Residents(residents.Residents):
                 use()
 
     def test_released_in_the_workers(self, pair: ColocatedGroup) -> None:
-        """With the lease the value goes, in every worker: freed, dropped, or at the end of its scope."""
+        """A value is released in every worker when its resident is freed, is dropped or leaves its scope."""
         echo = pair.role("echo", Echo)
 
         def gone() -> bool:
-            gc.collect()  # of what runs in this process, as workers that are threads do
+            gc.collect()  # Workers that are threads have their garbage in this process.
             return echo.is_alive() == [False, False]
 
         resident = echo.tracked.keep()
@@ -165,13 +165,13 @@ class Residents(residents.Residents):
         wait_until(gone, "what was kept in a scope is gone")
 
     def test_released_in_quiet(self, pair: ColocatedGroup) -> None:
-        """A release that no call carries is sent nevertheless, after a while of quiet."""
+        """A release that no call carries is sent by itself after a while."""
         with Gate() as gate:
             pair.role("echo", Echo).tracked.keep(gate.address).free()
             gate.wait_for(2)
 
     def test_scope(self, pair: ColocatedGroup) -> None:
-        """`group.scope()` frees what was kept inside, by this thread."""
+        """`group.scope()` frees the residents that its own thread keeps inside."""
         rows = pair.role("rows", Rows)
         elsewhere: list[Resident[list[int]]] = []
         with pair.scope():
@@ -189,7 +189,7 @@ class Residents(residents.Residents):
         assert elsewhere.pop().fetch() == [10, 12]
 
     def test_scope_of_a_task(self, pair: ColocatedGroup) -> None:
-        """The scope of an asyncio task frees what that task keeps inside, and nothing of those beside or below it."""
+        """The scope of an asyncio task frees residents of this task, not of parallel or child tasks."""
         rows = pair.role("rows", Rows)
         residents: dict[str, Resident[list[int]]] = {}
 
@@ -220,7 +220,7 @@ class Residents(residents.Residents):
 
 
 class KeptFailures(ExecutorCase):
-    """The failure of a kept call is raised by what uses its resident, or else by what ends next; it is never lost."""
+    """Failures of kept calls: raised by a use of the resident, or else at the end of a scope or group."""
 
     def test_poisoned(self, pair: ColocatedGroup) -> None:
         """A kept call that fails poisons its resident: every use raises the same error."""
@@ -237,7 +237,7 @@ class KeptFailures(ExecutorCase):
         assert echo.first(1) == 1
 
     def test_poison_spreads(self, pair: ColocatedGroup) -> None:
-        """A call that was queued with a resident whose call then fails fails with that error too, kept or not."""
+        """A queued call with a resident fails with the error of the resident's call, submitted or kept."""
         faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
         with Gate() as gate:
             resident = faulty.fail_after.keep([gate.address, None], failing=0)  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ class KeptFailures(ExecutorCase):
         assert echo.first(1) == 1
 
     def test_unused_poison(self, pair: ColocatedGroup) -> None:
-        """A kept call that failed and was never used raises at the end of its scope, and of no other one before."""
+        """A kept call's unused failure is raised at the end of its own scope, and of no other scope before."""
         errors: list[str] = []
 
         def have_a_scope() -> None:
@@ -274,7 +274,7 @@ class KeptFailures(ExecutorCase):
             keep()
 
     def test_a_failure_that_was_dropped_is_logged_at_once(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """With the line that kept it, whether it fails before its handle is dropped or after; and raised once."""
+        """A dropped resident's failure is logged with the line of its `keep`, and raised once."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         faulty = group.role("faulty", Faulty)
         with Gate() as gate:
@@ -292,10 +292,10 @@ class KeptFailures(ExecutorCase):
         with pytest.raises(RoleError, match="a plain one"), group.scope():
             faulty.fine()
         with group.scope():
-            faulty.fine()  # it was told
+            faulty.fine()  # The failure was raised before.
         resident = faulty.fail.keep()
         faulty.fine()
-        with group.scope():  # whoever has the handle may still use it
+        with group.scope():  # The holder of the handle may still use the resident.
             faulty.fine()
         caplog.clear()
         resident.free()
@@ -306,7 +306,7 @@ class KeptFailures(ExecutorCase):
 
     @needs_feature("checkpoints")
     def test_a_failure_that_was_dropped_voids_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Nothing is saved as if all had gone well, also when it fails just before the roles save themselves."""
+        """A dropped resident's failure voids the next checkpoint, also if the call fails just before the saving."""
         group = spawn({"faulty": colocate.role(Faulty), "lasting": colocate.role(Lasting)}, slots=1)
         faulty = group.role("faulty", Faulty)
         for wait in (True, False):

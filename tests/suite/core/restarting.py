@@ -1,4 +1,4 @@
-"""Groups that are restarted from their last checkpoint; what is in checkpoints, and what they may replace."""
+"""Groups that restart after a failure: lost calls and residents, refused calls, limits and closing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 def kill_and_get_error(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
-    """Return what is told when a rank is killed in a call."""
+    """Kill a rank in a call, and return the call's error."""
     with pytest.raises(GroupRestarted) as caught:
         group.role("lasting", Lasting).kill(rank)
     return caught.value
 
 
 def do_nothing(ctx: colocate.Context) -> None:
-    """Another call of the group's."""
+    """Do nothing: another call of the group."""
 
 
 class Restarting(ExecutorCase):
@@ -34,7 +34,7 @@ class Restarting(ExecutorCase):
 
     @pytest.fixture
     def lasting(self, spawn: Spawn) -> Callable[..., ColocatedGroup]:
-        """Makes a group that is restarted."""
+        """Return a function that spawns a restarting group."""
 
         def make(slots: int = 2, restarts: int = 3, more: dict[str, RoleSpec[Any]] | None = None, **given: Any) -> Any:
             roles = {"lasting": colocate.role(Lasting, **given), **(more or {})}
@@ -44,9 +44,9 @@ class Restarting(ExecutorCase):
 
     @needs(OwnProcess)
     def test_what_was_pending_is_told_once(self, lasting: Callable[..., ColocatedGroup], spawn: Spawn) -> None:
-        """Calls and residents of the old generation fail with one GroupRestarted, whose cause is what happened.
+        """Calls and residents of the old generation fail with one GroupRestarted, caused by the worker's death.
 
-        Those of the new one are there for other groups, too, which have used others before.
+        Residents of the new generation work in other groups that used the old ones.
         """
         group = lasting()
         role, other = group.role("lasting", Lasting), spawn({"rows": colocate.role(Rows)}, slots=1).role("rows", Rows)
@@ -69,13 +69,13 @@ class Restarting(ExecutorCase):
         del resident, queued, lost, use
         with role.counted.keep([1, 2]) as resident:
             assert other.double(resident.ref) == [2, 4]
-        group.close()  # everything has been told
+        group.close()  # No failure is left to raise.
 
     @needs(OwnProcess)
     @needs_feature("pipelines")
     @needs_feature("functions")
     def test_calls_are_refused_until_somebody_has_asked(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """Nobody goes on with restored roles by accident."""
+        """A restarted group refuses calls until `wait_ready` was called."""
         group = lasting()
         role = group.role("lasting", Lasting)
         kill_and_get_error(group)
@@ -90,7 +90,7 @@ class Restarting(ExecutorCase):
 
     @needs(OwnProcess)
     def test_it_is_tried_a_bounded_number_of_times(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """A group that doesn't come back fails for good with the first cause; the reason is with it."""
+        """A group whose restarts all fail raises the first error, with the last reason as a note."""
         group = lasting(restarts=2, breaks=9)
         error = kill_and_get_error(group)
         with pytest.raises(WorkerDied) as caught:
@@ -106,7 +106,7 @@ class Restarting(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_hung_rank(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """A rank that doesn't come back after a failed call is as good as dead."""
+        """A rank that isn't back within the grace after a timeout makes the group restart."""
         group = lasting()
         group._node.grace = 0.2
         role = group.role("lasting", Lasting)
@@ -120,7 +120,7 @@ class Restarting(ExecutorCase):
 
     @needs(OwnProcess)
     def test_closed_while_it_is_restarted(self, lasting: Callable[..., ColocatedGroup]) -> None:
-        """Closing wins, and whoever waits is told."""
+        """Closing a restarting group ends the restart, and `wait_ready` raises ClosedError."""
         with Gate() as gate:
             group = lasting(gate=gate.address)
             kill_and_get_error(group)

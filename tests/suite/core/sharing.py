@@ -1,4 +1,4 @@
-"""Groups that share slots: each has workers of its own there, and calls in an order of their own."""
+"""Groups that share slots: threads, memory budgets and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sharing(sharing.Sharing):
 
     @needs(OwnProcess)
     def test_threads_are_divided(self, runtime: Runtime) -> None:
-        """Of the CPUs of a slot each group has its part."""
+        """Each group gets an equal part of the slot's CPUs as its number of threads."""
         self._skip_without_sharing(runtime)
         with self.connect_privately(cpus=4) as other_runtime:
             for groups, count in ((1, 4), (2, 2), (3, 1)):
@@ -47,7 +47,7 @@ class Sharing(sharing.Sharing):
 
     @pytest.fixture
     def models(self, runtime: Runtime, reserve: Callable[..., Pool]) -> tuple[ColocatedGroup, ColocatedGroup]:
-        """Two groups with a MiB each, and a little, on a slot that has four."""
+        """Spawn two groups of a bit over 1 MiB each on a slot of 4 MiB."""
         pytest.importorskip("torch")
         self._skip_without_sharing(runtime)
         pool = reserve(1, device_memory="4MiB")
@@ -56,7 +56,7 @@ class Sharing(sharing.Sharing):
 
     @needs(OwnProcess)
     def test_a_slots_budget_counts_all_groups(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """Who comes to have too much is told what the others have; what they let go of, or took along, is free."""
+        """A call over a slot's budget fails with each group's memory; memory that a group frees is available again."""
         one, other = models
         resident, first = holding_view(other).make.keep(_MIB_FLOATS), holding_view(one).make.keep(_MIB_FLOATS // 2)
         for outcome in (resident, first):
@@ -68,9 +68,9 @@ class Sharing(sharing.Sharing):
         refused = holding_view(one).make.keep(_MIB_FLOATS)
         with pytest.raises(MemoryBudgetError, match=too_much):
             refused.wait()
-        holding_view(other).make(1)  # to others, too, what was refused isn't there
+        holding_view(other).make(1)  # The refused value counts for no group.
         resident.free()
-        holding_view(other).make(1)  # with which the workers are told
+        holding_view(other).make(1)  # This call carries the release to the workers.
         second = holding_view(one).make.keep(_MIB_FLOATS)
         second.wait()
         pool = other.owner
@@ -82,7 +82,7 @@ class Sharing(sharing.Sharing):
     @needs(OwnProcess)
     @needs_feature("functions")
     def test_the_memory_of_a_worker_that_died(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """Memory of the dead is free for the others at once."""
+        """A dead worker's memory is free for other groups at once."""
         one, other = models
         holding_view(other).make.keep(_MIB_FLOATS).wait()
         with pytest.raises(WorkerDied):
@@ -91,7 +91,7 @@ class Sharing(sharing.Sharing):
 
     @needs(OwnProcess)
     def test_a_wake_looks_at_what_other_groups_hold(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
-        """A wake is refused as long as there is no room beside that, and what sleeps makes room."""
+        """A wake is refused while other groups leave no room, and a sleeping role's memory counts as free."""
         one, other = models
         other.sleep("model")
         with holding_view(one).make.keep(5 * _MIB_FLOATS // 2) as resident:
@@ -106,7 +106,7 @@ class Sharing(sharing.Sharing):
 
     @needs(OwnProcess)
     def test_turns_beside_another_group(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
-        """Who takes turns makes room for what another group has come to hold."""
+        """Roles that take turns make room for the memory of another group."""
         pytest.importorskip("torch")
         self._skip_without_sharing(runtime)
         pool = reserve(1, device_memory="4MiB")
@@ -116,7 +116,7 @@ class Sharing(sharing.Sharing):
         for _ in range(2):
             for role in roles:
                 turns.role(role, Holding).make(1)
-        assert [role.asleep for role in turns.memory().slots[0].roles] == [0, 0]  # there is room for both
+        assert [role.asleep for role in turns.memory().slots[0].roles] == [0, 0]  # Both roles have room.
         turns.sleep("second")
         holding_view(beside_group).make.keep(3 * _MIB_FLOATS // 2).wait()
         turns.role("second", Holding).make(1)
@@ -124,7 +124,7 @@ class Sharing(sharing.Sharing):
 
     @needs(SharedSlots)
     def test_threads_have_no_budget_of_slots(self, runtime: Runtime) -> None:
-        """Memory of threads is one process's: a budget that counts groups apart needs processes."""
+        """A budget of shared slots is refused if workers are threads, whose memory can't be told apart."""
         if isinstance(runtime._node.services.executor, OwnProcess):
             pytest.skip("its slots are processes")
         for budget in ({"device_memory": "1GiB"}, {"host_memory": "1GiB"}):
@@ -135,7 +135,7 @@ class Sharing(sharing.Sharing):
     # -- refusals
 
     def test_more_groups_than_an_executor_can(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An executor that lacks `SharedSlots` is told apart before anything is reserved."""
+        """An executor without `SharedSlots` refuses `groups=2` before anything is reserved."""
         monkeypatch.setattr("colocate._api.runtime.SharedSlots", type("SharedSlots", (), {}))
         before = list(runtime._node.children)
         with pytest.raises(
@@ -148,7 +148,7 @@ class Sharing(sharing.Sharing):
             runtime.reserve(1, cpus=0, groups=0)
 
     def test_environments_that_can_not_be(self, runtime: Runtime) -> None:
-        """Such environments are refused before anything starts."""
+        """An invalid or unsupported `env` raises an error, and no group is left."""
         with runtime.reserve(1, cpus=0) as pool:
             wrong: dict[str, Any] = {r"env\.'A=B': .*no environment can have": {"A=B": "1"}, "must be a mapping": "A"}
             for words, env in wrong.items():

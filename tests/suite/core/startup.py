@@ -1,4 +1,4 @@
-"""Start-up: how roles and the processes of workers begin, what is said meanwhile, and what happens when they can't."""
+"""Start-up of roles and worker processes, their output, and failures to start."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Startup(startup.Startup):
     def test_in_one_call_that_fails(
         self, no_leaks: None, runtime: Runtime, error: type[Exception], options: dict[str, Any]
     ) -> None:
-        """Wherever it fails, that is what is raised, and everything is closed."""
+        """A one-call spawn that fails raises the original error and closes its runtime."""
         before = set(live_connections)
         with pytest.raises(error) as caught:
             self.spawn_alone({"bad": colocate.role(FailsToStart, (1,))}, **options)
@@ -63,7 +63,7 @@ class Startup(startup.Startup):
         assert set(live_connections) == before
 
     def test_every_failure(self, spawn: Spawn) -> None:
-        """Constructors that raise: one RoleStartError with the error of every rank."""
+        """Constructors that raise give one RoleStartError with the error of every rank."""
         with pytest.raises(RoleStartError) as caught:
             spawn({"echo": colocate.role(Echo), "bad": colocate.role(FailsToStart, (0, 1))}, name="unborn")
         error = caught.value
@@ -80,7 +80,7 @@ class Startup(startup.Startup):
         again = pickle.loads(pickle.dumps(error))
         assert str(again) == str(error)
         assert set(again.errors) == {0, 1}
-        assert not hasattr(error, "__notes__")  # nothing hung: closing what had been started has nothing to say
+        assert not hasattr(error, "__notes__")  # No rank hung, so the close adds no note.
 
     def test_nothing_is_left(self, runtime: Runtime) -> None:
         """After a failed start the slots and the name are free, and the next group starts there."""
@@ -100,7 +100,7 @@ class Startup(startup.Startup):
     @needs_feature("recordings")
     @pytest.mark.parametrize("use", ["rows", "a pause", "a checkpoint", "the memory", "a recording"])
     def test_first_use_without_a_descriptor(self, spawn: Spawn, tmp_path: Path, use: str) -> None:
-        """Workers that can open nothing take a feature's first message: its use may fail, and the group goes on."""
+        """A feature's first use in a worker without free descriptors may fail, and the group stays ready."""
         group = spawn({"crowded": colocate.role(Crowded), "beside": colocate.role(Echo).on(background=True)}, slots=1)
         role = group.role("crowded", Crowded)
 
@@ -128,7 +128,7 @@ class Startup(startup.Startup):
         assert role.double([1, 2]) == [2, 4]
 
     def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
-        """`wait_ready` of a group that another thread is still starting waits for it."""
+        """`wait_ready` waits for a group that another thread is still starting."""
         with ThreadPoolExecutor(1) as other, Gate() as gate:
             started = other.submit(spawn, {"slow": colocate.role(HangsAtStart, gate.address, (1,))})
             gate.wait_for()
@@ -141,7 +141,7 @@ class Startup(startup.Startup):
             assert started.result(PATIENCE_S) is group
 
     def test_every_mistake(self, spawn: Spawn) -> None:
-        """What can be known before is told before, all mistakes at once."""
+        """One ConfigError lists all mistakes in a group's roles."""
 
         class Empty(colocate.Role):
             pass
@@ -190,17 +190,17 @@ class Startup(startup.Startup):
 
 
 class Templates(startup.Templates):
-    """A worker that was forked is as one that was started by itself."""
+    """Workers that are forked from a template behave like workers started afresh."""
 
     @needs(OwnProcess)
     def test_what_it_makes_up(self, spawn: Spawn) -> None:
-        """No two workers make up the same names, ids and keys, nor does a later group."""
+        """No two workers, of one group or of two, generate the same names, ids and keys."""
         made_up = [names for _ in range(2) for names in spawn(BORN).role("born", Born).made_up()]
         assert [len(set(column)) for column in zip(*made_up, strict=True)] == [4] * len(made_up[0])
 
     @needs(OwnProcess)
     def test_threads_of_a_fork(self, runtime: Runtime) -> None:
-        """Torch has as many threads as the slot has CPUs, where it was found imported too, and they work."""
+        """Torch in a forked worker has one thread per CPU of the slot, and computes correctly."""
         with runtime.reserve(1, cpus=1) as pool:
             for _ in range(2):
                 with pool.spawn(BORN) as group:
@@ -208,11 +208,11 @@ class Templates(startup.Templates):
 
 
 class Printing(ExecutorCase):
-    """Nobody waits for the end of a method to read what it says."""
+    """A method's output appears on the driver while the method runs."""
 
     @needs(OwnProcess)
     def test_a_progress_bar(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-        """A bar is shown while it goes on; its end is shown once, as its last state."""
+        """A progress bar is shown while it runs, and its last state is shown once."""
         monkeypatch.setattr(sys, "stderr", read := io.StringIO())
         talker = spawn({"talker": colocate.role(Talker).on(slots=[0])}, name="bars").role("talker", Talker)
         call = talker.count_to_two.submit(gate.address)
@@ -225,7 +225,7 @@ class Printing(ExecutorCase):
 
     @needs(OwnProcess)
     def test_logs(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where the driver shows logs, workers log what its levels let through."""
+        """Workers log the records that the driver's log levels allow."""
         monkeypatch.setattr(sys, "stderr", read := io.StringIO())
         root, mine = logging.getLogger(), logging.getLogger("colocate_mine")
         monkeypatch.setattr(root, "handlers", [logging.NullHandler()])

@@ -1,4 +1,4 @@
-"""Tensors: how they travel and who is told of it, what staying in the workers means for them, and who may write."""
+"""Tensors: residents, optimizers, writes, and the records of their transfers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class TensorResidents(tensors.TensorResidents):
-    """Using a resident gives what using its collected value gives."""
+    """A tensor's resident behaves like its collected value."""
 
     def test_memory_goes(self, tensors: Tensors) -> None:
-        """A tensor that was kept, used and freed is gone from its worker without the help of a garbage collector."""
+        """A tensor that was kept, used and freed is released in its workers without the garbage collector."""
         resident = tensors.make_uncollected.keep(1000)
         try:
             assert resident.spec.bytes_per_rank[0] == 4000
@@ -43,7 +43,7 @@ class TensorResidents(tensors.TensorResidents):
     @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
     @pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
     def test_sparse(self, torch: Any, pair: ColocatedGroup, tensors: Tensors, layout: str) -> None:
-        """Sparse tensors can be kept as others, with their bytes; where torch can cut rows they can be scattered."""
+        """Sparse tensors can be kept and fetched, and scattered if torch can split their rows."""
         value = torch.eye(4).to_sparse(layout=getattr(torch, layout))
         with tensors.echo.keep([value]) as resident:
             assert resident.spec.bytes_per_rank[0] >= 4 * 4 + 4 * 8
@@ -59,7 +59,7 @@ class TensorResidents(tensors.TensorResidents):
                 tensors.mean(value)
 
     def test_use(self, torch: Any, pair: ColocatedGroup, tensors: Tensors) -> None:
-        """Every way of passing a resident gives what its value gives."""
+        """Every way of passing a resident gives the same result as passing its value."""
         with tensors.make.keep(3) as resident:
             value = resident.fetch()
             assert torch.equal(value, torch.tensor([0.0, 1, 2, 100, 101, 102]))
@@ -72,7 +72,7 @@ class TensorResidents(tensors.TensorResidents):
             assert pair.role("right", Rows).seen(resident.ref)[0][0].tolist() == value.tolist()
 
     def test_gradients_stay(self, torch: Any, tensors: Tensors) -> None:
-        """Results leave detached from autograd, parameters as ordinary tensors; leaves that are arguments don't."""
+        """Results arrive detached from autograd as plain tensors; an argument that is a leaf keeps `requires_grad`."""
         leaf = torch.ones(2, requires_grad=True)
         assert [tensors.facts(x)[0]["requires_grad"] for x in (leaf, leaf * 2, torch.ones(2))] == [True, False, False]
         with tensors.with_gradient.keep(2) as resident:
@@ -83,7 +83,7 @@ class TensorResidents(tensors.TensorResidents):
             assert tensors.require_grad(resident.ref) == [[False, False]] * 2
 
     def test_inference(self, tensors: Tensors) -> None:
-        """An inference tensor leaves as an ordinary one, with which gradients can be computed."""
+        """An inference tensor arrives as an ordinary tensor that can be trained on."""
         with tensors.under_inference_mode.keep(2) as resident:
             assert not resident.fetch().is_inference()
             assert [fact["inference"] for fact in tensors.facts(resident.ref)] == [False, False]
@@ -91,12 +91,12 @@ class TensorResidents(tensors.TensorResidents):
 
 
 class Optimizers(TensorCase):
-    """A model and its optimizer that travel together have the same parameters where they arrive."""
+    """A model and its optimizer that travel together share parameters on arrival."""
 
     @needs_feature("functions")
     def test_optimizer(self, torch: Any, spawn: Spawn) -> None:
-        """For those of a call or a function, for results and residents, in whatever has the parameters."""
-        # On one slot: threads would make steps of one model at the same time.
+        """A model and its optimizer share parameters after travelling as arguments, results or residents."""
+        # On one slot: threads would step the same model at the same time.
         group = spawn({"trainer": colocate.role(Trainer)}, slots=1, name="training")
         trainer, model = group.role("trainer", Trainer), torch.nn.Linear(2, 2)
         parameters = list(model.parameters())
@@ -105,7 +105,7 @@ class Optimizers(TensorCase):
         assert changes_weights(model, adam)
         for optimizer in (
             sgd(parameters),
-            adam,  # which has state by now
+            adam,  # This optimizer has state by now.
             lambda: sgd(parameters),
             functools.partial(sgd, parameters),
         ):
@@ -125,35 +125,35 @@ class Optimizers(TensorCase):
 
 
 def _expect_write_error(group: ColocatedGroup) -> AbstractContextManager[object]:
-    """In strict mode a step of parameters that are an argument by themselves is told as a write into that."""
+    """Expect a write error in strict mode, where the optimizer's step changes the argument."""
     expectation = pytest.raises(RoleError, match="changed its argument 'args' in place")
     return expectation if group._node.services.strict else nullcontext()
 
 
 class Memory(tensors.Memory):
-    """No method writes into its arguments or what it has returned, and no two ranks share writable memory."""
+    """No method may write into its arguments or returned values, and no two ranks share writable memory."""
 
     def test_write_into_an_argument(self, tensors: Tensors) -> None:
-        """Writing into a resident that is an argument is an error that names the method that wrote."""
+        """Writing into a resident argument raises an error that names the writing method."""
         with tensors.make.keep(2) as resident:
             with pytest.raises(
                 RoleError, match=r"tensors\.write_into changed in place a value that tensors\.make"
             ) as caught:
                 tensors.write_into(resident.ref)
             assert caught.value.method == "write_into"
-            with pytest.raises(RoleError, match="changed in place"):  # it is of no use any more
+            with pytest.raises(RoleError, match="changed in place"):  # The changed resident can't be used again.
                 tensors.seen(resident.ref)
         assert tensors.make(1).tolist() == [0.0, 100.0]
 
     def test_write_into_the_returned(self, tensors: Tensors) -> None:
-        """So is writing into what was returned before."""
+        """Writing into a returned value raises an error that names the writing method."""
         with tensors.make.keep(2):
             with pytest.raises(RoleError, match=r"write_into_what_it_returned changed in place") as caught:
                 tensors.write_into_what_it_returned()
             assert caught.value.method == "write_into_what_it_returned"
 
     def test_write_later(self, pair: ColocatedGroup, tensors: Tensors) -> None:
-        """Writing into an argument of an earlier call is found at the latest when the resident is used next."""
+        """A write into an earlier call's argument is found at the latest by the next use of the resident."""
         left_view = pair.role("left_tensors", Tensors)
         with tensors.make.options(ranks=[0]).keep(2) as resident:
             left_view.hold_on_to(resident.ref)
@@ -163,7 +163,7 @@ class Memory(tensors.Memory):
             assert "changed in place" in str(error)
 
     def test_arguments_are_the_callers(self, torch: Any, tensors: Tensors) -> None:
-        """The caller's tensor stays the caller's, and a result is the caller's to write into."""
+        """The caller may write into a result without effect on later results."""
         mine = torch.ones(2)
         call = tensors.seen.submit(mine)
         assert call.result() == [[1.0], [1.0]]
@@ -172,11 +172,11 @@ class Memory(tensors.Memory):
         assert tensors.make(2).tolist() == [0.0, 1.0, 100.0, 101.0]
 
     def test_ranks_share_nothing(self, torch: Any, copying: ColocatedGroup) -> None:
-        """A rank gets memory of its own: what it writes there no other rank sees, and nor does the driver."""
+        """A rank's write into its argument changes neither another rank's tensor nor the driver's."""
         tensors = copying.role("tensors", Tensors)
         for size in (4, 100_000):
             mine = torch.ones(size)
-            if copying._node.services.strict:  # it is done, and told
+            if copying._node.services.strict:  # Strict mode reports the write.
                 with pytest.raises(RoleError, match=r"keep_and_write changed its argument '\w+' in place"):
                     tensors.keep_and_write(mine, on_rank=1)
             else:
@@ -186,7 +186,7 @@ class Memory(tensors.Memory):
             assert float(mine.sum()) == size
 
     def test_results_are_writable(self, torch: Any, tensors: Tensors) -> None:
-        """What comes out of a worker is ordinary writable memory, small or large."""
+        """A result, small or large, is writable and contiguous."""
         for rows in (2, 200_000):
             result = tensors.make(rows)
             result += 1
@@ -196,12 +196,12 @@ class Memory(tensors.Memory):
 _ROWS = 1 << 16
 _BYTES = 4 * _ROWS
 _MORE = 4096
-"""A value's bytes are those of its tensors, and so many more at most."""
+"""The most bytes that a value has beyond its tensors' bytes."""
 
 
 @attrs.define(eq=False)
 class _EventLog:
-    """An observer that keeps what it is told."""
+    """An observer that records events."""
 
     runtime: Runtime
     calls: list[CallRecord] = attrs.field(factory=list)
@@ -209,28 +209,25 @@ class _EventLog:
     moves: list[MoveRecord] = attrs.field(factory=list)
 
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """A call has ended."""
         self.calls.append(record)
 
     def colocate_result_fetched(self, record: FetchRecord) -> None:
-        """A kept result has been fetched."""
         self.fetches.append(record)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
-        """A role sleeps, or is awake."""
         self.moves.append(record)
 
     def wait_delivered(self) -> None:
-        """Wait until what has ended has been told."""
+        """Wait until all events are delivered."""
         self.runtime._node.services.flush_observers()
 
     def last_call(self, method: str) -> CallRecord:
-        """The call of a method that ended last: who has made a value may say so after who has used it."""
+        """Return the last call of a method; a value's maker may be recorded after its user."""
         self.wait_delivered()
         return next(call_record for call_record in reversed(self.calls) if call_record.method == method)
 
     def transfers_of(self, method: str) -> list[TransferRecord]:
-        """Return what that call got from other workers, by rank; none between threads."""
+        """Return the transfers of the method's last call, by rank; threads have none."""
         record = self.last_call(method)
         spans = {rank: (start, end) for rank, start, end in record.spans}
         for each in record.transfers:
@@ -240,11 +237,11 @@ class _EventLog:
 
 
 class Transfers(ExecutorCase):
-    """Who is told which bytes. Between threads nothing has to travel, so nothing is told."""
+    """Records of transferred bytes; threads transfer nothing."""
 
     @pytest.fixture
     def log(self, runtime: Runtime) -> Iterator[_EventLog]:
-        """An observer, as long as the test takes."""
+        """Observe the runtime for the duration of the test."""
         pytest.importorskip("torch")
         log = _EventLog(runtime)
         runtime.observe(log)
@@ -253,11 +250,11 @@ class Transfers(ExecutorCase):
 
     @pytest.fixture
     def travels(self, runtime: Runtime) -> bool:
-        """Whether values have to."""
+        """Return whether values travel between processes."""
         return not runtime._node.services.executor.in_process
 
     def test_from_another_worker(self, pair: ColocatedGroup, log: _EventLog, travels: bool) -> None:
-        """The rank that lacks a value gets it from the worker that made it; the other one has it by reference."""
+        """A value is transferred from its maker to the other rank, and handed over by reference on its own rank."""
         resident = pair.role("left_tensors", Tensors).make.keep(_ROWS)
         pair.role("tensors", Tensors).whole(resident.ref)
         assert [
@@ -267,7 +264,7 @@ class Transfers(ExecutorCase):
         assert log.last_call("whole").handed_over == {"left_tensors": _BYTES}
 
     def test_where_it_lies(self, pair: ColocatedGroup, log: _EventLog) -> None:
-        """Parts that lie where they are used go nowhere; what a role has made itself is nobody else's."""
+        """Using a resident on its own ranks by its own role records no transfer and no handover."""
         tensors = pair.role("tensors", Tensors)
         resident = tensors.make.keep(_ROWS)
         tensors.add.keep(resident.ref).wait()
@@ -277,7 +274,7 @@ class Transfers(ExecutorCase):
         assert (log.transfers_of("echo"), log.last_call("echo").handed_over) == ([], {})
 
     def test_from_and_to_the_driver(self, pair: ColocatedGroup, log: _EventLog, travels: bool) -> None:
-        """The bytes of arguments and results, for all ranks; those of a kept result when it is fetched."""
+        """A call's record has the bytes of arguments and results of all ranks; a fetch has its own record."""
         import torch
 
         tensors = pair.role("tensors", Tensors)
@@ -303,7 +300,7 @@ class Transfers(ExecutorCase):
 
     @needs(OwnProcess)
     def test_sleeps_are_told(self, spawn: Spawn, log: _EventLog) -> None:
-        """Sleeps that somebody asks for are told, too, and the wakes by a call; and whether it is all of the role."""
+        """Requested sleeps, and wakes by a call, are recorded with whether the whole role sleeps."""
         group = spawn({"one": role(Dozing, 1)})
         one = group.role("one", Dozing)
 
@@ -319,7 +316,7 @@ class Transfers(ExecutorCase):
         assert moves(weights) == [(rank, "sleep", False) for rank in (0, 1)]
         rest = group.sleep("one")
         assert moves(rest) == [(rank, "sleep", True) for rank in (0, 1)]
-        one.digest()  # which needs all of it
+        one.digest()  # This call needs all of the role's memory.
         assert moves(weights + rest, "needed by one.digest") == [(rank, "wake", False) for rank in (0, 1)]
         group.wake("one")
         assert moves(0) == []

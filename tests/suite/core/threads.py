@@ -1,4 +1,4 @@
-"""Users' code and the threads: what role code expects of its own, and that nobody's code disturbs the framework's."""
+"""Threads: users' code doesn't disturb the framework's threads, and role code may set alarms."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from colocate.testing.waiting import PATIENCE_S
 
 
 class Undisturbed(ExecutorCase):
-    """Whatever users' code does on the driver or in a worker, what the framework promises is kept."""
+    """Users' code that blocks, and framework threads that fail."""
 
     def test_a_callback_that_blocks(self, spawn: Spawn) -> None:
-        """A callback stops callbacks, and nothing else: deadlines, awaits, residents and the end are as ever."""
+        """A blocking callback leaves timeouts, waits, awaits, residents and the close working."""
         group = spawn({"echo": colocate.role(Echo), "rows": colocate.role(Rows), "faulty": colocate.role(Faulty)})
         echo, rows, faulty = group.role("echo", Echo), group.role("rows", Rows), group.role("faulty", Faulty)
         begun, over = threading.Event(), threading.Event()
@@ -66,7 +66,7 @@ class Undisturbed(ExecutorCase):
     @needs(OwnProcess)
     @pytest.mark.parametrize("raises", [False, True])
     def test_output_that_nobody_takes(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
-        """With a `sys.stderr` that blocks, or raises, calls go on, and a worker's end has its last words."""
+        """With a `sys.stderr` that blocks or raises, calls run, and a dead worker's error has its last output."""
         group = spawn({"talker": colocate.role(Talker), "faulty": colocate.role(Faulty)})
         talker, faulty = group.role("talker", Talker), group.role("faulty", Faulty)
         over = threading.Event()
@@ -89,7 +89,7 @@ class Undisturbed(ExecutorCase):
         group.close()
 
     def test_a_thread_of_the_driver_that_fails(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What no user's code can do, a mistake of the framework's can: its groups fail of it at once, none waits."""
+        """A driver thread that fails by a bug of the framework fails the running calls with that error."""
         reported: list[Any] = []
         monkeypatch.setattr(threading, "excepthook", reported.append)
         with self.connect() as runtime:
@@ -105,8 +105,8 @@ class Undisturbed(ExecutorCase):
 
     @needs_feature("functions")
     def test_a_thread_of_a_worker_that_fails(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The worker says why, and leaves; its group fails of that at once."""
-        monkeypatch.setattr(threading, "excepthook", lambda told: None)  # with threads the worker's is this one
+        """A worker whose transfer thread fails exits, and its group fails with the reason."""
+        monkeypatch.setattr(threading, "excepthook", lambda told: None)  # A worker on a thread has this hook, too.
         group = spawn({"faulty": colocate.role(Faulty)})
         with pytest.raises(WorkerDied) as caught:
             group.run(_break_transfer)
@@ -121,18 +121,18 @@ def _raise_mistake() -> None:
 
 def _break_transfer(ctx: Context) -> None:
     if ctx.rank == 0:
-        host: Any = ctx._report.__self__  # type: ignore[union-attr]  # there is no public way to a mistake
+        host: Any = ctx._report.__self__  # type: ignore[union-attr]  # No public call makes this thread fail.
         host._transfer.call_soon(_raise_mistake)
     while not ctx.cancelled:
         threading.Event().wait(0.01)
 
 
 class Handlers(Scripted):
-    """What role code expects of the thread that it runs on."""
+    """Signal handlers of role code."""
 
     @needs_feature("functions")
     def test_a_limit_of_time(self, spawn: Spawn, runtime: Runtime) -> None:
-        """A method may limit its time by an alarm. Where its thread isn't the main one the error says what to do."""
+        """A method may limit its time by an alarm; on a worker's thread the error names `processes=True`."""
         group = spawn({"limited": colocate.role(LimitedRole)}, slots=1)
         limited = group.role("limited", LimitedRole)
         if isinstance(runtime._node.services.executor, OwnProcess):
@@ -145,10 +145,10 @@ class Handlers(Scripted):
 
     @needs(OwnProcess)
     def test_an_error_of_the_call(self, spawn: Spawn) -> None:
-        """What a handler raises is the error of the call, wherever the signal comes, and of no other."""
+        """A signal handler's exception becomes the error of the running call, wherever the signal arrives."""
         limited = spawn({"limited": colocate.role(LimitedRole)}, slots=1).role("limited", LimitedRole)
         for call in (limited.overruns, limited.awaits, limited.returns_slowly):
             with pytest.raises(RoleError, match="too late") as caught:
                 call()
             assert isinstance(caught.value.__cause__, Late)
-        assert limited.seen() == [False]  # what was awaited has been cancelled
+        assert limited.seen() == [False]  # The awaited sleep was cancelled.

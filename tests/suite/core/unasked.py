@@ -1,4 +1,4 @@
-"""Failures of submitted calls that nobody has asked about: they are logged, once, with the line of the call."""
+"""A submitted call's failure that nobody asks about is logged once, with the line of the call."""
 
 from __future__ import annotations
 
@@ -36,14 +36,11 @@ GIVES_UP: dict[str, Callable[[Call[Any]], object]] = {
 
 
 class UnaskedFailures(unasked.UnaskedFailures):
-    """Who submits a call and goes on hears of its failure."""
+    """Failures of submitted calls that nobody asks about."""
 
     @needs_feature("pipelines")
     def test_a_submitted_failure_is_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """When the call is dropped, before or after it fails, or else when its group ends; also in a block.
-
-        Also of a background role.
-        """
+        """A failure is logged when its call is dropped or its group closes, on every lane and in pipelines."""
         roles = {"faulty": colocate.role(Faulty), "beside": colocate.role(Faulty).on(background=True)}
         group = spawn(roles, slots=1)
         faulty, beside_view = group.role("faulty", Faulty), group.role("beside", Faulty)
@@ -83,7 +80,7 @@ class UnaskedFailures(unasked.UnaskedFailures):
 
     @pytest.mark.parametrize("give_up", [*GIVES_UP])
     def test_who_has_given_up_waiting(self, spawn: Spawn, caplog: pytest.LogCaptureFixture, give_up: str) -> None:
-        """A failure that comes afterwards is logged, as nobody was told; one that somebody asks for later isn't."""
+        """A failure after its caller gave up waiting is logged, unless somebody asks for the error later."""
         faulty = spawn({"faulty": colocate.role(Faulty)}, slots=1).role("faulty", Faulty)
         for asks in (True, False):
             with Gate() as gate:
@@ -103,7 +100,7 @@ class UnaskedFailures(unasked.UnaskedFailures):
 
     @needs_feature("standalone")
     def test_of_an_object_outside_any_worker(self, caplog: pytest.LogCaptureFixture) -> None:
-        """What it has failed with is logged there, too, when the call is dropped."""
+        """A dropped call's failure is logged for a role object outside any worker, too."""
         faulty = Faulty()
         assert isinstance(faulty.fail.submit().exception(), ValueError)
         assert not caplog.text
@@ -113,11 +110,11 @@ class UnaskedFailures(unasked.UnaskedFailures):
         assert "a plain one" in record.getMessage()
 
     def test_calls_that_a_close_has_ended(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """Such calls are told together, as they will never run."""
+        """Unasked calls that a close ends are logged in one record with their number."""
         group = spawn({"faulty": colocate.role(Faulty), "log": colocate.role(Log)}, slots=1)
         faulty = group.role("faulty", Faulty)
         with Gate() as gate:
-            # The worker itself has heard of the close when this ends: it begins nothing more.
+            # When this call ends, the worker knows of the close and begins no other call.
             group.role("log", Log).look_until_cancelled.submit(gate.address).add_done_callback(lambda call: None)
             location = find_caller()
             awaited, _ = [faulty.fine.submit() for _ in range(2)], [faulty.fine.submit() for _ in range(3)]

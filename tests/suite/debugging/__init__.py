@@ -1,1 +1,1 @@
-"""Stops in roles."""
+"""Stops of role code in a debugger."""

@@ -1,4 +1,4 @@
-"""Ranks that stop in a debugger: who may attach, what waits meanwhile, and what follows when something ends."""
+"""Ranks that stop in a debugger: terminals, suspended deadlines, and ends of groups, workers and terminals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PORTS = 24
 
 
 class Terminal:
-    """What `colocate debug` is, in a test's hands; its end is that of a terminal that is killed."""
+    """A test's stand-in for `colocate debug`; its close is like the end of a killed terminal."""
 
     def __init__(self, which: str = "1") -> None:
         attached: list[AttachedTerminal] = []
@@ -42,7 +42,7 @@ class Terminal:
         def come() -> bool:
             try:
                 tried = attach(os.getpid(), which)
-            except ConfigError:  # nothing has stopped yet
+            except ConfigError:  # No rank has stopped yet.
                 return False
             if tried.stopped_ranks is None:
                 attached.append(tried)
@@ -56,17 +56,17 @@ class Terminal:
         self.output = self._read_until_prompt(self._attached.first)
 
     def type_line(self, line: str | None) -> str:
-        """Type a line, None for the end of all; what is shown until the next is wanted, or all is over."""
+        """Type a line (None: end of input), and return the output up to the next prompt or the end."""
         send_message(self._attached.sock, {"line": line})
         return self.read_until_prompt()
 
     def resume(self, line: str | None) -> None:
-        """Type a line by which the rank goes on, and wait until it does."""
+        """Type a line that resumes the rank, and wait until the rank runs."""
         send_message(self._attached.sock, {"line": line})
         self.read_until("goes on")
 
     def read_until_prompt(self) -> str:
-        """Return what is shown until a line is wanted."""
+        """Return the output up to the next prompt."""
         return self._read_until_prompt({"text": "", "asks": False})
 
     def _read_until_prompt(self, told: Any) -> str:
@@ -79,7 +79,7 @@ class Terminal:
         return str(shown)
 
     def read_until(self, words: str) -> str:
-        """Return what is shown until it has some words."""
+        """Return the output up to some words."""
         shown = ""
         while words not in shown:
             line = self._attached.lines.readline()
@@ -88,12 +88,11 @@ class Terminal:
         return shown
 
     def read_all(self) -> None:
-        """Read what is shown until there is nothing more."""
+        """Read the output to its end."""
         while self._attached.lines.readline():
             pass
 
     def close(self) -> None:
-        """Be gone."""
         self._attached.close()
 
     def __enter__(self) -> Self:
@@ -114,7 +113,7 @@ class Debugging(ExecutorCase):
 
     @mark_executor_part
     def test_a_rank_stops(self, stoppers: ColocatedGroup) -> None:
-        """A rank stops where the line is, with its variables, steps, and goes on with what was changed."""
+        """A stopped rank shows its line and variables, can be stepped, and continues with changed values."""
         role = stoppers.role("stopper", Stopper)
         call = role.step.submit(1)
         with Terminal("stopper/1") as terminal:
@@ -126,14 +125,14 @@ class Debugging(ExecutorCase):
             assert "-> return value + 100" in terminal.type_line("next")
             stack = terminal.type_line("where")
             assert stack.count("probes.py") == 2
-            assert stack.count(".py(") == 2  # nothing of colocate's
+            assert stack.count(".py(") == 2  # No frames of colocate.
             terminal.type_line("!value = 1000")
             terminal.resume("continue")
         assert call.result(PATIENCE_S) == [111, 1100]
         assert role.step(1, ranks=()) == [111, 112]
 
     def test_steps_out_of_role_code(self, stoppers: ColocatedGroup) -> None:
-        """Who steps out of a method goes on: not into what colocate does next, nor into the next call."""
+        """A step out of a method resumes the rank, without a stop in colocate's code or in the next call."""
         role = stoppers.role("stopper", Stopper)
         for method, last in (role.step, "-> return self.add_more(total)"), (role.step_async, "-> return value"):
             call = method.submit(1)
@@ -149,7 +148,7 @@ class Debugging(ExecutorCase):
 
     @pytest.mark.parametrize("how", ["killed", "detached"])
     def test_a_terminal_goes(self, stoppers: ColocatedGroup, how: str) -> None:
-        """The call goes on, without breakpoints that were set there, and another terminal may come at the next stop."""
+        """A killed or detached terminal resumes the call without the terminal's breakpoints, and another can attach."""
         role = stoppers.role("stopper", Stopper)
         call = role.step.submit(1)
         with Terminal() as terminal:
@@ -167,7 +166,7 @@ class Debugging(ExecutorCase):
             attach(os.getpid(), None)
 
     def test_terminals_come_and_go(self, stoppers: ColocatedGroup) -> None:
-        """Each stop has its terminal, however soon it comes after the one before."""
+        """Each stop gets its own terminal, however soon it follows the previous stop."""
         call = stoppers.role("stopper", Stopper).stop_often.submit(20)
         for number in range(20):
             with Terminal() as terminal:
@@ -175,7 +174,7 @@ class Debugging(ExecutorCase):
         assert call.result(PATIENCE_S) == [0, 1]
 
     def test_several_are_stopped(self, stoppers: ColocatedGroup) -> None:
-        """Stopped ranks are all listed; a terminal takes the one that it names, and follows it from stop to stop."""
+        """All stopped ranks are listed, and a terminal follows the rank that it names from stop to stop."""
         role = stoppers.role("stopper", Stopper)
         with Gate() as gate:
             call = role.all_together.submit(gate.address)
@@ -198,7 +197,7 @@ class Debugging(ExecutorCase):
         assert call.result(PATIENCE_S) == [(0, False), (1, False)]
 
     def test_two_stops_of_a_slot(self, spawn: Spawn) -> None:
-        """A terminal has one of them at a time: the second comes to it when the first is over, or to another one."""
+        """A terminal has one of a slot's stops at a time; the other comes next, or goes to another terminal."""
         roles = {"stopper": colocate.role(Stopper), "beside": colocate.role(Stopper).on(background=True)}
         group = spawn(roles, slots=1)
         stopper, beside_view = group.role("stopper", Stopper), group.role("beside", Stopper)
@@ -224,7 +223,7 @@ class Debugging(ExecutorCase):
         assert first.result(PATIENCE_S) == [111]
 
     def test_a_terminal_that_was_detached_stays(self, spawn: Spawn) -> None:
-        """A program that stays after Ctrl-D keeps no terminal from the stops of a group that follows."""
+        """A terminal process that stays after Ctrl-D doesn't block the stops of a later group."""
         with contextlib.ExitStack() as terminals:
             for _ in range(2):
                 group = spawn({"stopper": colocate.role(Stopper)}, slots=1)
@@ -236,7 +235,7 @@ class Debugging(ExecutorCase):
                 group.close()
 
     def test_a_terminal_that_is_left_while_it_reads(self, stoppers: ColocatedGroup) -> None:
-        """`colocate debug` ends when Ctrl-D is typed, though one of its threads waits for what the driver says."""
+        """`colocate debug` ends on Ctrl-D although one of its threads waits for the driver."""
         call = stoppers.role("stopper", Stopper).step.submit(1)
         terminal = Terminal()
         reads = threading.Thread(target=terminal.read_all)
@@ -249,7 +248,7 @@ class Debugging(ExecutorCase):
         assert call.result(PATIENCE_S) == [111, 112]
 
     def test_no_stop_in_a_job_that_is_to_end(self, runtime: colocate.Runtime, no_leaks: None) -> None:
-        """No rank of this process stops any more, of any runtime, nor of a group that is made then."""
+        """After `release_debuggers` no rank of this process stops, in old or new groups, until that runtime ends."""
         with (
             colocate.connect(processes=True) as other_runtime,
             other_runtime.reserve(1) as other_pool,
@@ -262,14 +261,14 @@ class Debugging(ExecutorCase):
             after = pool.spawn({"stopper": colocate.role(Stopper, stops=True)}).role("stopper", Stopper)
             assert [call.result(PATIENCE_S) for call in calls] == [[111], [111, 112]]
             assert after.step(1, ranks=(0, 1)) == [111, 112]
-        with runtime.reserve(1, cpus=0) as pool:  # with that runtime its end is over
+        with runtime.reserve(1, cpus=0) as pool:  # Stops are possible again once that runtime is closed.
             call = pool.spawn({"stopper": colocate.role(Stopper)}).role("stopper", Stopper).step.submit(1, ranks=(0,))
             with Terminal("0") as terminal:
                 terminal.resume("continue")
             assert call.result(PATIENCE_S) == [111]
 
     def test_what_was_shown_is_forgotten(self, stoppers: ColocatedGroup) -> None:
-        """A debugger keeps nothing of a frame that it has shown, once the rank goes on."""
+        """A debugger keeps no reference to a shown frame once the rank continues."""
         role = stoppers.role("stopper", Stopper)
         for last in ("continue", None):
             call = role.keep.submit()
@@ -284,8 +283,8 @@ class Debugging(ExecutorCase):
     @pytest.mark.long
     @needs_feature("looking")
     def test_deadlines_wait(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-        """A call's time stands still while a rank is stopped, and goes on then; nobody is warned of what is slow."""
-        from colocate.driver import RecentCalls  # of that feature
+        """A stop suspends the call's timeout and the warnings about slow calls."""
+        from colocate.driver import RecentCalls  # Part of the feature "looking".
 
         monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
         monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
@@ -312,7 +311,7 @@ class Debugging(ExecutorCase):
 
     @pytest.mark.long
     def test_a_rank_that_hangs_when_it_is_let_go(self, stoppers: ColocatedGroup) -> None:
-        """The time of a call goes on as soon as nobody looks any more, and not only once the rank has gone on."""
+        """A call's timeout resumes as soon as no terminal is attached, even if the rank hangs."""
         role = stoppers.role("stopper", Stopper)
         pid, limit = role.pid()[1], 0.5
         call = role.step.options(timeout=limit).submit(1)
@@ -327,7 +326,7 @@ class Debugging(ExecutorCase):
             os.kill(pid, signal.SIGCONT)
 
     def test_the_others_wait(self, stoppers: ColocatedGroup) -> None:
-        """In their collective, which goes on when the rank does."""
+        """The peers of a stopped rank wait in their collective, which completes when the rank resumes."""
         pytest.importorskip("torch")
         call = stoppers.role("stopper", Stopper).sum.submit(1.0)
         with Terminal() as terminal:
@@ -336,7 +335,7 @@ class Debugging(ExecutorCase):
         assert call.result(PATIENCE_S) == [2.0, 2.0]
 
     def test_a_hold_waits(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Another rank's failure is told at once; the rank that is stopped has its time, and then the group goes on."""
+        """Another rank's failure is reported at once, and the hold waits for a stopped rank beyond the grace."""
         monkeypatch.setattr(stoppers._node, "grace", 0.3)
         role = stoppers.role("stopper", Stopper)
         call = role.step.submit(1)
@@ -350,7 +349,7 @@ class Debugging(ExecutorCase):
         assert role.step(1, ranks=()) == [111, 112]
 
     def test_close(self, stoppers: ColocatedGroup) -> None:
-        """The end of a group ends its stops: the call goes on, and has the group's grace. Its terminal is told."""
+        """Closing a group ends its stops: the call continues within the grace, and the terminal is notified."""
         role = stoppers.role("stopper", Stopper)
         call = role.step.submit(1, ranks=(0, 1))
         with Terminal() as terminal:
@@ -366,7 +365,7 @@ class Debugging(ExecutorCase):
     @mark_executor_part
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_worker_dies(self, stoppers: ColocatedGroup, rank: int) -> None:
-        """The one that is stopped, or another: the call ends with WorkerDied, and the terminal is told."""
+        """The death of the stopped worker or of another ends the call with WorkerDied, and notifies the terminal."""
         role = stoppers.role("stopper", Stopper)
         pids = role.pid()
         call = role.step.submit(1)
@@ -380,7 +379,7 @@ class Debugging(ExecutorCase):
 
     @pytest.mark.long
     def test_in_a_constructor(self, runtime: colocate.Runtime, no_leaks: None) -> None:
-        """A start's time stands still, too."""
+        """A stop in a constructor suspends the start's timeout."""
         from concurrent.futures import ThreadPoolExecutor
 
         limit = 5.0 + 2 * self.start_s
@@ -393,13 +392,13 @@ class Debugging(ExecutorCase):
             assert started.result(PATIENCE_S).role("stopper", Stopper).step(1, ranks=()) == [111]
 
     def test_in_a_fork(self, stoppers: ColocatedGroup) -> None:
-        """A process that a role has forked is no rank: it has no way to a terminal, and is told so."""
+        """`breakpoint()` in a process that a role has forked raises an error that says why."""
         nothing, message = stoppers.role("stopper", Stopper).fork()
         assert not nothing
         assert "a process that a role has forked" in message
 
     def test_another_user(self, stoppers: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nobody but the driver's user gets a prompt, nor so much as a list."""
+        """A terminal of another user is refused, and the rank stays stopped."""
         call = stoppers.role("stopper", Stopper).step.submit(1)
         Terminal().close()
         call.result(PATIENCE_S)
@@ -432,7 +431,7 @@ class PostMortem(ExecutorCase):
 
     @mark_executor_part
     def test_where_a_role_raises(self, runtime_that_stops: colocate.Runtime) -> None:
-        """The rank stops there, nobody is told before; `quit` gives the error as ever, and a constructor's likewise."""
+        """An error stops the rank before the call fails; `quit` raises the error as usual, also in a constructor."""
         with runtime_that_stops.reserve(2, cpus=0) as pool:
             with pool.spawn({"stopper": colocate.role(Stopper)}) as group:
                 role = group.role("stopper", Stopper)
@@ -458,19 +457,19 @@ class PostMortem(ExecutorCase):
 
 
 class _Editor:
-    """An editor's side of a debug adapter's connection."""
+    """An editor's end of a debug adapter connection."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), _SHOWN_WITHIN_S)
         self._read = self._socket.makefile("rb")
 
     def ask(self, command: str, **arguments: Any) -> None:
-        """Ask something."""
+        """Send a request."""
         request = json.dumps({"seq": 1, "type": "request", "command": command, "arguments": arguments}).encode()
         self._socket.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(request), request))
 
     def next_message(self, kind: str, what: str) -> dict[str, Any]:
-        """Return the next message of a kind: `event` or `command`, and which."""
+        """Return the body of the next message whose `event` or `command` is the given one."""
         while True:
             length = 0
             while (line := self._read.readline().strip()) or not length:
@@ -481,14 +480,13 @@ class _Editor:
                 return dict(message.get("body") or {})
 
     def close(self) -> None:
-        """Be gone."""
         self._read.close()
         self._socket.close()
 
 
 @contextlib.contextmanager
 def attach_editor(port: int) -> Iterator[_Editor]:
-    """Attach an editor, and have it gone at the end."""
+    """Attach an editor for a block."""
     editor = _Editor(port)
     try:
         editor.ask("initialize", adapterID="suite")
@@ -502,7 +500,7 @@ def attach_editor(port: int) -> Iterator[_Editor]:
 
 
 def _read_port(capfd: pytest.CaptureFixture[str]) -> int:
-    """Return the port at which a rank waits for an editor, once it is printed."""
+    """Wait until the port for editors is printed, and return the port."""
     printed = ""
 
     def told() -> bool:
@@ -522,7 +520,7 @@ class Editors(ExecutorCase):
     def test_an_editor_attaches(
         self, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """The port is one of `ports=`, and is printed; deadlines wait; the call goes on when the editor has gone."""
+        """An editor attaches at a printed port of `ports=`; timeouts wait, and a disconnect resumes the call."""
         pytest.importorskip("debugpy")
         monkeypatch.setenv("PYTHONBREAKPOINT", "debugpy.breakpoint")
         first = find_free_ports(_PORTS)
@@ -547,7 +545,7 @@ class Editors(ExecutorCase):
             wait_until(lambda: not group._node.stopped_slots(), "nothing is stopped")
 
     def test_none_is_wanted(self, no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """`PYTHONBREAKPOINT=0` stops nothing, on whatever machine."""
+        """`PYTHONBREAKPOINT=0` disables all stops."""
         monkeypatch.setenv("PYTHONBREAKPOINT", "0")
         with (
             self.connect() as runtime,

@@ -1,4 +1,4 @@
-"""A role that has its worker's process find NVML where there is no GPU."""
+"""A role that fakes NVML in its worker's process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ GIB = 1 << 30
 
 
 class NVMLError(Exception):
-    """What NVML raises."""
+    """The fake of NVML's error."""
 
 
 def make_fake_nvml(xids: list[int], *, fails: bool = False) -> Any:
-    """Return a module as pynvml, of two GPUs of which the second one can't tell its power."""
+    """Return a fake pynvml module with two GPUs, of which the second can't report its power."""
     of: Any = ModuleType("pynvml")
     uuids = ["GPU-0000-aaaa", "GPU-1111-bbbb"]
 
@@ -38,7 +38,7 @@ def make_fake_nvml(xids: list[int], *, fails: bool = False) -> Any:
     of.nvmlInit, of.nvmlDeviceGetCount = init, lambda: len(uuids)
     of.nvmlDeviceGetHandleByIndex = lambda index: index
     of.nvmlDeviceGetHandleByUUID = uuids.index
-    of.nvmlDeviceGetUUID = lambda handle: uuids[handle].encode()  # as older versions have it
+    of.nvmlDeviceGetUUID = lambda handle: uuids[handle].encode()  # Older versions return bytes.
     of.nvmlDeviceGetName = lambda handle: "NVIDIA Played"
     of.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=87 - 40 * handle, memory=1)
     of.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=(41 + handle) * GIB, total=80 * GIB)
@@ -51,14 +51,14 @@ def make_fake_nvml(xids: list[int], *, fails: bool = False) -> Any:
 
 
 class HasNvml(Role):
-    """Plays NVML in its process."""
+    """A role that fakes NVML in its process."""
 
     @method
     def play(self, *, fails: bool = False) -> None:
-        """Have this process find it, with an XID error."""
+        """Install the fake NVML, with one XID error."""
         sys.modules["pynvml"] = make_fake_nvml([79], fails=fails)
 
     @method
     def forget(self) -> None:
-        """Have it be as before."""
+        """Remove the fake NVML."""
         sys.modules.pop("pynvml", None)

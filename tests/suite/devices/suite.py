@@ -1,4 +1,4 @@
-"""GPUs, sampled by one worker of each node; NVML is played, and the driver thinks that slots have one."""
+"""GPU samples by one worker of each node; NVML is faked, and the driver believes that the slots have a GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class SampleObserver:
-    """An observer of GPUs."""
+    """An observer that collects GPU samples."""
 
     def __init__(self) -> None:
         self.samples: queue.SimpleQueue[Sequence[DeviceSample]] = queue.SimpleQueue()
 
     def colocate_devices_sampled(self, samples: Sequence[DeviceSample]) -> None:
-        """GPUs were looked at."""
+        """Store the samples."""
         self.samples.put(samples)
 
 
@@ -35,7 +35,7 @@ class Devices(ExecutorCase):
 
     @pytest.fixture
     def played(self, spawn: Spawn) -> Iterator[ColocatedGroup]:
-        """A group on two slots that seem to have the first GPU of a machine."""
+        """Spawn two slots that seem to have the first GPU of a machine."""
         group = spawn({"gpu": colocate.role(HasNvml)})
         for worker in group._node.workforce.workers:
             worker.boot = attrs.evolve(worker.boot, device="cuda:0")
@@ -46,7 +46,7 @@ class Devices(ExecutorCase):
     @pytest.mark.long
     @mark_executor_part
     def test_samples(self, played: ColocatedGroup) -> None:
-        """Observers are told each second, of all slots that have a GPU; each XID error once; until it is stopped."""
+        """Observers get samples of all slots with a GPU, and each XID error once, until the stop."""
         played.role("gpu", HasNvml).play()
         runtime: Any = played.owner.owner
         hears = SampleObserver()
@@ -64,7 +64,7 @@ class Devices(ExecutorCase):
 
     @pytest.mark.long
     def test_a_node_without_nvml(self, played: ColocatedGroup) -> None:
-        """A worker there is asked once, and no more."""
+        """A worker without NVML is asked only once."""
         gpu = played.role("gpu", HasNvml)
         gpu.play(fails=True)
         runtime: Any = played.owner.owner
@@ -79,17 +79,17 @@ class Devices(ExecutorCase):
 
     @pytest.mark.long
     def test_slots_without_a_gpu(self, spawn: Spawn) -> None:
-        """Workers without one are asked nothing: there isn't even a half of the feature."""
+        """Workers without a GPU aren't asked: their group has no part of the feature."""
         group = spawn({"gpu": colocate.role(HasNvml)})
         runtime: Any = group.owner.owner
         stop = Driver(runtime).watch_devices()
-        time.sleep(1.5)  # longer than from one look to the next
+        time.sleep(1.5)  # Longer than the sampling interval.
         stop()
         assert "devices" not in group._node.parts
 
 
 def _is_quiet(hears: SampleObserver) -> bool:
-    """Whether nothing is told for longer than from one look to the next."""
+    """Return whether no sample arrives for longer than the sampling interval."""
     while not hears.samples.empty():
         hears.samples.get()
     time.sleep(1.5)

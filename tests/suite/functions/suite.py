@@ -17,7 +17,7 @@ from colocate.testing.probes.faulty import raise_deep_inside
 
 
 class Functions(ExecutorCase):
-    """What a function gets, gives, and does to the group."""
+    """Context, results and failures of `group.run`."""
 
     @mark_executor_part
     def test_run_context(self, pair: ColocatedGroup) -> None:
@@ -41,7 +41,7 @@ class Functions(ExecutorCase):
         ]
 
     def test_run_any_function(self, pair: ColocatedGroup) -> None:
-        """A function that a worker can't import goes by value: functions, lambdas, partials, called objects."""
+        """A function that a worker can't import is sent by value: local functions, lambdas, partials, callables."""
         offset = 10
 
         def local(ctx: Context) -> int:
@@ -59,7 +59,7 @@ class Functions(ExecutorCase):
             pair.run(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
     def test_run_failure(self, pair: ColocatedGroup) -> None:
-        """What it raises is a RoleError that names the function; the group goes on."""
+        """An error in a function is a RoleError with the function's name, and the group stays usable."""
 
         def fail(ctx: Context, ranks: tuple[int, ...]) -> int:
             if ctx.rank in ranks:
@@ -79,7 +79,7 @@ class Functions(ExecutorCase):
 
     @needs(OwnProcess)
     def test_run_process_group(self, pair: ColocatedGroup) -> None:
-        """`ctx.process_group()` has all workers of the group, also after a rank has left a collective."""
+        """`ctx.process_group()` has all workers of the group, also after a rank has failed in a collective."""
         pytest.importorskip("torch")
         with leaks.share_between_tests():
             assert pair.run(sum_ranks) == [1.0, 1.0]

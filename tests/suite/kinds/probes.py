@@ -1,4 +1,4 @@
-"""Types of a user's own that are registered, and roles on them."""
+"""Registered types of a user, and roles that use these types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
 
 
 class Block:
-    """A type of a user's own that has rows."""
+    """A user's type with rows."""
 
     def __init__(self, rows: list[int], name: str) -> None:
         self.rows = rows
@@ -39,7 +39,7 @@ colocate.register_batch(Block, length=lambda block: len(block.rows), split=_spli
 
 
 class Blocks(Role):
-    """Works on blocks."""
+    """A role that computes with blocks."""
 
     @method(dispatch=Scatter("block", pad=True), collect=Concat())
     def tripled(self, block: Block) -> Block:
@@ -47,7 +47,7 @@ class Blocks(Role):
 
 
 class Packing:
-    """A type of a user's own with tensors, which packs them when it is pickled, and has leaves."""
+    """A user's type with tensors and registered leaves, whose pickling packs its tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         self.tensors = tensors
@@ -94,11 +94,11 @@ colocate.register_batch(Opaque, length=len, split=_split_tensors, concat=_concat
 
 
 class Packed(Tensors):
-    """Works on types with tensors."""
+    """A role that computes with types that hold tensors."""
 
     @method(collect=Concat())
     def made_of_own_type(self, rows: int, opaque: bool = False) -> Packing:
-        """A value of a user's type, with a tensor that hangs on a graph."""
+        """Return a value of a user's type, with a tensor that has a graph."""
         weight = torch.full((), 3.0, requires_grad=True, device=self.ctx.device)
         self.returned = torch.arange(float(rows), device=self.ctx.device)
         return (Opaque if opaque else Packing)({"x": self.returned, "grad": self.returned * weight}, "made")
@@ -116,5 +116,5 @@ class Packed(Tensors):
 
     @method(dispatch=Scatter("value"), collect=Gather())
     def write_into_own_type(self, value: Packing) -> None:
-        """Do what no method may do."""
+        """Write into an argument, which no method may do."""
         value.tensors["x"].add_(1.0)

@@ -1,4 +1,4 @@
-"""Values of types that were registered: their rows, and how they travel."""
+"""Values of registered types: their rows and their transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OwnRows(ExecutorCase):
     """`register_batch`."""
 
     def test_own_rows(self, spawn: Spawn) -> None:
-        """Types given to `register_batch` are split, padded and joined as everything with rows."""
+        """Types given to `register_batch` are split, padded and joined like all types with rows."""
         blocks = spawn({"blocks": colocate.role(Blocks)}).role("blocks", Blocks)
         joined = blocks.tripled(Block([1, 2, 3], "mine"))
         assert (joined.rows, joined.name) == ([3, 6, 9], "mine tripled")
@@ -30,14 +30,14 @@ class OwnRows(ExecutorCase):
 
 
 def _make_packed_roles(pair: Shared) -> Shared:
-    """Return two slots of the same runtime with roles on tensors in types of their own."""
+    """Return two slots of the same runtime with roles for types that hold tensors."""
     packed = colocate.role(Packed)
     roles = {"tensors": packed, "left_tensors": packed.on(slots=[0]), "right_tensors": packed.on(slots=[1])}
     return attrs.evolve(pair, roles=roles, name="packed", warm_up=lambda group: None, pool=None, group=None)
 
 
 class OwnTypes(TensorCase):
-    """Values of a type that `register_batch` was told the leaves of are looked into as dicts are."""
+    """Values of a type that is registered with leaves are traversed like dicts."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -51,7 +51,7 @@ class OwnTypes(TensorCase):
 
     @pytest.fixture
     def packed(self, torch: Any, no_leaks: None, shared_packed: Shared) -> ColocatedGroup:
-        """Two slots that the test leaves as they were."""
+        """Return two slots that the test leaves unchanged."""
         return shared_packed.get()
 
     @pytest.fixture
@@ -60,7 +60,7 @@ class OwnTypes(TensorCase):
 
     @mark_executor_part
     def test_own_types_sent(self, torch: Any, packed_tensors: Packed) -> None:
-        """Values are sent as their leaves, without the graph, and find themselves on the worker's device."""
+        """Values travel as their leaves, without the graph, and arrive on the worker's device."""
         mine = Packing({"x": torch.ones(4), "grad": torch.ones(4, requires_grad=True) * 2}, "mine")
         facts = {"rows": [2.0, 2.0], "name": "mine", "requires_grad": False, "device": True, "was_packed": False}
         assert packed_tensors.facts_of_own_type(mine) == [facts] * 2
@@ -71,7 +71,7 @@ class OwnTypes(TensorCase):
 
     @mark_executor_part
     def test_own_types_kept(self, packed: ColocatedGroup, packed_tensors: Packed) -> None:
-        """A kept one has no graph, its bytes are counted and its structure is told; other slots get its leaves."""
+        """A kept value has no graph, and its bytes and structure are known; other slots receive its leaves."""
         with packed_tensors.made_of_own_type.keep(2) as resident:
             assert resident.spec.bytes_per_rank == (16, 16)
             leaves = {"tensors": dict.fromkeys(("x", "grad"), "Tensor[2] float32"), "name": "str"}
@@ -83,7 +83,7 @@ class OwnTypes(TensorCase):
                 assert result == [facts | {"rows": [0.0, 3.0] * 2}]
 
     def test_own_types_written(self, packed_tensors: Packed) -> None:
-        """Whoever writes into a kept one is named, as an argument and as what was returned."""
+        """A method that writes into a kept value is named, for an argument and for an earlier result."""
         with (
             packed_tensors.made_of_own_type.keep(2) as resident,
             pytest.raises(RoleError, match=r"write_into_own_type changed in place a value that .*made_of_own_type"),
@@ -96,7 +96,7 @@ class OwnTypes(TensorCase):
             packed_tensors.write_into_what_it_returned()
 
     def test_own_types_written_strictly(self, torch: Any, shared_packed_copying: Shared) -> None:
-        """With `strict=True` so is whoever writes into an argument."""
+        """With `strict=True` a method that writes into an argument is named, too."""
         copying = shared_packed_copying.get()
         tensors, mine = copying.role("tensors", Packed), Packing({"x": torch.ones(2), "grad": torch.ones(2)}, "mine")
         expectation = pytest.raises(RoleError, match="write_into_own_type changed its argument 'value' in place")
@@ -105,7 +105,7 @@ class OwnTypes(TensorCase):
         assert mine.tensors["x"].tolist() == [1.0, 1.0]
 
     def test_own_types_without_leaves(self, packed_tensors: Packed) -> None:
-        """Nobody looks into one that was registered without them; it can be kept, cut and joined."""
+        """A type without leaves isn't inspected, but can be kept, split and joined."""
         with packed_tensors.made_of_own_type.keep(2, opaque=True) as resident:
             assert resident.spec.bytes_per_rank == (0, 0)
             assert resident.spec.structure == "Opaque"

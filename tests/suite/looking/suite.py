@@ -1,4 +1,4 @@
-"""The ownership graph; audits: what the cluster has and no graph owns, and the reverse."""
+"""The ownership graph, and audits that compare graph and cluster."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 def walk_nodes(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All nodes of a graph."""
+    """Yield all nodes of a graph."""
     yield data
     for child in data["children"]:
         yield from walk_nodes(child)
 
 
 def list_shown(runtime: Runtime) -> set[tuple[str, str]]:
-    """Kind and name of everything that the ownership graph shows."""
+    """Return kind and name of everything in the ownership graph."""
     return {(node["kind"], node["name"]) for node in walk_nodes(runtime.graph.data())}
 
 
 class Graphs(ExecutorCase):
-    """`runtime.graph`: runtime, pools, groups, workers, role instances; groups' residents and calls."""
+    """`runtime.graph`: the runtime, pools, groups, workers, role instances, residents and calls."""
 
     @needs_feature("memory")
     def test_memory_in_a_fork(self, pair: ColocatedGroup) -> None:
-        """A forked child can show what it was born with; no worker answers it, and it is told so at once."""
+        """A forked child can render the graph, but a request for memory is refused at once."""
         graph = pair.owner.owner.graph
 
         def render() -> list[str]:
@@ -55,7 +55,7 @@ class Graphs(ExecutorCase):
         assert run_in_fork(render) == ["True"]
 
     def test_graph(self, runtime: Runtime) -> None:
-        """The graph shows what lives, under its one owner, with states and the lines that made it; then it is gone."""
+        """The graph shows pool, group, workers, roles and residents with states and lines, until the pool closes."""
         with runtime.reserve(2, cpus=0, name="ground") as pool:
             group = pool.spawn({"rows": colocate.role(Rows), "one": colocate.role(Rows).on(slots=[1])}, name="shown")
             resident = group.role("rows", Rows).double.keep([1, 2])
@@ -79,7 +79,7 @@ class Graphs(ExecutorCase):
         assert ("group", "shown") not in list_shown(runtime)
 
     def test_graph_of_calls(self, pair: ColocatedGroup) -> None:
-        """A call under way is shown with the ranks that it waits for."""
+        """A running call is shown with the rank that it waits for."""
         with Gate() as gate:
             call = pair.role("faulty", Faulty).fail_after.submit([None, gate.address], -1)  # type: ignore[arg-type]
             gate.wait_for()
@@ -94,7 +94,7 @@ class Auditing(audits.Auditing):
     """`runtime.audit()`: false when the graph and the cluster agree."""
 
     def test_clean_while_things_come_and_go(self, runtime: Runtime) -> None:
-        """What is just starting or closing is no difference."""
+        """Audits report no difference while groups start and close."""
         audits: list[Audit] = []
         over = threading.Event()
 
@@ -104,7 +104,7 @@ class Auditing(audits.Auditing):
 
         with (
             leaks.share_between_tests()
-        ):  # asked from two threads, a cluster may open a further connection, which it keeps
+        ):  # Asked from two threads, a cluster may open one further connection and keep it open.
             looker = threading.Thread(target=look)
             looker.start()
             try:
@@ -120,7 +120,7 @@ class Auditing(audits.Auditing):
 
     @needs(OwnProcess)
     def test_unheard_death(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A worker that has died without its driver hearing of it is missing: the cluster itself is asked."""
+        """A worker whose exit the driver has missed is reported as missing: an audit asks the cluster itself."""
         group = spawn(ROLES)
         victim = group._node.workforce.workers[1]
         unheard: list[Exit] = []

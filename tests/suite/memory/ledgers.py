@@ -1,4 +1,4 @@
-"""`group.memory()`: each byte has an owner; and budgets: who has more than it may is told."""
+"""`group.memory()`, in which each byte has one owner, and memory budgets."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _SIZES_MIB = (1, 16, 64)
 
 
 class LedgerRequests(ExecutorCase):
-    """What the memory of workers is used for."""
+    """`group.memory()`: reports of the workers' memory."""
 
     @pytest.fixture
     def holding(self, spawn: Spawn) -> ColocatedGroup:
-        """Two roles with models on two slots."""
+        """Spawn two roles with models on two slots."""
         pytest.importorskip("torch")
         return spawn({"one": colocate.role(Holding), "other": colocate.role(Holding)})
 
     def test_memory_by_kind(self, holding: ColocatedGroup) -> None:
-        """By role, rank and kind, as it grows."""
+        """Memory is reported by role, rank and kind, also after growth and release."""
         one = holding.role("one", Holding)
         for slot in holding.memory().slots:
             assert [role.device for role in slot.roles] == [{"parameters": _MIB, "buffers": 4096}] * 2
@@ -60,11 +60,11 @@ class LedgerRequests(ExecutorCase):
             }
             assert second.device == {"parameters": _MIB, "buffers": 4096}
         resident.free()
-        one.make(1)  # with which the workers are told
+        one.make(1)  # This call carries the release to the workers.
         assert all("residents" not in slot.roles[0].device for slot in holding.memory().slots)
 
     def test_memory_that_roles_share(self, holding: ColocatedGroup) -> None:
-        """Memory counts once, with the first that has it as weights; what is kept of a role's own weights, too."""
+        """Memory that roles share counts once, for the first owner; residents of a role's own weights add nothing."""
         holding.role("other", Holding).share("one")
         resident = holding.role("one", Holding).weights.keep()
         resident.wait()
@@ -74,7 +74,7 @@ class LedgerRequests(ExecutorCase):
             assert (other.device, other.shared) == ({}, _MIB + 4096)
 
     def test_memory_that_a_role_declares(self, spawn: Spawn) -> None:
-        """What can't be found, a role declares; one that can't is told."""
+        """`device_state` declares memory that can't be found; an error there fails the report with a traceback."""
         pytest.importorskip("torch")
         group = spawn({"declaring": colocate.role(Declarer)})
         assert [slot.roles[0].device for slot in group.memory().slots] == [{"declared": 4000}] * 2
@@ -84,7 +84,7 @@ class LedgerRequests(ExecutorCase):
         assert "in device_state" in (e.value.remote_traceback or "")
 
     def test_what_is_no_method_is_the_roles_own(self, spawn: Spawn) -> None:
-        """Attributes, properties and what is made up, by the names of methods that colocate calls."""
+        """Attributes, properties and `__getattr__` under a hook's name aren't taken for hooks."""
         group = spawn({"ported": colocate.role(Ported)}, slots=1)
         assert [role.role for slot in group.memory().slots for role in slot.roles] == ["ported"]
         if isinstance(group._node.services.executor, OwnProcess):
@@ -94,7 +94,7 @@ class LedgerRequests(ExecutorCase):
         group.close()
 
     def test_memory_beside_a_call(self, holding: ColocatedGroup) -> None:
-        """Whatever a lane runs."""
+        """`group.memory()` answers while a call runs."""
         with Gate() as gate:
             call = holding.role("one", Holding).wait_at.submit(gate.address)
             gate.wait_for(2)
@@ -103,7 +103,7 @@ class LedgerRequests(ExecutorCase):
             call.result(PATIENCE_S)
 
     def test_gradients_beside_a_call(self, spawn: Spawn) -> None:
-        """Gradients are those of before the call: no other thread may read one while role code lets go of it."""
+        """During a call, gradients count as before the call, and no other thread reads one."""
         pytest.importorskip("torch")
         group = spawn({"one": colocate.role(WatchedHolder)})
         one = group.role("one", WatchedHolder)
@@ -116,7 +116,7 @@ class LedgerRequests(ExecutorCase):
 
     @needs(OwnProcess)
     def test_memory_adds_up(self, spawn: Spawn) -> None:
-        """At rest a process has what its roles hold more than an empty one, and what doesn't depend on their size."""
+        """A worker's memory is the roles' memory plus a rest that doesn't depend on the roles' size."""
         pytest.importorskip("torch")
         other_sizes = []
         for mib in _SIZES_MIB:
@@ -124,16 +124,16 @@ class LedgerRequests(ExecutorCase):
             (parameters,) = group.role("training", Training).train(2)
             (slot,) = group.memory().slots
             owned = slot.roles[0].total
-            assert owned == pytest.approx(4 * parameters, rel=0.001)  # Adam has a number for each tensor besides
+            assert owned == pytest.approx(4 * parameters, rel=0.001)  # Adam adds one number per tensor.
             assert sum(slot.unowned.values()) + owned == slot.process
             other_sizes.append(slot.unowned["other"])
             group.close()
-        # They have imported the same; `malloc` keeps some of what a step has freed.
+        # All three have imported the same modules; `malloc` keeps part of a step's freed memory.
         assert 0 < max(other_sizes) <= min(other_sizes) + _SIZES_MIB[-1] * _MIB, other_sizes
 
     @needs(OwnProcess)
     def test_memory_of_a_stopped_worker(self, spawn: Spawn) -> None:
-        """A worker that can't answer is named; who looks from outside sees the others all the same."""
+        """A stopped worker is named in the TimeoutError, and `ask_each` still returns the other workers' answers."""
         group = spawn({"echo": colocate.role(Echo)})
         pid = group.role("echo", Echo).place()[1][0]
         os.kill(pid, signal.SIGSTOP)
@@ -149,19 +149,19 @@ class LedgerRequests(ExecutorCase):
 
     @needs_feature("looking")
     def test_memory_in_the_graph(self, runtime: Runtime, holding: ColocatedGroup) -> None:
-        """With what each role holds."""
+        """The ownership graph shows each role's memory if asked."""
         tree = runtime.graph.render("tree", memory=True)
         assert tree.count("(Holding, 1 MiB)") == 4, tree
         assert "(Holding)" in runtime.graph.render("tree")
         assert holding.name in tree
 
     def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:
-        """A table in text and in a notebook, rows, JSON."""
+        """A memory report renders as text, HTML, rows and JSON."""
         report = holding.memory()
         text = str(report)
         assert text.startswith(f"memory of group {holding.name!r}\n")
         assert "1 MiB" in text
-        assert "gradients" not in text  # nobody has any
+        assert "gradients" not in text  # No role has gradients.
         assert [row["total"] for row in report.rows()] == [_MIB + 4096] * 4
         assert json.loads(report.json())["slots"][1]["roles"][0]["device"] == {"parameters": _MIB, "buffers": 4096}
         assert "<table>" in report._repr_html_()
@@ -180,7 +180,7 @@ class LedgerRequests(ExecutorCase):
 
 @contextlib.contextmanager
 def _drop_gradients(view: WatchedHolder) -> Iterator[None]:
-    """A block beside which a role lets go of its gradients, and goes on with that."""
+    """Run a block while a call of the role has dropped the gradients."""
     with Gate() as gate:
         call = view.let_go.submit(gate.address)
         gate.wait_for(2)
@@ -190,15 +190,15 @@ def _drop_gradients(view: WatchedHolder) -> Iterator[None]:
 
 
 def _gradient_bytes(group: ColocatedGroup) -> list[int]:
-    """The bytes of those that the first role has, by slot."""
+    """Return the first role's gradient bytes by slot."""
     return [slot.roles[0].device.get("gradients", 0) for slot in group.memory(PATIENCE_S).slots]
 
 
 class Budgets(ExecutorCase):
-    """What roles, groups and slots may have."""
+    """Memory budgets of roles, groups and slots."""
 
     def test_budget_of_a_role(self, spawn: Spawn) -> None:
-        """A role that has come to hold more fails of that, with who has what; the group goes on."""
+        """A call that exceeds the role's budget fails with a memory listing, and the group stays usable."""
         pytest.importorskip("torch")
         group = spawn({"actor": colocate.role(Dozing, 1).on(device_memory="3MiB"), "other": colocate.role(Sharing)})
         actor = group.role("actor", Dozing)
@@ -212,11 +212,11 @@ class Budgets(ExecutorCase):
         assert rank in (0, 1)
         assert f", on rank {rank} of group {group.name!r} (node {node}) [" in error.value.message
         actor.let_go()
-        assert actor.look() != before  # what it has computed is there
+        assert actor.look() != before  # The step has taken effect.
 
     @needs(OwnProcess)
     def test_budget_of_a_group(self, spawn: Spawn) -> None:
-        """Roles and residents count together; what sleeps doesn't count, and what would be too much isn't woken."""
+        """A group's budget counts roles and residents but no sleeping memory; a wake beyond the budget is refused."""
         pytest.importorskip("torch")
         group = spawn({"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}, device_memory="7MiB")
         one, other = group.role("one", Dozing), group.role("other", Dozing)
@@ -229,13 +229,13 @@ class Budgets(ExecutorCase):
             one.look()
         with pytest.raises(MemoryBudgetError, match=r"after other\.make, .*residents 6\.1 MiB"):
             other.make.keep(_MIB // 2).wait()
-        assert [role.role for role in group.memory().slots[0].roles] == ["one", "other"]  # and no functions
-        assert len(other.make(_MIB)) == 2  # what is only on its way doesn't count
+        assert [role.role for role in group.memory().slots[0].roles] == ["one", "other"]  # No row for functions.
+        assert len(other.make(_MIB)) == 2  # A result in transit doesn't count.
         resident.free()
         assert group.wake("one")
 
     def test_budget_of_a_slot(self, runtime: Runtime) -> None:
-        """The budget of a slot is the pool's, and holds for each group there."""
+        """A slot's budget, set on the pool, applies to each group there."""
         pytest.importorskip("torch")
         with runtime.reserve(1, cpus=0, device_memory="1MiB") as pool:
             with pytest.raises(RoleStartError, match="the pool's slots may have 1 MiB") as error:
@@ -254,7 +254,7 @@ class Budgets(ExecutorCase):
             group.role("one", Dozing).look()
 
     def test_no_memory_left(self, spawn: Spawn) -> None:
-        """The error of a role that has found none says who has it, and the group goes on."""
+        """An out-of-memory error lists the memory's owners, and the group stays usable."""
         pytest.importorskip("torch")
         group = spawn({"actor": colocate.role(Dozing, 1)})
         actor = group.role("actor", Dozing)
@@ -266,7 +266,7 @@ class Budgets(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("checkpoints")
     def test_a_checkpoint_wakes_one_role_at_a_time(self, spawn: Spawn, tmp_path: Any) -> None:
-        """There is no room for all roles together, which is why they sleep."""
+        """A checkpoint wakes one role at a time: the budget has no room for all roles together."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
         group = spawn(roles, device_memory="7MiB")
@@ -281,7 +281,7 @@ class Budgets(ExecutorCase):
             group.sleep(name)
 
     def test_roles_on_threads_do_not_sleep(self, runtime: Runtime, spawn: Spawn) -> None:
-        """Whoever was handed their memory by reference would use it meanwhile: it is refused, also before a start."""
+        """On threads sleep is refused, also before a start: other roles use the memory by reference."""
         if isinstance(runtime._node.services.executor, OwnProcess):
             pytest.skip("its slots are processes")
         pytest.importorskip("torch")
@@ -302,7 +302,7 @@ class Budgets(ExecutorCase):
         assert group.role("actor", Dozing).train()
 
     def test_budgets_that_can_not_be(self, runtime: Runtime) -> None:
-        """Such budgets are refused before anything starts."""
+        """Impossible budgets are refused before anything starts."""
         role, named = colocate.role(Dozing), {"residency": "swap", "device_memory": 5000}
         wrong: list[tuple[str, RoleSpec[Any], dict[str, Any]]] = [
             ("is no size", role, {"host_memory": -1}),

@@ -1,4 +1,4 @@
-"""`group.sleep` and `group.wake`: memory that leaves the workers and comes back, on all ranks or on none."""
+"""`group.sleep` and `group.wake`: memory is offloaded and brought back, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
 _MIBS = 8
-_MOST = 0.98  # of what a role has, the pages at its tensors' ends stay
+_MOST = 0.98  # The share that a sleep must free: pages at the ends of tensors stay.
 
 
 class Dozers(ExecutorCase):
@@ -39,7 +39,7 @@ class Dozers(ExecutorCase):
 
     @pytest.fixture
     def dozing(self, spawn: Spawn) -> ColocatedGroup:
-        """A model that has trained, on two slots."""
+        """Spawn a trained model on two slots."""
         pytest.importorskip("torch")
         group = spawn({"actor": colocate.role(Dozing, _MIBS), "other": colocate.role(Sharing)})
         group.role("actor", Dozing).train()
@@ -48,11 +48,11 @@ class Dozers(ExecutorCase):
 
 @needs(OwnProcess)
 class Sleeping(Dozers):
-    """Memory of roles that sleeps."""
+    """Sleep and wake of a role's memory."""
 
     @mark_executor_part
     def test_sleep_and_wake(self, dozing: ColocatedGroup) -> None:
-        """Everything comes back as it was: the same objects and bits, tied weights and views with them."""
+        """After a wake all objects and bits are as before, including tied weights and views."""
         actor = dozing.role("actor", Dozing)
         before, where = actor.digest(), actor.objects()
         size = sum(slot.roles[0].total for slot in dozing.memory().slots)
@@ -65,7 +65,7 @@ class Sleeping(Dozers):
         assert (actor.digest(), actor.objects()) == (before, where)
 
     def test_what_an_array_was_made_of_stays(self, dozing: ColocatedGroup) -> None:
-        """Whoever has the array reads what the tensor has, also after a sleep: its memory is in its place."""
+        """An array that shares a tensor's memory stays valid after a sleep: the memory stays in place."""
         actor = dozing.role("actor", Dozing)
         if actor.is_on_gpu()[0]:
             pytest.skip("arrays are of the host")
@@ -79,11 +79,11 @@ class Sleeping(Dozers):
         assert actor.look_by_array() == [float(array.numpy()[:, 1:].sum()) for array in actor.weights()]
 
     def test_sleep_frees_memory(self, spawn: Spawn) -> None:
-        """The process has that much less, and has it again when the role is awake."""
+        """A sleep reduces the process's memory by the freed bytes, and a wake adds the same again."""
         pytest.importorskip("torch")
         dozing = spawn({"actor": colocate.role(Dozing, 64)}, slots=1)
         dozing.sleep("actor")
-        dozing.wake("actor")  # what it needs for the first time is imported
+        dozing.wake("actor")  # The first sleep and wake import modules.
         awake = [slot.process or 0 for slot in dozing.memory().slots]
         freed = dozing.sleep("actor")
         asleep = [slot.process or 0 for slot in dozing.memory().slots]
@@ -97,11 +97,11 @@ class Sleeping(Dozers):
         assert all(abs(one - other) <= 0.05 * freed for one, other in zip(awake, again, strict=True)), (awake, again)
 
     def test_a_call_wakes(self, dozing: ColocatedGroup) -> None:
-        """What it needs, and it goes on as if nothing had been."""
+        """A call on a sleeping role wakes only the tags that it needs, and returns the usual result."""
         actor = dozing.role("actor", Dozing)
         before = actor.digest()
         dozing.sleep("actor")
-        assert actor.look() == [weights for weights, _ in before]  # it needs no more
+        assert actor.look() == [weights for weights, _ in before]  # `look` needs only the weights.
         assert actor.list_asleep() == [["grads", "optimizer", "cache"]] * 2
         assert actor.digest() == before
         assert actor.list_asleep() == [[]] * 2
@@ -112,7 +112,7 @@ class Sleeping(Dozers):
 
     @needs_feature("checkpoints")
     def test_a_call_that_fails_of_sleep(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
-        """Where that was asked for a call doesn't wake what it needs; a checkpoint does, and it sleeps again then."""
+        """With `on_call="fail"` a call on sleeping memory is refused, and a checkpoint leaves the role asleep."""
         actor = dozing.role("actor", Dozing)
         before = actor.digest()
         dozing.sleep("actor", ["optimizer", "grads"], on_call="fail")
@@ -136,12 +136,12 @@ class Sleeping(Dozers):
 
     @needs_feature("checkpoints")
     def test_discard(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
-        """What nobody needs comes back as zeros, in place, and all else as it was; what is there later isn't lost."""
+        """Discarded tags come back as zeros in place and other tags unchanged; later contents survive a sleep."""
         actor = dozing.role("actor", Dozing)
         before, where = actor.parts(), actor.objects()
         assert {*before[0]} == {"weights", "grads", "optimizer", "cache"}
         assert dozing.sleep("actor", discard=("grads", "cache")) >= _MOST * 2 * 4 * _MIBS * _MIB
-        assert actor.look() == [part["weights"] for part in before]  # the rest sleeps on
+        assert actor.look() == [part["weights"] for part in before]  # The other tags stay asleep.
         assert actor.list_asleep() == [["grads", "optimizer", "cache"]] * 2
         after = [{tag: part[tag] for tag in ("weights", "optimizer")} for part in before]
         assert (actor.parts(), actor.objects()) == (after, where)
@@ -151,13 +151,13 @@ class Sleeping(Dozers):
         dozing.sleep("actor")
         assert actor.parts() == before
         dozing.sleep("actor", ["optimizer", "grads"])
-        dozing.sleep("actor", ["optimizer", "grads"], discard=["grads"])  # what sleeps already isn't needed either
+        dozing.sleep("actor", ["optimizer", "grads"], discard=["grads"])  # Discards a tag that already sleeps.
         dozing.checkpoint(tmp_path / "checkpoint")
         after = [{tag: digest for tag, digest in part.items() if tag != "grads"} for part in before]
         assert (actor.parts(), actor.objects()) == (after, where)
 
     def test_discard_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
-        """A role that sleeps or is awake, or a resident: its contents are what they were."""
+        """A discard spares contents that another role or a resident uses."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         resident = actor.caches.keep()
         before, cached = actor.parts(), [digest(tensor) for tensor in resident.fetch()]
@@ -165,13 +165,13 @@ class Sleeping(Dozers):
         assert [digest(tensor) for tensor in resident.fetch()] == cached
         assert actor.parts() == before
         resident.free()
-        other.share("actor")  # also the gradients of its model
+        other.share("actor")  # Shares the gradients of the model, too.
         dozing.sleep("other")
         dozing.sleep("actor", discard=["grads", "cache"])
         assert [{*part} for part in actor.parts()] == [{*before[0]} - {"cache"}] * 2
 
     def test_sleep_that_keeps_addresses(self, spawn: Spawn) -> None:
-        """`sleep="vmm"`: what a constructor has made is where it was, and the numbers are those of one without."""
+        """With `sleep="vmm"` results equal an ordinary role's, and on a GPU addresses stay the same."""
         pytest.importorskip("torch")
         roles = {"kept": colocate.role(Dozing, 1).on(sleep="vmm"), "usual": colocate.role(Dozing, 1)}
         group = spawn(roles)
@@ -187,7 +187,7 @@ class Sleeping(Dozers):
                 assert at_address.addresses() == places
 
     def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
-        """Memory stays as long as somebody who is awake has it, which is told, and goes when nobody is."""
+        """Memory in use by an awake role or a resident stays, and is reported; without users a sleep frees it."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         other.share("actor")
         before, looked = other.digest(), actor.look()
@@ -200,7 +200,7 @@ class Sleeping(Dozers):
         assert [role.kept_awake[users] for slot in report.slots for role in slot.roles[:1]] == [weights // 2] * 2
         line = f"slot 1: role 'actor' sleeps but for {_MIBS} MiB {users}"
         assert any(text.startswith(line) for text in str(report).splitlines())
-        assert dozing.sleep("other") < weights / 10  # the resident has it yet
+        assert dozing.sleep("other") < weights / 10  # The resident still uses the weights.
         dozing.wake("actor")
         dozing.wake("other")
         resident.free()
@@ -211,7 +211,7 @@ class Sleeping(Dozers):
         assert actor.look() == looked
 
     def test_wake_without_room(self, dozing: ColocatedGroup) -> None:
-        """A role sleeps on, on all ranks, and so do calls that need it; they say why."""
+        """A wake without room leaves the role asleep on all ranks; the error of a wake or call says why."""
         actor = dozing.role("actor", Dozing)
         before = actor.digest()
         dozing.sleep("actor")
@@ -228,7 +228,7 @@ class Sleeping(Dozers):
         assert actor.digest() == before
 
     def test_hooks_of_sleep(self, spawn: Spawn) -> None:
-        """A role that has something else to put away is told, also when it comes to nothing."""
+        """Sleep and wake hooks run on all ranks, and the wake hook also after a sleep that failed on another rank."""
         pytest.importorskip("torch")
         group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
         actor = group.role("actor", Dozing)
@@ -249,7 +249,7 @@ class Sleeping(Dozers):
         assert actor.list_asleep() == [[]] * 2
 
     def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
-        """Roles and tags that there aren't."""
+        """Unknown roles, tags and options of sleep are refused with the accepted values."""
         with pytest.raises(
             ConfigError, match=r"group .* has no such role: it has actor, other; did you mean 'actor'\?"
         ):
@@ -273,11 +273,11 @@ def _touch_memory(ctx: colocate.Context) -> int:
 
 @needs(OwnProcess)
 class SleepingBeside(Dozers):
-    """A role that sleeps, or wakes, while other things go on."""
+    """Sleep and wake beside calls, pipelines, residents, checkpoints and failures."""
 
     @needs_feature("pipelines")
     def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
-        """Calls of a pipeline wake, too; sleep and wake themselves wait for what they do."""
+        """Calls of a pipeline wake their role; `sleep` and `wake` inside a pipeline are refused."""
         actor = dozing.role("actor", Dozing)
         before = actor.digest()
         dozing.sleep("actor")
@@ -291,18 +291,18 @@ class SleepingBeside(Dozers):
         assert first.result(PATIENCE_S)
 
     def test_residents_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
-        """Residents can be used, by value and by reference."""
+        """Residents of a sleeping role can be used by value and by reference."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         resident = actor.make.keep(_MIB)
         resident.wait()
         dozing.sleep("actor")
         assert other.total(resident.ref) == [2.0 * _MIB] * 2
         assert len(resident.fetch()) == 2
-        assert actor.list_asleep.options(ranks=[0])()  # its method needs nothing awake
+        assert actor.list_asleep.options(ranks=[0])()  # `list_asleep` needs no memory awake.
 
     @needs_feature("functions")
     def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
-        """A sleeping sibling isn't reached by accident: who wants it, a role or a function, is told what to do."""
+        """Access to a sleeping sibling, from a role or a function, raises an error that names `group.wake`."""
         other = dozing.role("other", Sharing)
         dozing.sleep("actor")
         for reach in (lambda: other.share("actor"), lambda: dozing.run(_touch_memory)):
@@ -315,7 +315,7 @@ class SleepingBeside(Dozers):
 
     @needs_feature("checkpoints")
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
-        """A role is awake as it is saved; then as much of it sleeps as before, and what has come since stays awake."""
+        """A checkpoint saves a sleeping role awake, then puts the same memory back to sleep and no newer memory."""
         actor = dozing.role("actor", Dozing)
         dozing.sleep("actor", ["optimizer", "cache"])
         actor.refill(_MIBS)
@@ -325,7 +325,7 @@ class SleepingBeside(Dozers):
             return actor.list_asleep(), [[role.asleep, role.total] for role_memory in roles for role in role_memory]
 
         before = look()
-        dozing.checkpoint(tmp_path / "c")  # `Dozing.save` asserts that it is awake
+        dozing.checkpoint(tmp_path / "c")  # `Dozing.save` asserts that the role is awake.
         assert look() == before
         digest = actor.digest()
         dozing.sleep("actor")
@@ -335,14 +335,14 @@ class SleepingBeside(Dozers):
 
     @needs_feature("process_groups")
     def test_sleep_of_a_model_in_shards(self, spawn: Spawn) -> None:
-        """By FSDP2: each rank's shards are its own, and count so; training goes on."""
+        """With FSDP2 each rank's shards count as its memory, and training across sleeps gives the usual losses."""
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Renewing, "fsdp2")})
         trainer = group.role("trainer", Renewing)
         expected, weights = train_alone()
         size = sum(value.nbytes for value in weights.values())
         parts = [slot.roles[0].device["parameters"] for slot in group.memory().slots]
-        assert size <= sum(parts) <= 1.25 * size  # torch pads what can't be cut evenly
+        assert size <= sum(parts) <= 1.25 * size  # torch pads uneven shards.
         losses = []
         for number, _ in enumerate(expected):
             group.sleep("trainer", discard=("grads", "cache") if number % 2 else ())
@@ -351,7 +351,7 @@ class SleepingBeside(Dozers):
 
     @pytest.mark.parametrize("what", ["sleep", "wake", "call"])
     def test_while_an_earlier_call_fails(self, dozing: ColocatedGroup, what: str) -> None:
-        """A rank waits for the others to sleep or wake, of which one has failed: all do it after that."""
+        """A sleep, wake or call that waits for a rank whose earlier call fails completes on all ranks afterwards."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         before = actor.digest()
         if what != "sleep":
@@ -379,10 +379,10 @@ _SUMMED_MIBS = 64
 
 @needs(OwnProcess)
 class SleepingAmidSteps(ExecutorCase):
-    """What a call leaves for the next one is what it finds, whatever has slept in between."""
+    """Unfinished state of a training step survives a sleep between two calls."""
 
     def test_gradients_that_are_not_reduced_yet(self, spawn: Spawn) -> None:
-        """FSDP2 has them in objects of its own: they are gradients, and not lost with a cache."""
+        """Gradients that FSDP2 hasn't reduced yet count as gradients, and survive a discard of the cache."""
         torch = pytest.importorskip("torch")
         group = spawn({"one": colocate.role(Accumulating), "other": colocate.role(Accumulating)})
         one, other = group.role("one", Accumulating), group.role("other", Accumulating)
@@ -396,7 +396,7 @@ class SleepingAmidSteps(ExecutorCase):
             assert torch.equal(mine, expected)
 
     def test_a_graph_and_hooks(self, spawn: Spawn) -> None:
-        """A loss whose graph has saved weights; what is called back as a model computes and learns, in that order."""
+        """An autograd graph with saved weights survives a sleep, and hooks run in the same order as without one."""
         torch = pytest.importorskip("torch")
         group = spawn({"one": colocate.role(Hooked), "other": colocate.role(Hooked)})
         one, other = group.role("one", Hooked), group.role("other", Hooked)
@@ -411,7 +411,7 @@ class SleepingAmidSteps(ExecutorCase):
             group.sleep("one")
 
     def test_operations_under_way(self, spawn: Spawn) -> None:
-        """A sleep waits for what is written yet, also by a rank that comes to it later."""
+        """A sleep waits for operations that still write, also on a rank that begins late."""
         pytest.importorskip("torch")
         group = spawn({"role": colocate.role(Unfinished, _SUMMED_MIBS)})
         role = group.role("role", Unfinished)

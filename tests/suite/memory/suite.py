@@ -1,4 +1,4 @@
-"""Memory of roles: what is told of it, budgets, sleep and turns."""
+"""Memory of roles: reports, budgets, sleep and turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles that take turns: they keep within a budget that hasn't room for all of them."""
+"""Roles that take turns within a budget that is too small for all."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _MIB = 2**20
 
 @needs(OwnProcess)
 class TakingTurns(ExecutorCase):
-    """Roles that sleep for each other, where a budget has no room for all of them."""
+    """Roles that sleep for each other where a budget has no room for all."""
 
     @pytest.fixture
     def turns(self, spawn: Spawn) -> ColocatedGroup:
-        """Three models that train, of 4, 8 and 4 MiB when they have, where 10 MiB are to be used."""
+        """Spawn three models that need 4, 8 and 4 MiB once trained, within a budget of 10 MiB."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
         return spawn(roles, residency="swap", device_memory="10MiB")
 
     def test_roles_take_turns(self, turns: ColocatedGroup, spawn: Spawn) -> None:
-        """Roles compute what they do without turns, and are within the budget whenever one looks."""
+        """Roles that take turns compute the same results as without turns, and stay within the budget."""
         free = spawn(
             {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
         )
@@ -47,7 +47,7 @@ class TakingTurns(ExecutorCase):
             assert turns.role(name, Dozing).digest() == free.role(name, Dozing).digest()
 
     def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
-        """Observers hear of each sleep and wake, with its bytes."""
+        """Observers are notified of sleeps and wakes on all ranks, with bytes, times and reasons."""
         records: list[colocate.MoveRecord] = []
 
         class Mover:
@@ -70,7 +70,7 @@ class TakingTurns(ExecutorCase):
         }
 
     def test_who_makes_room(self, spawn: Spawn) -> None:
-        """Whose next turn is farthest, where the order of a step was said; else who was called longest ago."""
+        """The role whose next turn is farthest makes room if `step` gives the order, else the least recently called."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
         for step, sleeper, stays in (([*roles], "one", "three"), (None, "three", "one")):
@@ -81,7 +81,7 @@ class TakingTurns(ExecutorCase):
             assert group.role(stays, Dozing).list_asleep() == [[]]
 
     def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
-        """Before a role is constructed, and before a method of its runs for the first time, all others make room."""
+        """All other roles sleep before a role's constructor and before the first run of a method."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Watching, "one", 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="40MiB")
@@ -95,15 +95,15 @@ class TakingTurns(ExecutorCase):
     @pytest.mark.long
     @needs_feature("functions")
     def test_more_than_there_is_memory_for(self, spawn: Spawn) -> None:
-        """Of three roles only one is ever in memory, from their constructors on."""
+        """Of three roles only one is in memory at any time, from the constructors on."""
         pytest.importorskip("torch")
         names = "one", "two", "three"
-        mib = 36  # `malloc` keeps pieces of up to 32 MiB for the next time, as it happens, and gives larger ones back
+        mib = 36  # `malloc` may keep freed pieces of up to 32 MiB; larger ones return to the system.
         most = []
         for these in (names[:1], names):
-            roles = {name: colocate.role(Dozing, mib) for name in these}  # of twice that each: weights, and a cache
+            roles = {name: colocate.role(Dozing, mib) for name in these}  # Each has twice `mib`: weights and a cache.
             group = spawn(roles, slots=1, residency="swap", device_memory=f"{2 * mib + 16}MiB")
-            group.sleep("one")  # all that it has
+            group.sleep("one")  # Without tags, all memory sleeps.
             digests = [group.role(name, Dozing).digest() for name in these * 2]
             assert digests[: len(these)] == digests[len(these) :]
             most += group.run(peak_memory)
@@ -111,12 +111,12 @@ class TakingTurns(ExecutorCase):
         assert most[1] - most[0] < mib * _MIB
 
     def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
-        """A method that needs only the weights has the rest of its role sleep on."""
+        """A method that needs only the weights leaves the rest of its role asleep."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="12MiB")
         one, two = group.role("one", Dozing), group.role("two", Dozing)
-        assert one.look() == two.look()  # for the first time all others make room
+        assert one.look() == two.look()  # On a first run all other roles make room.
         one.train()
         two.train()
         assert one.list_asleep() == [["weights", "grads", "optimizer", "cache"]]
@@ -125,7 +125,7 @@ class TakingTurns(ExecutorCase):
         assert two.list_asleep() == [[]]
 
     def test_a_role_that_residents_keep_awake(self, spawn: Spawn) -> None:
-        """Who lacks the room is told of it."""
+        """The error of a role that lacks room names the residents that keep another role awake."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="5MiB")
@@ -138,7 +138,7 @@ class TakingTurns(ExecutorCase):
         assert group.role("two", Dozing).digest()
 
     def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:
-        """The error names it, and not the role that needs its room; that can run when it has some."""
+        """The budget error names the role whose sleep hook failed; the waiting role runs once the hook works."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
         group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
@@ -153,7 +153,7 @@ class TakingTurns(ExecutorCase):
         assert two.train()
 
     def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
-        """The role alone is too much: its start says so; what it has come to hold later, its call."""
+        """A role that is alone too large for the budget fails its start, or later the call in which it grew."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 4)}
         with pytest.raises(RoleStartError, match="after the constructor of role 'two', 8 MiB"):
@@ -166,6 +166,6 @@ class TakingTurns(ExecutorCase):
 
 
 def peak_memory(ctx: Context) -> int:
-    """The most of this process's memory that was ever in use, in bytes."""
+    """Return the process's peak memory in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

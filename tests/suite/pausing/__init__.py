@@ -1,1 +1,1 @@
-"""What holds of `features/pausing` on every executor: a part of the suite that goes with the feature."""
+"""The part of the suite that tests `features/pausing` on every executor and is removed with the feature."""

@@ -1,4 +1,4 @@
-"""Background roles that are paused: what begins, what waits, and that they go on."""
+"""Pauses of background roles: running calls, queued calls, and the resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PauseBegun(ExecutorCase):
     def test_slow_call_of_a_paused_role(
         self, two_lanes: ColocatedGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Who waits where nobody else can resume is told why nothing goes on."""
+        """The warning about a slow call says that the call's role is paused."""
         roll = two_lanes.role("roll", Beside)
         monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
         two_lanes.pause("roll")
@@ -45,7 +45,7 @@ class PauseBegun(ExecutorCase):
 
     @needs(OwnProcess)
     def test_an_abort_leaves_process_groups(self, spawn: Spawn) -> None:
-        """A deadline, or a pause, that gives up a background call ends no collective of another role."""
+        """A deadline or pause that aborts a background call ends no collective of another role."""
         pytest.importorskip("torch")
         group = spawn({"train": colocate.role(Collective), "roll": BACKGROUND})
         train, roll = group.role("train", Collective), group.role("roll", Beside)
@@ -69,7 +69,7 @@ class PauseBegun(ExecutorCase):
     @pytest.mark.parametrize("name", ["generate", "generate_async"])
     @needs_feature("weights")
     def test_a_generation_is_kept(self, two_lanes: ColocatedGroup, name: str) -> None:
-        """A generation stops between two steps, gets weights there, and goes on; its tokens tell the versions."""
+        """A paused generation gets new weights between two steps, and its steps report their versions."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -88,7 +88,7 @@ class PauseBegun(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_background_role_sleeps(self, two_lanes: ColocatedGroup) -> None:
-        """Between its calls, and while a generation stands still."""
+        """A background role can sleep between its calls, and during a paused generation."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         assert two_lanes.sleep("roll") == two_lanes.wake("roll")
@@ -107,7 +107,7 @@ class PauseBegun(ExecutorCase):
     @needs_feature("weights")
     @needs_feature("rows")
     def test_a_stream_beside_a_trainer(self, two_lanes: ColocatedGroup, name: str) -> None:
-        """Rows come while another role steps; with a pause it gets weights between two, and their versions are told."""
+        """A stream beside a trainer can be paused to sync weights between rows, and its rows report their versions."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         count, values = 1200, {}
@@ -137,7 +137,7 @@ class PauseBegun(ExecutorCase):
     @needs_feature("weights")
     @needs_feature("rows")
     def test_who_waits_by_others_for_a_half_read_stream(self, two_lanes: ColocatedGroup, spawn: Spawn) -> None:
-        """Who reads it and waits in another lane, or group, for what comes behind it is told so at once."""
+        """A wait for a call behind a half-read stream is refused at once, also in another lane or group."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         other = spawn({"other": colocate.role(Beside)}).role("other", Beside)
@@ -174,7 +174,7 @@ class PauseBegun(ExecutorCase):
     @needs_feature("weights")
     @needs_feature("rows")
     def test_rows_that_wait_for_tools(self, two_lanes: ColocatedGroup) -> None:
-        """A pause doesn't wait for those that rest; they go on when it is over."""
+        """A pause doesn't wait for resting rows, which continue after the resume."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -191,7 +191,7 @@ class PauseBegun(ExecutorCase):
     @needs_feature("weights")
     @needs_feature("looking")
     def test_a_pause_waits(self, two_lanes: ColocatedGroup) -> None:
-        """What runs ends, what is queued stays; a pause that takes too long is none."""
+        """A pause waits for running calls and holds queued ones; a pause that times out has no effect."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -221,7 +221,7 @@ class PauseBegun(ExecutorCase):
 
     @pytest.mark.parametrize("name", ["generate", "wait"])
     def test_a_pause_aborts(self, two_lanes: ColocatedGroup, name: str) -> None:
-        """Who waits for what ran is told by whom it was ended; what is queued isn't."""
+        """The error of a call that a pause aborts names the pause, and the role works after the resume."""
         roll = two_lanes.role("roll", Beside)
         with Gate() as gate:
             running = roll.generate.submit(gate.address) if name == "generate" else roll.wait.submit(gate.address)
@@ -234,7 +234,7 @@ class PauseBegun(ExecutorCase):
 
     @needs_feature("weights")
     def test_pauses_of_several_threads(self, two_lanes: ColocatedGroup) -> None:
-        """The last word counts, and who waits for another one is told; what fails leaves the pause that there was."""
+        """The last pause or resume counts, earlier waiters get an error, and a failed pause keeps the one before."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate, ThreadPoolExecutor() as pool:
@@ -260,7 +260,7 @@ class PauseBegun(ExecutorCase):
     @pytest.mark.parametrize("before", [True, False])
     @needs_feature("weights")
     def test_pauses_and_residents(self, two_lanes: ColocatedGroup, before: bool) -> None:
-        """What other lanes use is made before a pause; a sync that would wait for what one holds up is refused."""
+        """A pause completes residents that others use; a sync that would wait for a paused resident is refused."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
         with Gate() as gate:
@@ -284,7 +284,7 @@ class PauseBegun(ExecutorCase):
 
     @needs_feature("memory")
     def test_what_is_refused(self, spawn: Spawn, two_lanes: ColocatedGroup) -> None:
-        """Turns, shared weights, and pauses of what isn't in the background: before anything has begun."""
+        """Swap residency, wrong options and pauses of foreground roles are refused."""
         with pytest.raises(ConfigError, match=r'residency="swap": .*roll is to run in the background'):
             spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, residency="swap", device_memory="1GiB")
         with pytest.raises(ConfigError, match="background='yes': it is true or false"):
@@ -298,13 +298,13 @@ class PauseBegun(ExecutorCase):
 
 
 class PausesOfDetached(DetachedCase):
-    """Another driver takes a group whose background role was paused."""
+    """An attach to a group whose background role was paused."""
 
     @mark_executor_part
     @needs_feature("memory")
     @needs(Detachable)
     def test_background_roles_go_on(self, runtime: Runtime, name: str) -> None:
-        """For the next driver they have lanes of their own as well, and no pause of the last one's."""
+        """For the next driver roles keep their own lanes, and the previous driver's pause is over."""
         roles = {"train": colocate.role(Beside), "roll": colocate.role(Beside).on(background=True)}
         pool = runtime.reserve(2, cpus=0, detachable=True)
         group = pool.spawn(roles, name="lanes")
@@ -315,9 +315,9 @@ class PausesOfDetached(DetachedCase):
         group = pool.groups["lanes"]
         train, roll = group.role("train", Beside), group.role("roll", Beside)
         assert train.read() == [[]] * 2
-        assert roll.read() == [["first"]] * 2  # each has been woken by now, which has its place in both orders
+        assert roll.read() == [["first"]] * 2  # Both roles are awake now; a wake takes a place in both orders.
         memory: Any = group._node.get_part("memory")
-        wait_until(lambda: not memory.sleepers.marks, "the driver knows")  # or another wake waits for `roll` below
+        wait_until(lambda: not memory.sleepers.marks, "the driver knows")  # Else another wake waits for `roll`.
         with Gate() as gate:
             running = roll.do.submit("second", gate.address)
             gate.wait_for(2)

@@ -24,11 +24,11 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Pipelines(ExecutorCase):
-    """What `group.pipeline()` sends, refuses and forgets."""
+    """Calls, residents and refusals of `group.pipeline()`."""
 
     @mark_executor_part
     def test_pipeline_as_without(self, pair: ColocatedGroup) -> None:
-        """Calls and residents of the block are what they are without it; residents can be used at once."""
+        """A pipeline's calls and residents give the usual results, and its residents can be used at once."""
         rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
         with pair.pipeline():
             first = rows.double.keep([1, 2, 3])
@@ -43,7 +43,7 @@ class Pipelines(ExecutorCase):
         assert rows.total(first.ref) == {"sum": 12, "count": 3}
 
     def test_pipeline_one_message(self, pair: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each worker gets one message with its own calls; one that has none gets none, nor does an empty block."""
+        """Each worker with calls gets one message; an idle worker gets none, and an empty block sends none."""
         rows, left_rows = pair.role("rows", Rows), pair.role("left", Rows)
         traffic = Traffic(pair, monkeypatch)
         with pair.pipeline():
@@ -59,7 +59,7 @@ class Pipelines(ExecutorCase):
         assert traffic.calls_sent() == [3, 1, 1]
 
     def test_pipeline_order(self, pair: ColocatedGroup) -> None:
-        """The calls take their places together, in their own order, when the block ends; others' go out at once."""
+        """A pipeline's calls take their place together when the block ends; another thread's call is sent at once."""
         log = clear_log(pair)
         with pair.pipeline():
             for entry in "abc":
@@ -70,7 +70,7 @@ class Pipelines(ExecutorCase):
 
     @needs_feature("functions")
     def test_pipeline_what_blocks(self, pair: ColocatedGroup) -> None:
-        """What needs an answer inside the block is refused, and says what to do; the rest of the block is sent."""
+        """A call that needs an answer inside the block is refused with advice, and the rest of the block is sent."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
         with pair.pipeline():
             call, resident = echo.first.submit(1), rows.double.keep([1, 2])
@@ -92,7 +92,7 @@ class Pipelines(ExecutorCase):
         assert resident.fetch() == [2, 4]
 
     def test_pipeline_exception(self, pair: ColocatedGroup) -> None:
-        """An exception in the block sends nothing: its calls and residents have failed and say why."""
+        """A block that raises sends nothing, and its calls and residents fail with the reason."""
         log, rows = clear_log(pair), pair.role("rows", Rows)
         sent: list[tuple[Call[Any], Resident[Any], Call[Any]]] = []
 
@@ -114,7 +114,7 @@ class Pipelines(ExecutorCase):
         assert log.read() == [[], []]
 
     def test_pipeline_failure_of_one(self, pair: ColocatedGroup) -> None:
-        """A call that fails takes only those with it that use what it was to keep; the hold is per call, as ever."""
+        """A failed call of a pipeline fails only the calls that use its result."""
         faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
         for ranks in ((0,), (1,), None):
             with pair.pipeline():
@@ -132,7 +132,7 @@ class Pipelines(ExecutorCase):
                 poisoned.fetch()
 
     def test_pipeline_release(self, pair: ColocatedGroup) -> None:
-        """What is freed or dropped in the block is still there for the calls that use it, and gone afterwards."""
+        """A resident freed or dropped in the block serves the block's calls, and is released afterwards."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
 
         def gone() -> bool:
@@ -145,7 +145,7 @@ class Pipelines(ExecutorCase):
             freed.free()
             del resident
             gc.collect()
-            run_in_thread(lambda: echo.noop())  # takes along what may be forgotten by now
+            run_in_thread(lambda: echo.noop())  # Carries the releases that are due by now.
             echo.tracked.keep().free()
             echo.tracked.keep()
         assert [use.result(PATIENCE_S) for use in uses] == [[4, 8], [12, 16]]
@@ -154,7 +154,7 @@ class Pipelines(ExecutorCase):
         wait_until(gone, "what was kept and dropped in the block is gone")
 
     def test_pipeline_nested(self, pair: ColocatedGroup) -> None:
-        """A block inside a block is sent with the outer one; if it fails alone, its own calls are not."""
+        """An inner block is sent with the outer one; an inner block that fails alone isn't sent."""
         log = clear_log(pair)
 
         def inner(fails: bool) -> Call[Any]:
@@ -174,7 +174,7 @@ class Pipelines(ExecutorCase):
         assert log.read() == [["outer", "inner, fails=False"]] * 2
 
     def test_pipeline_several_groups(self, pair: ColocatedGroup, square: ColocatedGroup) -> None:
-        """Pipelines of several groups are sent together, and each may use what the other is to keep."""
+        """Pipelines of several groups are sent together, and each may use the other's residents."""
         rows, axes = pair.role("rows", Rows), square.role("axes", Axes)
         with pair.pipeline(), square.pipeline():
             first = rows.double.keep([1, 2, 3])
@@ -185,7 +185,7 @@ class Pipelines(ExecutorCase):
         assert seen_call.result(PATIENCE_S) == axes.seen(second.fetch())
 
     def test_pipeline_other_groups(self, pair: ColocatedGroup, square: ColocatedGroup) -> None:
-        """Other groups are called as ever, but not with what hasn't been sent: who would have to wait for it?"""
+        """Calls of other groups are sent at once, but may not use a resident that isn't sent yet."""
         rows, axes = pair.role("rows", Rows), square.role("axes", Axes)
         with axes.doubled.keep([1, 2]) as theirs, pair.pipeline():
             assert axes.first_rank([1, 2]) == 0
@@ -212,7 +212,7 @@ class Pipelines(ExecutorCase):
         assert [call.result(PATIENCE_S) for call in calls] == [[0.0, 0.0], [1], [5000.0, 5000.0], [1, 2]]
 
     def test_pipeline_shared_values(self, copying: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A value that several calls of the block are given travels once."""
+        """A value passed to several calls of the block is sent once."""
         pytest.importorskip("torch")
         import torch
 
@@ -228,12 +228,11 @@ class Pipelines(ExecutorCase):
 
 
 def worker_id(ctx: colocate.Context) -> int:
-    """Return which worker it is."""
     return ctx.rank
 
 
 def run_in_thread(do: Callable[[], object]) -> object:
-    """Do something in another thread, and wait; what it returned or raised."""
+    """Run a function in another thread, and return its result or its exception."""
     results: list[object] = []
 
     def run() -> None:

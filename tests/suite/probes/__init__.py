@@ -1,1 +1,1 @@
-"""Roles of these laws alone; those that an executor's suite has, too, lie in `colocate.testing.probes`."""
+"""Roles for these tests alone; `colocate.testing.probes` has the roles that executors' suites share."""

@@ -1,4 +1,4 @@
-"""Roles of which one runs beside the other."""
+"""A role that runs in the background or not."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _STEP_S = 0.002
 
 
 class Boom(Exception):
-    """What they raise where they are told to."""
+    """The error that roles raise on request."""
 
 
 class Beside(Role):
-    """In the background, or not: whoever asks waits at gates."""
+    """A role for either lane, whose methods wait at gates."""
 
     def __init__(self, directory: str | None = None) -> None:
         self.directory = directory
@@ -63,9 +63,9 @@ class Beside(Role):
 
     @method
     def generate(self, gate: Address) -> list[tuple[int, bool]]:
-        """Do steps until there are other weights; of each the version, and whether it was another one than before.
+        """Do steps until the weights change; return each step's version, and whether it was new.
 
-        That it runs is told at a gate, where nobody waits.
+        Report the start at a gate without waiting there.
         """
         is_open(gate)
         versions: list[tuple[int, bool]] = []
@@ -112,7 +112,7 @@ class Beside(Role):
 
     @method
     def ask(self, what: str) -> object:
-        """Ask for what a background role has not."""
+        """Ask for a thing that a background role lacks."""
         if what == "alarm":
             import signal
 

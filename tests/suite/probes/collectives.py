@@ -1,4 +1,4 @@
-"""Roles in process groups, rightly and wrongly. Each needs torch."""
+"""Roles that use process groups, correctly or not. Each needs torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ else:
 
 
 class Own(Role):
-    """Makes torch's default group itself."""
+    """A role that makes torch's default group itself."""
 
     @method
     def make(self) -> None:
         import torch.distributed as dist
 
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch doesn't declare this name
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 class Launched(Role):
-    """What a script finds in its constructor that was written for torchrun, and makes the default group by itself."""
+    """A role with a constructor written for torchrun, which makes the default group by itself."""
 
     def __init__(self, **wanted: Any) -> None:
         import torch.distributed as dist
@@ -42,13 +42,13 @@ class Launched(Role):
 
     @method
     def facts(self) -> tuple[dict[str, int], tuple[int, int], bool]:
-        """The variables, what torch says, and whether they name the rendezvous."""
+        """Return the variables, torch's rank and world size, and whether the address is the rendezvous."""
         named = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return self.variables, self.by_torch, named == (self.ctx.rendezvous.host, self.ctx.rendezvous.port)
 
 
 class Meeting(Role):
-    """Uses the rendezvous."""
+    """A role that exchanges texts at the rendezvous."""
 
     def __init__(self) -> None:
         self.rendezvous = self.ctx.rendezvous
@@ -70,23 +70,23 @@ class Meeting(Role):
 
 @needs("process_group")
 class GroupRequest(Collective):
-    """Says that it uses process groups."""
+    """A role that declares its use of process groups."""
 
 
 @needs("process_group")
 class Careless(Role):
-    """A role whose collectives don't raise where their group is cut."""
+    """A role that ignores errors of its collectives."""
 
     @method
     def fail(self, rank: int, gate: Address) -> None:
-        """One rank raises, after the gate; the others return at once."""
+        """Raise on one rank after the gate; return at once on the others."""
         if self.ctx.rank == rank:
             pass_gate(gate)
             raise ValueError("on purpose")
 
     @method
     def total(self, gate: Address | None = None) -> float:
-        """The sum of 1 over all ranks, or whatever a cut group has left there."""
+        """Return the sum of 1 over all ranks, or the leftover value of a cut group."""
         import torch.distributed as dist
 
         if gate is not None and self.ctx.rank == 0:

@@ -1,4 +1,4 @@
-"""A role whose process has no descriptor free."""
+"""A role whose process has no free descriptor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from colocate import Role, method
 
 
 class Crowded(Role):
-    """Lets its process open nothing, and counts."""
+    """A counting role that can forbid its process to open files."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""Roles that look after memory and processes of their own, as engines for generation do."""
+"""Roles that manage memory and processes of their own, as engines for generation do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTES = 1 << 20
 
 
 class Engine:
-    """What the role has: tensors that it unmaps itself."""
+    """An engine with a cache that core must not move."""
 
     def __init__(self, device: Any) -> None:
         self.cache = torch.ones(BYTES // 4, device=device)
@@ -29,7 +29,7 @@ class Engine:
 
 
 class EngineUser(Role):
-    """Has an engine."""
+    """A role with an engine."""
 
     def __init__(self, file: str | None = None, wrong: bool = False) -> None:
         self.engine, self.file, self.wrong = Engine(self.ctx.device), file, wrong
@@ -49,7 +49,7 @@ class EngineUser(Role):
 
     @method(awake=())
     def state(self) -> tuple[bool, int]:
-        """Whether it is awake, and the bytes of its tensor that are there."""
+        """Return whether the engine is awake, and the bytes of its cache."""
         return self.engine.awake, self.engine.cache.untyped_storage().nbytes()
 
     @method
@@ -58,7 +58,7 @@ class EngineUser(Role):
 
     @method
     def ranks(self) -> int:
-        """How many a process group of the role has."""
+        """Return the size of the role's process group."""
         return torch.distributed.get_world_size(self.ctx.process_group())
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class EngineUser(Role):
 
 
 class Borrower(Role):
-    """Uses another role's weights for one call."""
+    """A role that uses another role's weights for one call."""
 
     @method
     def borrow(self, name: str, awake: Sequence[str] | None = None) -> float:
@@ -79,7 +79,7 @@ class Borrower(Role):
 
 @colocate.needs("process")
 class LoneEngine(Role):
-    """Changes what is its whole process's."""
+    """A role that needs a process of its own."""
 
     @method
     def nothing(self) -> None: ...

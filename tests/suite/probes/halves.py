@@ -13,12 +13,12 @@ from colocate.testing.probes.lasting import Lasting
 
 
 class HalfSaver(Lasting):
-    """Takes its count, and writes it when a gate is open.
+    """A counter whose `save` takes the count, and writes the file when a gate is open.
 
     Args:
-        gate: Where ranks wait before they write; None: nowhere.
-        how: What is wrong with it.
-        slow: The rank that waits; None: all.
+        gate: The gate before writing; None for no gate.
+        how: The kind of fault, or of `save`.
+        slow: The rank that waits; None for all ranks.
     """
 
     def __init__(self, gate: Address | None = None, how: str = "", slow: int | None = None) -> None:
@@ -27,11 +27,11 @@ class HalfSaver(Lasting):
 
     @method
     def become(self, how: str = "", gate: Address | None = None, slow: int | None = None) -> None:
-        """See the constructor."""
+        """Change the constructor's settings."""
         self.how, self.gate, self.slow = how, gate, slow
 
     def save(self, directory: str) -> Any:
-        """In two halves."""
+        """Save in two halves."""
         if self.how == "nothing to write":
             Path(directory, str(self.ctx.rank)).write_text(str(self.count))
             if self.count:
@@ -56,11 +56,11 @@ class HalfSaver(Lasting):
 
 
 class LateSaver(Lasting):
-    """What its `save` returns goes on by itself.
+    """A counter whose `save` returns before the file is written.
 
     Args:
-        how: What that is.
-        gate: Where it waits.
+        how: The kind of pending write.
+        gate: The gate before writing.
     """
 
     def __init__(self, how: str, gate: Address) -> None:
@@ -69,12 +69,12 @@ class LateSaver(Lasting):
         self.pool = ThreadPoolExecutor(2)
 
     def write_state(self, directory: str, taken: int) -> None:
-        """Behind the gate."""
+        """Write the state behind the gate."""
         pass_gate(self.gate)
         Path(directory, str(self.ctx.rank)).write_text(str(taken))
 
     def save(self, directory: str) -> Any:
-        """Take the state at once: it is there when this returns."""
+        """Take the state at once, and start the write."""
         if self.how == "thread":
             thread = Thread(target=self.write_state, args=(directory, self.count))
             thread.start()
@@ -86,5 +86,5 @@ class LateSaver(Lasting):
         return future
 
     def close(self) -> None:
-        """End its threads."""
+        """End the threads."""
         self.pool.shutdown()

@@ -21,7 +21,7 @@ else:
 
 
 class WatchedHolder(Role):
-    """Has a gradient, and knows who reads it."""
+    """A role with a gradient, which records the threads that read the gradient."""
 
     def __init__(self) -> None:
         grad: Any = inspect.getattr_static(torch.Tensor, "grad")
@@ -40,7 +40,7 @@ class WatchedHolder(Role):
 
     @method
     def let_go(self, gate: Address) -> None:
-        """Let go of the value; then wait until a gate is opened."""
+        """Drop the gradient, then wait until a gate is opened."""
         self.weight.grad = None
         pass_gate(gate)
 
@@ -48,16 +48,16 @@ class WatchedHolder(Role):
         self.weight.grad = None
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Stay as it is."""
+        """Do nothing."""
 
     @method
     def read_elsewhere(self) -> bool:
-        """Whether another thread than that of role code has read it."""
+        """Return whether a thread other than the lane has read the gradient."""
         return bool(self._readers - {threading.get_ident()})
 
 
 class Training(Role):
-    """Has a transformer, and Adam for it."""
+    """A role with a transformer and its Adam optimizer."""
 
     def __init__(self, mib: int) -> None:
         self.width = width = 64 * max(1, round(mib**0.5))
@@ -76,7 +76,7 @@ class Training(Role):
 
 
 class Declarer(Role):
-    """Says itself what it holds."""
+    """A role that declares its own device memory."""
 
     def __init__(self, fails: bool = False) -> None:
         self._fails = fails
@@ -85,10 +85,10 @@ class Declarer(Role):
 
     @method
     def nothing(self) -> None:
-        """A role has a method."""
+        """Do nothing: a role needs a method."""
 
     def device_state(self) -> dict[str, Tensor]:
-        """Return what is in its function's closure, where nobody looks."""
+        """Return the tensor of a closure, which no search finds."""
         if self._fails:
             raise ValueError(f"rank {colocate.context().rank} can't say")
         return {"hidden": self._hidden()}

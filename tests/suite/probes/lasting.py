@@ -18,10 +18,10 @@ from colocate.testing.probes.lasting import Lasting
 
 
 class TimedCall(Lasting):
-    """A role whose `save` and `restore` may be called by its callers, too.
+    """A role whose `save` and `restore` are role methods, too.
 
     Args:
-        gate: Where `restore` waits when it has read; None: nowhere.
+        gate: The gate at which `restore` waits after reading; None for no gate.
     """
 
     def __init__(self, gate: Address | None = None) -> None:
@@ -40,11 +40,11 @@ class TimedCall(Lasting):
 
 
 class LaterSaver(Lasting):
-    """A role whose files are written when `save` has returned; on rank 0 once a gate is open.
+    """A role whose files are written after `save` has returned, on rank 0 once a gate is open.
 
     Args:
-        how: What it returns to be waited for, or how it doesn't.
-        gate: Where what writes waits; None: nowhere.
+        how: The kind of pending write that `save` returns, or its fault.
+        gate: The gate before writing; None for no gate.
     """
 
     def __init__(self, how: str, gate: Address | None = None) -> None:
@@ -62,7 +62,7 @@ class LaterSaver(Lasting):
     def write_state(self, directory: str) -> None:
         if self.gate is not None and self.how == "nothing":
             pass_gate(self.gate)
-            return  # the folder is gone
+            return  # The folder was removed meanwhile.
         if self.ctx.rank == 0 and self.gate is not None and self.how != "amid":
             pass_gate(self.gate)
         if self.how == "fails" and self.ctx.rank == 1:
@@ -94,7 +94,7 @@ class LaterSaver(Lasting):
             return asyncio.run_coroutine_threadsafe(self._write_started(directory), self.loop).result()
         if self.how == "process":
             return subprocess.Popen([sys.executable, "-c", f"open('{directory}/{self.ctx.rank}', 'w').write('0')"])
-        if self.how == "parts":  # as torch.distributed.checkpoint writes them, and what is whole last
+        if self.how == "parts":  # These parts of torch.distributed.checkpoint lack the metadata, which is written last.
             Path(directory, "net").mkdir(exist_ok=True)
             Path(directory, "net", f"__{self.ctx.rank}_0.distcp").write_text("a part")
             return None
@@ -124,26 +124,26 @@ class LaterSaver(Lasting):
 
 @attrs.frozen
 class Response:
-    """As torch's, of an asynchronous save."""
+    """A response of an asynchronous save, as torch's."""
 
     staging_completion: Future[Any]
     upload_completion: Future[Any]
 
 
 class Exporting(Lasting):
-    """A role whose `save` and `restore` are another thing, by one rank alone."""
+    """A role whose `save` and `restore` are role methods of another meaning."""
 
     @method(dispatch=OnRank(0))
     def save(self, directory: str) -> None:  # pyright: ignore
-        """Nothing."""
+        """Do nothing."""
 
     @method
     def restore(self, step: int, directory: str) -> None:  # type: ignore[override]  # pyright: ignore
-        """Nothing."""
+        """Do nothing."""
 
 
 class Resizable(Role):
-    """Can be restored by any number of ranks: they go on from the sum of what was counted."""
+    """A counter that any number of ranks can restore, each to the sum of all counts."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -161,7 +161,7 @@ class Resizable(Role):
 
 
 class Distributed(Resizable):
-    """A role whose files are like those of torch.distributed.checkpoint, by their names."""
+    """A role whose files have the names of torch.distributed.checkpoint."""
 
     def restore(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         self.count = int(Path(directory, "0").read_text())
@@ -172,7 +172,7 @@ class Distributed(Resizable):
 
 
 class PassingSaver(Role):
-    """Counts, and can't be saved."""
+    """A counter that can't be saved."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -184,14 +184,14 @@ class PassingSaver(Role):
 
 
 class HalfSaved(PassingSaver):
-    """Saves itself, and can't be restored."""
+    """A counter that can be saved but not restored."""
 
     def save(self, directory: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class SeededRole(Role):
-    """Tells the seeds of its calls."""
+    """A role that returns the seeds of its calls."""
 
     @method
     def seed(self, fails: int | None = None) -> int:
@@ -212,7 +212,7 @@ class SeededRole(Role):
 
 
 class Drawing(Role):
-    """Draws random numbers. Needs torch."""
+    """A role that draws random numbers. Needs torch."""
 
     @method
     def draw(self) -> list[int]:

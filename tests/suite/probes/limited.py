@@ -1,4 +1,4 @@
-"""Roles whose time is limited by signals, that ask for the event loop, and that start processes, end them, and fork."""
+"""Roles that limit their time by signals, and that fork."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ LATE_S = 0.05
 
 
 class Late(Exception):
-    """An error of taking too long."""
+    """The error of a call that takes too long."""
 
 
 def raise_late(number: int, frame: FrameType | None) -> None:
-    """Say so. A handler."""
+    """Raise Late: a signal handler."""
     raise Late("too late")
 
 
 def set_alarm(seconds: float = LATE_S) -> None:
-    """Limit what follows."""
+    """Limit the time of the code that follows."""
     signal.signal(signal.SIGALRM, raise_late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def work_forever() -> None:
-    """Compute for as long as nobody stops it."""
+    """Compute until an exception, or for a long time."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         pass
 
 
 def is_late(work: Callable[[], object] = work_forever) -> bool:
-    """Whether some work is stopped by an alarm, as timeout decorators have it."""
+    """Return whether an alarm stops the work, as in timeout decorators."""
     set_alarm()
     try:
         work()
@@ -52,7 +52,7 @@ def is_late(work: Callable[[], object] = work_forever) -> bool:
 
 
 class Raises:
-    """A value during whose packing a signal comes, and a number which is asked for its value then."""
+    """A value that raises SIGALRM while it is pickled."""
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         signal.raise_signal(signal.SIGALRM)
@@ -64,7 +64,7 @@ def _wait_for_end(connection: Connection) -> None:
 
 
 class LimitedRole(Role):
-    """Sets alarms."""
+    """A role that sets alarms."""
 
     def __init__(self) -> None:
         self.in_time: list[bool] = []
@@ -85,13 +85,13 @@ class LimitedRole(Role):
 
     @method(collect=First())
     def returns_slowly(self) -> Raises:
-        """A signal while what a method has returned is packed."""
+        """Return a value whose pickling raises a signal."""
         signal.signal(signal.SIGALRM, raise_late)
         return Raises()
 
     @method(collect=First())
     async def awaits(self) -> str:
-        """An alarm while an async method awaits something."""
+        """Await a sleep that outlasts an alarm."""
         set_alarm()
         try:
             await asyncio.sleep(PATIENCE_S)
@@ -102,7 +102,7 @@ class LimitedRole(Role):
 
     @method(collect=First())
     def forked(self, sent: Sequence[signal.Signals]) -> int | None:
-        """The exit code of a fork to which signals come, a DataLoader's worker say; 3 if it goes on."""
+        """Return the exit code of a fork that gets signals; 3 if the fork survives."""
         context = multiprocessing.get_context("fork")
         local_end, remote_end = context.Pipe()
         process = context.Process(target=_wait_for_end, args=(remote_end,))
@@ -115,7 +115,7 @@ class LimitedRole(Role):
 
     @method(collect=First())
     def hears(self, number: signal.Signals) -> list[int]:
-        """Return what comes to a handler of its own."""
+        """Return the signals that a handler of the role gets."""
         heard: list[int] = []
         before = signal.signal(number, lambda number, frame: heard.append(number))
         signal.raise_signal(number)

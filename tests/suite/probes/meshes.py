@@ -1,4 +1,4 @@
-"""A role with several meshes, and functions for `group.run`."""
+"""Functions for `group.run`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = tuple[int, tuple[int, ...]]
 
 
 def worker_facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return what a function knows of its worker, and what it was given."""
+    """Return a function's view of its worker, and its arguments."""
     return {
         "rank": ctx.rank,
         "world_size": ctx.world_size,
@@ -30,7 +30,7 @@ def worker_facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, 
 
 
 def sum_ranks(ctx: colocate.Context, failing: int | None = None) -> float:
-    """The sum of the ranks, by a collective that one of them may leave."""
+    """Return the sum of the ranks by a collective, which one rank may fail to join."""
     import torch
     import torch.distributed as dist
 

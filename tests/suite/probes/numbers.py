@@ -1,4 +1,4 @@
-"""Roles that draw from the default generators of their process, and set torch's switches. Needs torch and NumPy."""
+"""A role that sets torch's switches, and a function that seeds. Needs torch and NumPy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ else:
 
 
 def seed_on_worker(ctx: Context, seed: int) -> None:
-    """The same, as a function on a worker."""
+    """Seed all default generators of a worker."""
     seed_all(seed)
 
 
 def read_switches() -> list[Any]:
-    """How torch's switches for a whole process are."""
+    """Return torch's process-wide switches."""
     return [
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -37,7 +37,7 @@ def read_switches() -> list[Any]:
 
 
 def set_switches() -> None:
-    """Set each of them."""
+    """Set torch's switches to other values."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_anomaly_enabled(True)
     torch.set_float32_matmul_precision("medium")
@@ -49,7 +49,7 @@ def set_switches() -> None:
 
 
 class Switching(Role):
-    """Sets switches in its constructor, or in a method."""
+    """A role that sets switches in its constructor or in a method."""
 
     def __init__(self, sets: bool = False) -> None:
         if sets:
@@ -66,7 +66,7 @@ class Switching(Role):
 
     @method
     def newer(self) -> list[Any]:
-        """Set a precision in torch's newer terms, and return all of them."""
+        """Set a precision in torch's newer terms, and return all precisions."""
         torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
         return self.precisions()
 

@@ -1,4 +1,4 @@
-"""Roles on plain Python values: who runs where, and in which order calls run."""
+"""Roles on plain Python values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from colocate.testing.gate import Address, pass_gate
 
 
 class Talker(Role):
-    """Prints."""
+    """A role that prints."""
 
     @method
     def talk(self, lines: int, characters: int) -> int:
-        """Print so many lines of so many characters; how many lines."""
+        """Print lines of equal length, and return their number."""
         for _ in range(lines):
             print("x" * characters)
         return lines
 
     @method
     def count_to_two(self, address: Address) -> None:
-        """Be a progress bar that stays at one while a gate is closed."""
+        """Print a progress bar that stays at one while a gate is closed."""
         print("\r1 of 2", end="", file=sys.stderr)
         pass_gate(address)
         print("\r2 of 2\nafter it", file=sys.stderr)
@@ -52,13 +52,13 @@ def _raise_never(*_: Any, **__: Any) -> NoReturn:
 
 
 class Machine:
-    """What can be called, and is no method."""
+    """A callable that isn't a method."""
 
     __call__ = _raise_never
 
 
 class Ported(Role):
-    """A class of before, which has of its own what colocate would call if it were a method."""
+    """An older class whose attributes have the names of colocate's hooks, and aren't methods."""
 
     def __init__(self) -> None:
         self.device_state = "idle"
@@ -83,5 +83,5 @@ class Ported(Role):
 
 
 def return_number(ctx: Context) -> int:
-    """A function for `group.run`."""
+    """Return 1 from a worker."""
     return 1

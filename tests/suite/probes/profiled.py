@@ -1,4 +1,4 @@
-"""Roles that spend known times on known things. Each needs torch."""
+"""Roles whose operations take known times. Each needs torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ else:
 
 
 class Timed(Role):
-    """Computes, sleeps, and meets other ranks after as many seconds as each is told."""
+    """A role that computes, sleeps and joins collectives, each rank after its own delay."""
 
     def __init__(self) -> None:
         self.values = torch.ones(8)
@@ -33,7 +33,7 @@ class Timed(Role):
 
     @method(dispatch=PerRank("late"))
     def overlap(self, late: Any) -> None:
-        """Begin to reduce at once, or late; work for half a second and only then wait for it."""
+        """Start a reduction after a delay, work for half a second, then wait for the reduction."""
         time.sleep(late)
         work = torch.distributed.all_reduce(self.values, group=self.ctx.process_group(), async_op=True)
         time.sleep(0.5)
@@ -42,7 +42,7 @@ class Timed(Role):
 
     @method(dispatch=PerRank("late"))
     def step(self, late: Any) -> None:
-        """A backward pass of DDP, which one rank may come to late."""
+        """Run a backward pass of DDP, to which a rank may be late."""
         model = torch.nn.parallel.DistributedDataParallel(
             torch.nn.Linear(64, 64), process_group=self.ctx.process_group()
         )
@@ -52,7 +52,7 @@ class Timed(Role):
 
     @method(dispatch=PerRank("late"))
     def pass_on(self, late: Any) -> None:
-        """Rank 0 sends to rank 1."""
+        """Send from rank 0 to rank 1."""
         time.sleep(late)
         group = self.ctx.process_group()
         if self.ctx.rank == 0:
@@ -72,7 +72,7 @@ class Timed(Role):
 
     @method
     def write_late(self, gate: Address) -> None:
-        """Have this worker write its next profile only once the gate is open, on its second rank."""
+        """Delay the next profile of the second rank until the gate is open."""
         from colocate.features.profiling.worker import Session
 
         written = Session.write_trace
@@ -87,7 +87,7 @@ class Timed(Role):
 
     @method
     def refuse_next(self) -> None:
-        """Have this worker's next profile not begin, on its second rank, as where another one of torch's goes on."""
+        """Make the next profile of the second rank fail to start, as if torch ran another one."""
         from colocate.features.profiling.worker import Session
 
         begin = Session.start_profiler
@@ -101,7 +101,7 @@ class Timed(Role):
 
     @method
     def hooks(self) -> int:
-        """How many hooks of profiles a call of this worker asks."""
+        """Return the number of profiling hooks around this worker's calls."""
         from colocate.worker.context import WorkerContext
 
         contexts = [context for context in gc.get_objects() if isinstance(context, WorkerContext)]
@@ -110,12 +110,12 @@ class Timed(Role):
 
     @method
     def patched(self) -> bool:
-        """Whether torch's functions are those that note what they do."""
+        """Return whether torch's functions are patched by the profiling feature."""
         return "profiling" in str(getattr(torch.distributed.Work.wait, "__module__", ""))
 
 
 class ShiftedTimed(Timed):
-    """Whose process has another time than the driver's, on its second rank."""
+    """A role whose clock on the second rank differs from the driver's."""
 
     def __init__(self, by: float) -> None:
         super().__init__()

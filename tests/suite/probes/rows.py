@@ -1,4 +1,4 @@
-"""Roles on rows: every dispatch and collect, meshes, and those of a user's own."""
+"""Roles on rows that stay together or have costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from colocate import Concat, Gather, Role, Scatter, method
 
 
 class Sets(Role):
-    """Rows of which each four stay together, as the samples of a prompt."""
+    """A role whose rows stay together in sets of four, as the samples of a prompt."""
 
     @method(dispatch=Scatter("prompts"), collect=Concat())
     def sample(self, prompts: list[int], times: int = 4) -> list[int]:
@@ -22,7 +22,7 @@ class Sets(Role):
 
 
 class Costs(Role):
-    """Rows that cost something, such as answers of so many tokens."""
+    """A role whose rows have costs, such as an answer's number of tokens."""
 
     @method(dispatch=Scatter("batch", balance="tokens"), collect=Concat())
     def same(self, batch: Any, tokens: Any = None) -> Any:
@@ -34,7 +34,7 @@ class Costs(Role):
 
     @method(dispatch=Scatter("batch"), collect=Gather())
     def lies(self, batch: Any, beside: Any = None) -> Any:
-        """Return what each rank gets of a value as it lies."""
+        """Return each rank's part of the rows, without balancing."""
         return batch, beside
 
     @method(dispatch=Scatter("batch", "beside"), collect=Concat())
@@ -51,7 +51,7 @@ class Costs(Role):
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def twice(self, batch: list[Any]) -> list[Any]:
-        """Two rows for each."""
+        """Return two rows for each row."""
         return batch * 2
 
     @method(dispatch=Scatter("batch", "tokens"), collect=Concat())

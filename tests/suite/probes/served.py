@@ -1,4 +1,4 @@
-"""What roles of the suite start as children: it imports nothing that takes long."""
+"""Programs that the suite's roles start as children; this module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ FOREVER = "import threading; print('the last words', flush=True); threading.Even
 
 
 def says_up(child: Any) -> bool:
-    """Whether a child's first word is that it is up."""
+    """Return whether a child's first message is "up" or not."""
     is_up: bool = child.connection.recv() == "up"
     return is_up
 
 
 def fail_to_start(connection: Any) -> None:
-    """Fail before the first word."""
+    """Fail before the first message."""
     raise ValueError("no engine here")
 
 
 def stay_silent(connection: Any) -> None:
-    """Say nothing."""
+    """Send no message."""
     threading.Event().wait()
 
 
 def serve(connection: Any, first: str = "") -> None:
-    """Answer what comes, and do as it says."""
+    """Answer messages, and execute commands."""
     while True:
         match connection.recv():
             case "exit":

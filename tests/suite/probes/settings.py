@@ -1,4 +1,4 @@
-"""Roles that change what torch has set, or say where their arguments' tensors are. Needs torch."""
+"""Roles that change torch's settings, or return the devices of their arguments. Needs torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
 
 
 def read_settings() -> dict[str, Any]:
-    """Return what torch computes with when nothing is said."""
+    """Return torch's current settings."""
     tensor = torch.ones(1)
     return {
         "grad": torch.is_grad_enabled(),
@@ -31,12 +31,12 @@ def read_settings() -> dict[str, Any]:
 
 
 def read_settings_on_worker(ctx: Context) -> dict[str, Any]:
-    """The same, as a plain function on a worker."""
+    """Return torch's settings on a worker."""
     return read_settings()
 
 
 def change_settings(dtype: bool) -> list[Any]:
-    """Set what is for the thread, and what is for the process if that is wanted: what has been begun for good."""
+    """Change the thread's settings, and the process's dtype if wanted; return the entered blocks."""
     blocks: list[Any] = [torch.inference_mode(), torch.autocast("cpu", torch.float16)]
     for block in blocks:
         block.__enter__()
@@ -48,7 +48,7 @@ def change_settings(dtype: bool) -> list[Any]:
 
 
 class SettingsChanger(Role):
-    """Sets something in its constructor, or in a method."""
+    """A role that changes settings in its constructor or in a method."""
 
     def __init__(self, changes: bool = False, dtype: bool = False) -> None:
         self._dtype = dtype
@@ -74,7 +74,7 @@ class SettingsChanger(Role):
 
     @method(concurrency=3)
     async def across(self, block: bool) -> list[dict[str, Any]]:
-        """Return what is set before and after each wait, and so in tasks of its own; in blocks, if wanted."""
+        """Return the settings before and after each await, also in tasks; inside blocks, if wanted."""
         with contextlib.ExitStack() as stack:
             if block:
                 stack.enter_context(torch.inference_mode())
@@ -97,19 +97,19 @@ class SettingsChanger(Role):
         Path(directory, str(self.ctx.rank)).touch()
 
     def restore(self, directory: str) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
 
 @attrs.frozen
 class Batch:
-    """A record of a user's."""
+    """A user's record."""
 
     tokens: Any
     texts: tuple[str, ...] = ()
 
 
 def list_devices(value: Any) -> Any:
-    """The devices of the tensors in a value, in its structure."""
+    """Return the devices of a value's tensors, in the value's structure."""
     if isinstance(value, dict):
         return {key: list_devices(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -122,12 +122,12 @@ def list_devices(value: Any) -> Any:
 
 
 def list_devices_on_worker(ctx: Context, value: Any) -> Any:
-    """The same, as a plain function on a worker."""
+    """Return the devices of an argument's tensors on a worker."""
     return list_devices(value)
 
 
 class DeviceReader(Role):
-    """Looks at its arguments, and nothing else."""
+    """A role that returns the devices of its arguments."""
 
     def __init__(self, given: Any = None) -> None:
         self.argument_devices = list_devices(given)
@@ -158,7 +158,7 @@ class DeviceReader(Role):
 
     @method(collect=Concat())
     def make(self, rows: int) -> torch.Tensor:
-        """A tensor on the host, whatever the slot's device."""
+        """Return a tensor on the host, whatever the slot's device."""
         return torch.ones(rows, 2)
 
     @method

@@ -23,7 +23,7 @@ _MIB = 2**20
 
 
 class Dozing(Role):
-    """Has a model of one matrix that it trains, with all that may refer to a tensor; and a cache."""
+    """A role that trains a model of one matrix, with tied weights, views, an optimizer and a cache."""
 
     def __init__(self, mib: int = 1, hooks: bool = False) -> None:
         device = self.ctx.device
@@ -63,7 +63,7 @@ class Dozing(Role):
 
     @method
     def train(self) -> str:
-        """A step; gradients and the optimizer's state are there from then on. A digest of what it has made."""
+        """Do a step, which makes gradients and optimizer state; return a digest of the weights."""
         return self._train()
 
     def _train(self) -> str:
@@ -82,7 +82,7 @@ class Dozing(Role):
 
     @method(awake=("weights",))
     def refill(self, mib: int) -> None:
-        """Have another cache, though the one of before may sleep."""
+        """Replace the cache, even if the old one sleeps."""
         self.cache[:] = [torch.ones(mib * _MIB // 4, device=self.ctx.device)]
 
     @method
@@ -91,14 +91,14 @@ class Dozing(Role):
 
     @method
     def digest(self) -> tuple[str, str]:
-        """Digest the weights, by whatever refers to them, and all the rest."""
+        """Digest the weights with all their views, and all other tensors."""
         rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
         rest += [state["momentum_buffer"] for state in self.optimizer.state.values()]
         return self._weights(), digest(*(tensor for tensor in rest if tensor is not None))
 
     @method
     def parts(self) -> dict[str, str]:
-        """A digest of each part of its memory, by tag; none of what is all zeros."""
+        """Return a digest of each tag's memory that isn't all zeros."""
         momentum = [state["momentum_buffer"] for state in self.optimizer.state.values()]
         grads = [] if self.net.weight.grad is None else [self.net.weight.grad]
         parts = {"grads": grads, "optimizer": momentum, "cache": self.cache}
@@ -112,7 +112,7 @@ class Dozing(Role):
 
     @method
     def look_by_array(self) -> float:
-        """Have an array of the weights from now on; the sum of what it shows."""
+        """Keep a NumPy array of the weights, and return its sum."""
         if "array" not in self.views:
             self.views["array"] = self.net.weight.detach().cpu().numpy()[:, 1:]
         return float(self.views["array"].sum())
@@ -123,7 +123,7 @@ class Dozing(Role):
 
     @method
     def addresses(self) -> list[int]:
-        """Where that lies which the constructor has made."""
+        """Return the addresses of the constructor's tensors."""
         return [tensor.data_ptr() for tensor in (self.net.weight, self.net.get_buffer("scale"), *self.cache)]
 
     @method
@@ -151,7 +151,7 @@ class Dozing(Role):
 
     @method
     def let_go(self) -> None:
-        """Have no gradients, no cache and no state of the optimizer any more."""
+        """Drop the gradients, the cache and the optimizer's state."""
         self.optimizer.zero_grad()
         self.optimizer.state.clear()
         self.cache.clear()
@@ -162,7 +162,7 @@ class Dozing(Role):
 
     @method(awake=())
     def lack_room(self, rank: int | None) -> None:
-        """Have a rank find no free memory; None for all of them finding it again."""
+        """Make a rank find no free memory; None undoes this for all ranks."""
         _find_sleeper(self.ctx).read_free_memory = (lambda: 0) if self.ctx.rank == rank else read_free_memory
 
     def _weights(self) -> str:
@@ -179,7 +179,7 @@ class Dozing(Role):
 
 
 class Watching(Dozing):
-    """Looks what of another role sleeps, when it is constructed and when it trains."""
+    """A role that records another role's sleeping tags, at its construction and in training."""
 
     def __init__(self, other: str, mib: int) -> None:
         self._other_role = other
@@ -200,7 +200,7 @@ class Watching(Dozing):
 
 
 class Sharing(Role):
-    """Has what another role has."""
+    """A role that shares another role's model."""
 
     net: Any = None
 
@@ -223,7 +223,7 @@ class Sharing(Role):
 
 
 def list_asleep(ctx: colocate.Context) -> list[str]:
-    """Return what of a role's memory sleeps in this worker."""
+    """Return the role's sleeping tags in this worker."""
     return list(_find_sleeper(ctx).asleep.sleeping_tags(ctx.role))
 
 
@@ -236,7 +236,7 @@ def digest(*values: Any) -> str:
     """Digest the bytes of tensors and arrays."""
     checksum = 0
     for value in values:
-        # Of a copy: a tensor of which there was an array isn't torch's alone any more.
+        # Copied first: an array of the tensor itself would share its memory with NumPy.
         array = value.detach().cpu().clone().numpy() if isinstance(value, torch.Tensor) else value
         checksum = zlib.crc32(array.tobytes(), checksum)
     return f"{checksum:08x}"

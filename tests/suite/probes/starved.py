@@ -1,4 +1,4 @@
-"""A moment in which a process has no thread, no descriptor or no memory to give; and a role that has such moments."""
+"""Blocks in which a process can start no thread or open no descriptor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def without_threads(dies: bool = False) -> Iterator[None]:
-    """No thread can be started in this process: as when the limit of processes or of memory is reached.
+    """Refuse new threads in this process, as at a limit of processes or of memory.
 
     Args:
-        dies: Whether one is started, and finds no memory as it begins.
+        dies: Whether a thread starts and dies at once, instead of failing to start.
     """
 
     def refuse(*_: Any, **__: Any) -> int:
@@ -24,7 +24,7 @@ def without_threads(dies: bool = False) -> Iterator[None]:
             return 0
         raise RuntimeError("can't start new thread")
 
-    # By these the standard library starts them, in whatever version.
+    # The standard library starts threads by these functions, depending on its version.
     names = {_thread: ("start_new_thread",), threading: ("_start_new_thread", "_start_joinable_thread")}
     were = [
         (module, name, getattr(module, name)) for module in names for name in names[module] if hasattr(module, name)
@@ -40,7 +40,7 @@ def without_threads(dies: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_descriptors() -> Iterator[None]:
-    """No descriptor is free in this process."""
+    """Leave no descriptor free in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
     with contextlib.ExitStack() as held:

@@ -1,4 +1,4 @@
-"""Roles on tensors: memory, autograd, writes in place, random numbers. Each needs torch."""
+"""Roles on tensors: training, memory, and writes in place. Each needs torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 def changes_weights(model: Any, optimizer: Any) -> bool:
-    """Whether a step of an optimizer changes a model's weights."""
+    """Return whether an optimizer's step changes a model's weights."""
     before = [weight.detach().clone() for weight in model.parameters()]
     optimizer.zero_grad()
     model(torch.ones(1, 2, device=before[0].device)).sum().backward()
@@ -27,7 +27,7 @@ def changes_weights(model: Any, optimizer: Any) -> bool:
 
 
 class Trainer(Role):
-    """Trains a model that it is given, or gives away, with its optimizer."""
+    """A role that trains or makes a model with its optimizer."""
 
     def __init__(self, model: Any = None, optimizer: Any = None) -> None:
         self.model, self.optimizer = model, optimizer
@@ -38,7 +38,7 @@ class Trainer(Role):
 
     @method(collect=First())
     def step_with(self, model: Any, optimizer: Any) -> bool:
-        """With arguments; what can be called makes the optimizer."""
+        """Step a model with an optimizer, or with the optimizer that a function makes."""
         return changes_weights(model, optimizer() if callable(optimizer) else optimizer)
 
     @method(collect=First())
@@ -47,7 +47,7 @@ class Trainer(Role):
 
     @method(collect=First())
     def make(self, listed: bool = False) -> Any:
-        """A model and its optimizer, or a list of its parameters."""
+        """Return a model with its optimizer, or with a list of its parameters."""
         model = torch.nn.Linear(2, 2)
         return model, list(model.parameters()) if listed else torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -112,7 +112,7 @@ WRITES: Mapping[str, Callable[[Any], None]] = {
 
 
 class Mourned(Role):
-    """Makes values and uses them in each way there is, and knows which of them are still there."""
+    """A role that makes values, uses values in every way, and counts the values still alive."""
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[torch.Tensor]] = []
@@ -145,13 +145,13 @@ class Mourned(Role):
 
     @method(collect=First())
     def left(self) -> int:
-        """How many of those made are still there."""
+        """Return the number of made values that are still alive."""
         gc.collect()
         return sum(ref() is not None for ref in self.refs)
 
 
 class Writer(Role):
-    """Makes a nested value, and changes it."""
+    """A role that makes a nested value, and writes into values."""
 
     def __init__(self) -> None:
         self.returned: Any = None
@@ -159,7 +159,7 @@ class Writer(Role):
 
     @method(collect=First())
     def nested(self) -> dict[str, Any]:
-        """Tensors and arrays in dicts, tuples and lists."""
+        """Return tensors and arrays in dicts, tuples and lists."""
         import numpy
 
         self.returned = {
@@ -180,7 +180,7 @@ class Writer(Role):
 
     @method(dispatch=PerRank("gate"), concurrency=2)
     async def write_later(self, value: Any, how: str | None, gate: Any) -> None:
-        """A rank with a gate writes when that is open, if it is told how; another call may run beside this one."""
+        """Write on ranks with a gate once the gate is open, if `how` says so; two calls may overlap."""
         if gate is not None:
             await pass_gate_async(gate)
             if how is not None:

@@ -1,4 +1,4 @@
-"""A role that trains a model which several ranks share, and fails where it is told to."""
+"""Roles that train a model shared by several ranks, and fail on request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Where = Literal["before", "forward", "backward", "after", "update"]
 FEATURES, ROWS, RATE = 8, 8, 0.05
 STEPS = 4
 EVERYWHERE = -1
-"""In place of the rank that fails: all of them."""
+"""The value of `failing` that means all ranks."""
 
 
 def make_model(seed: int = 0) -> torch.nn.Module:
-    """The same in each process."""
+    """Return the same model in each process."""
 
     class Scaled(torch.nn.Sequential):
-        """Has a parameter of its own beside those of its parts."""
+        """A module with a parameter beside its parts' parameters."""
 
         def __init__(self, *parts: torch.nn.Module) -> None:
             super().__init__(*parts)
@@ -46,14 +46,14 @@ def make_model(seed: int = 0) -> torch.nn.Module:
 
 
 def make_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and what they are to become."""
+    """Return inputs and targets."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(ROWS, FEATURES, generator=generator)
     return x, x.sum(dim=1, keepdim=True).sin()
 
 
 def train_alone() -> tuple[list[float], dict[str, Any]]:
-    """The losses and weights of the model trained in one process."""
+    """Return the losses and weights of training in one process."""
     net = make_model()
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     losses = []
@@ -68,21 +68,21 @@ def train_alone() -> tuple[list[float], dict[str, Any]]:
 
 
 class Failure(Exception):
-    """What the trainer raises where it is told to."""
+    """The error that the trainer raises on request."""
 
 
 class Trainer(Role):
-    """A model over all ranks, with Adam.
+    """A role with a model over all ranks, and Adam.
 
     Args:
-        kind: How the ranks share it.
-        renews: Whether it has a method for that; otherwise it is as if it had none.
+        kind: How the ranks share the model:
+            by DDP, FSDP or tensor parallelism, or not at all.
     """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.net: Any = self._wrapped(make_model().to(self.ctx.device))
-        # With tensor parallelism some parameters are DTensors and some aren't; on a GPU Adam would take them together.
+        # With tensor parallelism only some parameters are DTensors; Adam on a GPU would group both kinds.
         together = False if self.kind == "tp" else None
         self.optimizer: Any = torch.optim.Adam(self.net.parameters(), lr=RATE, foreach=together)
         self.renewals = 0
@@ -97,7 +97,7 @@ class Trainer(Role):
         if self.kind == "fsdp1":
             from torch.distributed.fsdp import FullyShardedDataParallel
 
-            with warnings.catch_warnings():  # that it is deprecated
+            with warnings.catch_warnings():  # Torch calls this class deprecated.
                 warnings.simplefilter("ignore", FutureWarning)
                 return FullyShardedDataParallel(net, self.ctx.process_group(), device_id=self.ctx.device)
         mesh = self.ctx.device_mesh() if self.kind != "own mesh" else self._own_mesh()
@@ -113,7 +113,7 @@ class Trainer(Role):
         return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
     def _group(self) -> Any:
-        """Return what DDP is given; None for the default group."""
+        """Return DDP's process group; None for the default group."""
         if self.kind == "ddp in its own group":
             import torch.distributed as dist
 
@@ -121,7 +121,7 @@ class Trainer(Role):
         return self.ctx.process_group() if self.kind == "ddp" else None
 
     def _own_mesh(self) -> Any:
-        """A mesh of all ranks that the role makes by torch's own means, in a group beside the default one."""
+        """Return a mesh of all ranks that torch itself makes, in a group beside the default one."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = (1, self.ctx.world_size)
@@ -136,7 +136,7 @@ class Trainer(Role):
         fails = failing in (self.ctx.rank, EVERYWHERE)
         self.optimizer.zero_grad()
         x, y = (rows.to(self.ctx.device) for rows in make_batch(number))
-        if self.kind != "tp":  # whose ranks share each row
+        if self.kind != "tp":  # Ranks of tensor parallelism share each row.
             x, y = x[self.ctx.rank :: self.ctx.world_size], y[self.ctx.rank :: self.ctx.world_size]
         if fails and where == "before":
             raise Failure("before the forward pass")
@@ -148,7 +148,7 @@ class Trainer(Role):
             raise Failure("after the last collective")
         if fails and where == "update":
             first = next(iter(self.net.parameters()))
-            first.grad = torch.ones_like(first).to_sparse()  # which Adam refuses
+            first.grad = torch.ones_like(first).to_sparse()  # Adam refuses sparse gradients.
         self.optimizer.step()
         return float(loss.detach())
 
@@ -194,7 +194,7 @@ class Trainer(Role):
 
     @method
     def updates(self) -> tuple[int, set[int]]:
-        """How often it was renewed, and how many updates the optimizer has counted for its parameters."""
+        """Return the number of renewals, and the optimizer's counts of updates."""
         return self.renewals, {int(state["step"]) for state in self.optimizer.state.values()}
 
     @method
@@ -204,7 +204,7 @@ class Trainer(Role):
 
 @needs("process_group")
 class Renewing(Trainer):
-    """Goes on after a failed step."""
+    """A trainer that renews its model after a failed step."""
 
     def renew(self) -> None:
         from colocate.torch import renew
@@ -215,12 +215,12 @@ class Renewing(Trainer):
 
 @needs("process_group")
 class Rebuilding(Renewing):
-    """Goes on after a failed step with a model that is made anew, where it can't be renewed in place.
+    """A trainer that rebuilds its model after a failed step, if renewing in place fails.
 
     Args:
-        kind: How the ranks share it.
-        device: Where it is made anew; by default the slot's.
-        torch_is_known: Whether torch has the parts by which models are renewed in place.
+        kind: How the ranks share the model.
+        device: The device of the rebuilt model; by default the slot's.
+        torch_is_known: Whether torch has the parts that renew models in place.
     """
 
     def __init__(self, kind: Kind, device: str | None = None, torch_is_known: bool = True) -> None:
@@ -244,7 +244,7 @@ class Rebuilding(Renewing):
             self.net = renew(self.net, self.optimizer, self.ctx, rebuild=again)
 
     def _again(self, patch: Any) -> Any:
-        patch.undo()  # of use to torch itself
+        patch.undo()  # torch itself needs the removed parts.
         self.rebuilt += 1
         return self._wrapped(make_model(seed=1).to(self.device or self.ctx.device))
 
@@ -254,7 +254,7 @@ class Rebuilding(Renewing):
 
 
 class WorkerBroken(Trainer):
-    """Can't."""
+    """A trainer whose renewal fails."""
 
     def renew(self) -> None:
         raise colocate.ColocateError("this model can't go on")

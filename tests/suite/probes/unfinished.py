@@ -1,4 +1,4 @@
-"""Roles that end a call amid a step: with gradients that aren't reduced yet, or operations that aren't done."""
+"""Roles whose calls end amid a step, with unreduced gradients or pending operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIB = 2**20
 
 @needs("process_group")
 class Accumulating(Role):
-    """A model of FSDP2 whose gradients are reduced in another dtype than they are made in, over some batches."""
+    """A role with an FSDP2 model that accumulates gradients, and reduces in another dtype."""
 
     def __init__(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -34,14 +34,14 @@ class Accumulating(Role):
 
     @method
     def accumulate(self, number: int, last: bool) -> None:
-        """Gradients of one batch more; the last one has them reduced."""
+        """Add one batch's gradients; the last batch reduces the sum."""
         generator = torch.Generator().manual_seed(2 * number + self.ctx.rank)
         self.net.set_requires_gradient_sync(last)
         self.net(torch.randn(4, _FEATURES, generator=generator)).float().square().mean().backward()
 
     @method
     def update(self) -> Tensor:
-        """The weights of this rank after an update, and no gradients."""
+        """Update the weights, drop the gradients, and return this rank's weights."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         shard: Tensor = self.net.weight.to_local().detach().clone()
@@ -49,7 +49,7 @@ class Accumulating(Role):
 
 
 class Hooked(Role):
-    """A model with hooks of all kinds, whose steps take two calls each: between them there is a graph."""
+    """A role with a hooked model, whose steps take two calls with an autograd graph between."""
 
     def __init__(self) -> None:
         device = self.ctx.device
@@ -68,7 +68,7 @@ class Hooked(Role):
         self.net.register_forward_hook(lambda *_: self._record_hook("forward ends"))
         self.net.register_full_backward_hook(lambda *_: self._record_hook("backward ends"))
         first.weight.register_hook(self._clip)
-        # As one does that has no memory for all gradients at once: they are used as soon as they are there.
+        # This hook uses each gradient as soon as it is computed, to save memory.
         self.at_once = torch.optim.Adam(last.parameters(), lr=0.1)
         last.weight.register_post_accumulate_grad_hook(self._update)
         self.optimizer = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
@@ -84,7 +84,7 @@ class Hooked(Role):
 
     @method
     def end(self) -> tuple[list[Tensor], list[str]]:
-        """Go back through it, and make the step: the weights, and what was heard."""
+        """Run the backward pass and the step; return the weights and the hook calls."""
         self.loss.backward()
         self.loss = None
         self.optimizer.step()
@@ -106,7 +106,7 @@ class Hooked(Role):
 
 @needs("process_group")
 class Unfinished(Role):
-    """Begins operations, and waits for them in a later call."""
+    """A role that begins operations, and waits for their ends in a later call."""
 
     def __init__(self, mib: int) -> None:
         self.values = torch.ones(mib * _MIB // 4)
@@ -114,7 +114,7 @@ class Unfinished(Role):
 
     @method
     def begin_sum(self, gate: Address | None = None, fails: bool = False) -> None:
-        """Begin to sum up what the ranks have; the last one when a gate is open, or it raises then."""
+        """Begin a sum over the ranks; the last rank joins, or raises, once a gate is open."""
         import torch.distributed as dist
 
         group = self.ctx.process_group()
@@ -127,7 +127,7 @@ class Unfinished(Role):
 
     @method
     def end(self) -> tuple[float, float]:
-        """Wait for all that was begun: the least and the greatest of what it has then."""
+        """Wait for all begun operations; return the least and the greatest value."""
         while self.works:
             self.works.pop().wait()
         return float(self.values.min()), float(self.values.max())

@@ -1,4 +1,4 @@
-"""torch.distributed groups of a role's ranks, and what becomes of who waits in them when a call fails."""
+"""torch.distributed groups of a role's ranks, and the end of waits in these groups when a call fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProcessGroups(collectives.ProcessGroups):
 
     @needs(OwnProcess)
     def test_axis(self, ring: ColocatedGroup) -> None:
-        """With an axis it has those that share all other coordinates; an axis that the mesh lacks has one rank."""
+        """An axis' group has the ranks that share all other coordinates; an axis outside the mesh has one rank."""
         mesh = ring.role("all", Collective)
         values: Any = [1.0, 2.0, 3.0, 4.0]
         assert mesh.sum_each(values, axis="tp") == [3.0, 3.0, 7.0, 7.0]
@@ -43,7 +43,7 @@ class ProcessGroups(collectives.ProcessGroups):
         assert mesh.facts("tp") == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
     def test_needs(self, runtime: Runtime, spawn: Spawn) -> None:
-        """A role that says it makes them, or has torch's default one, isn't started where its ranks are threads."""
+        """On threads a role of several ranks that makes process groups, or wants torchrun's environment, is refused."""
         pytest.importorskip("torch")
         if isinstance(runtime._node.services.executor, OwnProcess):
             assert spawn({"role": colocate.role(GroupRequest)}).role("role", GroupRequest).sum(1.0) == [2.0, 2.0]
@@ -58,7 +58,7 @@ class ProcessGroups(collectives.ProcessGroups):
 
     @needs(OwnProcess)
     def test_default_group_at_once(self, spawn: Spawn) -> None:
-        """Without being asked for it is there when a role says so, for what asks torch; several roles may."""
+        """With `default_group=True` torch's default group exists without a request, for several roles at once."""
         pytest.importorskip("torch")
         roles = {name: colocate.role(Collective).on(default_group=True) for name in ("one", "other")}
         group = spawn({**roles, "third": colocate.role(Collective).on(slots=[1])})
@@ -67,7 +67,7 @@ class ProcessGroups(collectives.ProcessGroups):
         assert group.role("third", Collective).in_default(asks=False) == [(1, 2, [])]
 
     def test_rendezvous(self, spawn: Spawn) -> None:
-        """Constructors know where the slots meet; a store listens there."""
+        """Constructors know the address of the slots' rendezvous, where a store listens."""
         pytest.importorskip("torch")
         with leaks.share_between_tests():
             meeting = spawn({"meeting": colocate.role(Meeting)}, slots=1).role("meeting", Meeting)
@@ -76,9 +76,9 @@ class ProcessGroups(collectives.ProcessGroups):
 
     @needs(OwnProcess)
     def test_torchrun(self, spawn: Spawn) -> None:
-        """Where a role wants torchrun's environment, its constructor finds that, and torch's default group.
+        """With `env="torchrun"` a constructor finds torchrun's environment, and torch's default group.
 
-        A script that makes and ends the group by itself takes up that one, unless it wants another.
+        A script that makes the default group by itself gets the existing one; other options are refused.
         """
         pytest.importorskip("torch")
         launched = spawn({"launched": colocate.role(Launched).on(env="torchrun")}).role("launched", Launched)
@@ -98,7 +98,7 @@ class ProcessGroups(collectives.ProcessGroups):
 
     @needs(OwnProcess)
     def test_device_mesh(self, ring: ColocatedGroup) -> None:
-        """The role's mesh as torch has them: named axes over its slots, each with the group of that axis."""
+        """`ctx.device_mesh()` has the role's named axes over its slots, each with that axis' group."""
         meshes = ring.role("all", Collective).mesh()
         assert meshes == [
             {"dp": (0, 2), "tp": (0, 1)},
@@ -110,7 +110,7 @@ class ProcessGroups(collectives.ProcessGroups):
 
     @needs(OwnProcess)
     def test_device_mesh_by_name(self, square: ColocatedGroup) -> None:
-        """Meshes of a role have their own axes and groups each, also where two name an axis alike."""
+        """Named meshes of a role have their own axes and groups, even if two meshes name an axis alike."""
         pytest.importorskip("torch")
         named = square.role("named", Collective)
         train = [
@@ -139,20 +139,20 @@ class ProcessGroups(collectives.ProcessGroups):
 
 
 class CutProcessGroups(collectives.CutProcessGroups):
-    """Who waits in a collective for one that has failed is freed: the group is cut, and made anew."""
+    """A failed call ends other ranks' waits in a collective: the group is cut, and made anew."""
 
     @needs(OwnProcess)
     def test_hold_after_what_nobody_waits_for(self, ring: ColocatedGroup) -> None:
-        """A call that one rank has done, and a rank that has failed before hasn't begun, is withdrawn from that one.
+        """A call that one rank has completed is withdrawn if a failed rank hasn't begun the call.
 
-        In their next group it would meet an operation of a later call.
+        In the next group the failed rank's operation would meet one of a later call.
         """
         pair = ring.role("pair", Collective)
         pair.sum(1.0)
         with Gate() as fails:
             failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
             earlier = pair.begin_sum.submit()
-            assert pair.facts.options(ranks=[1])() == [(1, 2)]  # which comes after it there
+            assert pair.facts.options(ranks=[1])() == [(1, 2)]  # Runs after `begin_sum` on rank 1.
             fails.open()
             with pytest.raises(RoleError, match="rank 0 has failed"):
                 failing.result(PATIENCE_S)
@@ -162,10 +162,10 @@ class CutProcessGroups(collectives.CutProcessGroups):
 
     @needs(OwnProcess)
     def test_hold_while_groups_are_made(self, ring: ColocatedGroup) -> None:
-        """A rank that waits for its peers to make the group is freed too."""
+        """A failure also ends a rank's wait for peers that are needed to make the group."""
         pair = ring.role("pair", Collective)
         with pytest.raises(RoleError):
-            pair.sum_unless(1.0, 0)  # what there was is gone
+            pair.sum_unless(1.0, 0)  # The failure drops the existing group.
         with Gate() as trigger:
             call = pair.fail_before_group.submit([None, trigger.address], failing=1)  # type: ignore[arg-type]
             trigger.wait_for()
@@ -177,10 +177,10 @@ class CutProcessGroups(collectives.CutProcessGroups):
 
     @needs(OwnProcess)
     def test_hold_where_it_failed(self, ring: ColocatedGroup) -> None:
-        """The rank that fails is held too: an async call that waits there for its peers is freed."""
+        """A failure also ends an async call on the failed rank that waits for peers."""
         pair = ring.role("pair", Collective)
         with pytest.raises(RoleError):
-            pair.sum_unless(1.0, 0)  # what there was is gone
+            pair.sum_unless(1.0, 0)  # The failure drops the existing group.
         with Gate() as fails, Gate() as late, pair.sum.keep(1.0) as resident:
             resident.fetch()
             failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ class CutProcessGroups(collectives.CutProcessGroups):
             late.wait_for()
             fails.open()
             root = failing.exception(PATIENCE_S)
-            resident.fetch()  # an answer of each rank to what was sent after the news of the failure
+            resident.fetch()  # Each rank has now processed the failure.
             late.open()
         error = beside_call.exception(PATIENCE_S)
         assert isinstance(error, ColocateError)
@@ -200,7 +200,7 @@ class CutProcessGroups(collectives.CutProcessGroups):
     @needs(OwnProcess)
     @pytest.mark.parametrize(("method", "given"), [("sum", [1.0]), ("sum_in_default", [])])
     def test_a_peer_that_never_comes(self, no_leaks: None, method: str, given: list[float]) -> None:
-        """Torch gives up who waits for one that isn't called, after the runtime's `collective_timeout`."""
+        """A wait for a peer that isn't called ends after the runtime's `collective_timeout`."""
         pytest.importorskip("torch")
         with self.connect(collective_timeout=2.25) as runtime, runtime.reserve(2, cpus=0) as pool:
             group = pool.spawn({"ring": colocate.role(Collective).on(default_group=True)})
@@ -217,14 +217,14 @@ class CutProcessGroups(collectives.CutProcessGroups):
 
     @needs(OwnProcess)
     def test_what_a_cut_group_has_given(self, spawn: Spawn) -> None:
-        """A cut collective gives no result, also where it doesn't raise: who made it failed with its peers."""
+        """A call that ignores the end of a cut collective fails all the same."""
         pytest.importorskip("torch")
         careless = spawn({"careless": colocate.role(Careless)}).role("careless", Careless)
         assert careless.total() == [2.0] * 2
         with Gate() as failing, Gate() as beginning:
             root = careless.fail.submit(1, failing.address)
             later = careless.total.submit(beginning.address)
-            beginning.wait_for(1)  # rank 0 is in it, for which rank 1 will never come
+            beginning.wait_for(1)  # Rank 0 waits in the collective that rank 1 never joins.
             beginning.open()
             failing.open()
             assert isinstance(root.exception(PATIENCE_S), RoleError)
@@ -236,9 +236,9 @@ class CutProcessGroups(collectives.CutProcessGroups):
     @needs(OwnProcess)
     @pytest.mark.parametrize(("method", "name"), [("sum_kept", "'sinner/*'"), ("sum_in_own", "'0'")])
     def test_kept_group_that_is_cut(self, spawn: Spawn, method: str, name: str) -> None:
-        """A role that keeps one on which ranks have waited in vain fails the whole group, and is told what to do.
+        """A role that keeps a cut process group fails the whole group, with an error that says what to do.
 
-        That is so as well of one that it has made by itself.
+        The same is true of a process group that the role has made by itself.
         """
         pytest.importorskip("torch")
         group = spawn({"sinner": colocate.role(Collective).on(default_group=True)})
@@ -261,7 +261,7 @@ class CutProcessGroups(collectives.CutProcessGroups):
 
     @needs(OwnProcess)
     def test_transfers(self, spawn: Spawn) -> None:
-        """Who waits for a send or a receive in vain is freed; those that have ended are no reason to cut anything."""
+        """A failure ends a send or receive that waits in vain, and completed transfers cause no cut."""
         pytest.importorskip("torch")
         group = spawn({"pair": colocate.role(Collective), "faulty": colocate.role(Faulty)})
         pair = group.role("pair", Collective)
@@ -276,8 +276,8 @@ class CutProcessGroups(collectives.CutProcessGroups):
 
     @needs(OwnProcess)
     def test_death_in_a_collective(self, ring: ColocatedGroup) -> None:
-        """When a rank dies, those that wait for it in a collective aren't the story: its death is."""
-        pair = ring.role("pair", Collective)  # the last test of these groups: it ends them
+        """A rank's death in a collective is reported as a death, not as the peers' failures."""
+        pair = ring.role("pair", Collective)  # The last test with these groups: the death ends them.
         pair.sum(1.0)
         with Gate() as trigger:
             call = pair.sum_or_die.submit([None, trigger.address], 1.0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Models that several ranks share, and what a failed step costs them."""
+"""Models that several ranks share, after a failed step."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ NOT_RENEWED: dict[Kind, str] = {
     "ddp in its own group": r"DistributedDataParallel lies on .* '\d+', which was cut, .* give it ctx\.process_group",
     "own mesh": r"mesh DeviceMesh\(.*\) lies on .* '\d+', which was cut, .* or a mesh of ctx\.device_mesh",
 }
-"""What says that a model can't be renewed, by how it is shared."""
+"""The expected error for each kind of model that can't be renewed."""
 
 
 def mark_long(*values: Any) -> list[Any]:
-    """Cases that are much like others: a run that is to be quick leaves them out (`-m "not long"`)."""
+    """Mark cases as long: a quick run (`-m "not long"`) leaves such similar cases out."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in values]
 
 
 Failures = Mapping[int, tuple[int, Where]]
-"""By the number of a step: which rank raises in it at first, and where."""
+"""The rank that raises first in a step, and where, by the step's number."""
 FIRST: Failures = {0: (0, "before"), 1: (1, "backward"), 2: (EVERYWHERE, "backward")}
 LATER: Failures = {1: (0, "forward"), 2: (EVERYWHERE, "after"), 3: (1, "backward")}
 
@@ -56,7 +56,7 @@ class Renewals(ExecutorCase):
     @pytest.mark.parametrize("kind", BOTH)
     @pytest.mark.parametrize("failures", [FIRST, *mark_long(LATER)], ids=["first", "later"])
     def test_failed_steps_are_done_again(self, spawn: Spawn, kind: Kind, failures: Failures) -> None:
-        """One rank raises, or all do: the step is repeated, and all that follows is as if nothing had happened."""
+        """After a failed step, on one rank or all, the repeated step and later ones give the usual results."""
         np, _ = pytest.importorskip("numpy"), pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)})
         trainer = group.role("trainer", Renewing)
@@ -65,7 +65,7 @@ class Renewals(ExecutorCase):
         for number in range(STEPS):
             if number in failures:
                 failing, where = failures[number]
-                with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it
+                with Gate() as gate:  # All ranks must have begun the step before the failure.
                     call = trainer.step.submit(number, failing, where, gate.address)
                     gate.wait_for(2)
                     gate.open()
@@ -87,12 +87,12 @@ class Renewals(ExecutorCase):
     @pytest.mark.parametrize("kind", [*mark_long("ddp", "ddp in the default group", "tp"), "fsdp2"])
     @needs_feature("pipelines")
     def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
-        """One rank raises when the others can make their update: then there is no common state to go on with."""
+        """A rank that raises after its peers can update leaves no common state, and the group fails."""
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)})
         trainer = group.role("trainer", Renewing)
         trainer.step(0)
-        with group.pipeline():  # or it may have failed before another call can be made
+        with group.pipeline():  # Otherwise the group may fail before the second call.
             failing = trainer.step.submit(1, 1, "after")
             queued = trainer.step.submit(1)
         root = failing.exception(PATIENCE_S)
@@ -106,7 +106,7 @@ class Renewals(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("checkpoints")
     def test_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A group that restarts goes on from its checkpoint, as if nothing had happened since."""
+        """A restarted group continues from its checkpoint, with the losses of an undisturbed run."""
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Renewing, "ddp")}, on_failure="restart")
         trainer = group.role("trainer", Renewing)
@@ -121,14 +121,14 @@ class Renewals(ExecutorCase):
 
     @needs(OwnProcess)
     def test_without_a_hook(self, spawn: Spawn) -> None:
-        """A model that its role doesn't renew fails the group, which says what is missing."""
+        """A model of a role without `renew` fails the group, with an error that names the method."""
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Trainer, "fsdp2")})
         assert "a method renew(self)" in str(self._fail(group))
 
     @needs(OwnProcess)
     def test_a_hook_that_raises(self, spawn: Spawn) -> None:
-        """The hook's error is what the group fails of, after the failure that had led to it."""
+        """An error in `renew` fails the group, and the message also has the original failure."""
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(WorkerBroken, "fsdp2")})
         error = self._fail(group)
@@ -139,7 +139,7 @@ class Renewals(ExecutorCase):
     @needs(OwnProcess)
     @pytest.mark.parametrize(("kind", "words"), NOT_RENEWED.items(), ids=NOT_RENEWED)
     def test_what_can_not_be_renewed(self, spawn: Spawn, kind: Kind, words: str) -> None:
-        """A model of FSDP1, or on a group that its role has made by itself: the error says which, and what to use."""
+        """The error for FSDP1, or for a model on a role's own process group, names the model and the alternative."""
         pytest.importorskip("torch")
         error = self._fail(spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)}))
         assert re.search(rf"renew\(\) of role 'trainer' raised \S+ConfigError on slot \d .*: {words}", str(error))
@@ -154,7 +154,7 @@ class Renewals(ExecutorCase):
         ],
     )
     def test_a_model_made_anew(self, spawn: Spawn, kind: Kind, device: str | None, torch_is_known: bool) -> None:
-        """A model that can't be renewed in place takes over the weights and the optimizer's state of the former one."""
+        """A model made anew after a failure takes over the weights and the optimizer's state of the old one."""
         np, _ = pytest.importorskip("numpy"), pytest.importorskip("torch")
         role = colocate.role(Rebuilding, kind, device=device, torch_is_known=torch_is_known).on(default_group=True)
         trainer = spawn({"trainer": role}).role("trainer", Rebuilding)
@@ -172,7 +172,7 @@ class Renewals(ExecutorCase):
         assert trainer.made_anew() == [2, 2]
 
     def _fail_during(self, trainer: Any, number: int) -> None:
-        with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it
+        with Gate() as gate:  # All ranks must have begun the step before the failure.
             call = trainer.step.submit(number, 0, "backward", gate.address)
             gate.wait_for(2)
             gate.open()
@@ -181,7 +181,7 @@ class Renewals(ExecutorCase):
     def _fail(self, group: ColocatedGroup) -> RenewalError:
         trainer = group.role("trainer", Trainer)
         trainer.step(0)
-        with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it
+        with Gate() as gate:  # All ranks must have begun the step before the failure.
             failing = trainer.step.submit(1, 0, "backward", gate.address)
             queued = trainer.step.submit(1)
             gate.wait_for(2)

@@ -1,4 +1,4 @@
-"""Process groups of roles, and models that go on with new ones."""
+"""Process groups of roles, and models that continue with new ones after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: each second of the profiled slots is told once, as what it was; the ranks' traces in one file."""
+"""Profiles: each second of the profiled slots counts once, and the ranks' traces share one file."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from colocate import Profile
 
 SLACK_S = 0.12
-"""So far may a time be off on a machine that has much to do."""
+"""The tolerance for times on a busy machine."""
 
 
 def part_seconds(profile: Profile, label: str, what: str) -> float:
-    """Seconds of all slots that a call has of a part."""
+    """Return the seconds of all slots that a call spent on a part."""
     part = profile.parts.get(label)
     return 0.0 if part is None else part.seconds.get(what, 0.0)
 
 
 def approximate(expected: float) -> Any:
-    """A time, as exactly as it can be expected."""
+    """Match a time within the tolerance."""
     return pytest.approx(expected, abs=SLACK_S)
 
 
 def read_events(profile: Profile) -> list[dict[str, Any]]:
-    """The events of a profile's file."""
+    """Return the events of a profile's file."""
     entries: list[dict[str, Any]] = json.loads(profile.trace.read_text())
     return entries
 
 
 def find_threads(profile: Profile, slot: int) -> set[int]:
-    """The threads that a slot has there of its worker's, by the numbers that their events have."""
+    """Return the thread numbers of a slot's worker in the file."""
     named = [entry for entry in read_events(profile) if entry["name"] == "thread_name"]
     return {entry["tid"] for entry in named if entry["args"]["name"].startswith(f"slot {slot}: thread ")}
 
@@ -62,7 +62,7 @@ class Profiling(ExecutorCase):
 
     @pytest.fixture
     def in_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Run in a folder of the test's own, where torch is."""
+        """Change to the test's own folder; skip without torch."""
         if "looking" not in FEATURES:
             pytest.skip("feature 'looking' isn't here")
         pytest.importorskip("torch")
@@ -70,7 +70,7 @@ class Profiling(ExecutorCase):
 
     @pytest.fixture
     def two(self, spawn: Spawn, in_its_folder: None) -> ColocatedGroup:
-        """Two ranks that have met before."""
+        """Spawn two ranks, and warm up their process group."""
         group = spawn({"timed": colocate.role(Timed)})
         timed = group.role("timed", Timed)
         timed.reduce([0.0, 0.0])
@@ -78,7 +78,7 @@ class Profiling(ExecutorCase):
         return group
 
     def test_where_the_time_went(self, two: ColocatedGroup) -> None:
-        """Work, a rank that is early, a driver that does something else: each where it belongs, and the sum whole."""
+        """Work, waits for other ranks and waits for the driver are told apart, and their sum is the whole time."""
         timed = two.role("timed", Timed)
         with colocate.profile(two) as profile:
             began = time.time()
@@ -89,7 +89,7 @@ class Profiling(ExecutorCase):
         assert part_seconds(profile, "timed.work", "compute") == approximate(0.6)
         assert part_seconds(profile, "timed.multiply", "for others") == approximate(
             0.4
-        )  # rank 0, for the work of rank 1
+        )  # Rank 0 waits for rank 1's work.
         assert part_seconds(profile, "timed.multiply", "for the driver") == approximate(2 * 0.3)
         assert profile.parts["timed.work"].calls == 2
         assert profile.seconds == pytest.approx(took, abs=SLACK_S)
@@ -101,7 +101,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.parametrize("method", ["reduce", "step", "pass_on"])
     def test_a_rank_that_comes_late(self, two: ColocatedGroup, method: str) -> None:
-        """Who waits for it doesn't compute, nor communicate: in Python, in a backward pass of C++, between two."""
+        """A wait for a late rank is no computation or communication, in Python, a C++ backward pass or between two."""
         timed = two.role("timed", Timed)
         late = [0.4, 0.0] if method == "pass_on" else [0.0, 0.4]
         with colocate.profile(two) as profile:
@@ -113,7 +113,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.long
     def test_what_overlaps_isnt_waited_for(self, two: ColocatedGroup) -> None:
-        """An operation that goes on while its rank works costs it nothing; only the rest is a wait."""
+        """An operation that overlaps with work costs nothing; only the remaining wait counts."""
         timed = two.role("timed", Timed)
         with colocate.profile(two) as profile:
             timed.overlap([0.0, 0.3])
@@ -126,7 +126,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.long
     def test_calls_that_overlap_count_once(self, two: ColocatedGroup) -> None:
-        """As those of async methods do."""
+        """Overlapping async calls count their time once."""
         timed = two.role("timed", Timed)
         with colocate.profile(two) as profile:
             calls = [timed.wait.submit(0.4) for _ in range(3)]
@@ -134,7 +134,7 @@ class Profiling(ExecutorCase):
         assert part_seconds(profile, "timed.wait", "compute") == approximate(2 * 0.4)
 
     def test_one_file(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """Colocate's calls and the ranks' operators, in one time; no rank takes another's process, thread or flow."""
+        """One file has calls and the ranks' operators on one clock, with separate threads and flows for each rank."""
         timed = two.role("timed", Timed)
         with colocate.profile(two) as profile:
             timed.multiply()
@@ -161,7 +161,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.long
     def test_only_some_ranks(self, two: ColocatedGroup) -> None:
-        """Other ranks have no profile, and no hook of it; and nobody has one before and after."""
+        """Only the chosen ranks are profiled and hooked, and no hook stays after the profile."""
         timed = two.role("timed", Timed)
         assert timed.hooks() == [0, 0]
         with colocate.profile(two, roles="timed", ranks=1) as profile:
@@ -180,7 +180,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.long
     def test_a_clock_that_is_ahead(self, spawn: Spawn, in_its_folder: None) -> None:
-        """A worker whose time is five seconds from the driver's: the same table, and one time in the file."""
+        """A worker's clock that is five seconds ahead changes neither the table nor the trace."""
         group = spawn({"timed": colocate.role(ShiftedTimed, 5.0)})
         timed = group.role("timed", ShiftedTimed)
         timed.reduce([0.0, 0.0])
@@ -199,7 +199,7 @@ class Profiling(ExecutorCase):
         assert max(span["ts"] for span in spans) - min(span["ts"] for span in spans) < SLACK_S * 1e6
 
     def test_a_block_that_fails(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """A block that fails leaves nothing, and the next profile can begin."""
+        """A failed block leaves no file or hook, and the next profile can begin."""
         with pytest.raises(ZeroDivisionError), colocate.profile(two):
             _ = 1 / 0
         assert list(tmp_path.iterdir()) == []
@@ -210,7 +210,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.long
     def test_a_block_that_fails_amid_a_call(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """Nobody waits for a rank, which may never end its call; once it does, the next profile can begin."""
+        """A block that fails amid a call doesn't wait for the rank; the next profile begins after the call."""
         timed, calls = two.role("timed", Timed), list[Any]()
 
         def fail() -> None:
@@ -228,7 +228,7 @@ class Profiling(ExecutorCase):
         assert timed.hooks() == [0, 0]
 
     def test_an_interrupted_profile(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """Who is interrupted while ranks write leaves nothing, and no call of a role fails of it."""
+        """An interrupt while ranks write the profile leaves no file, and fails no call."""
         timed = two.role("timed", Timed)
         previous = signal.signal(signal.SIGUSR1, _raise_interrupt)
         with Gate() as gate, ThreadPoolExecutor(1) as other:
@@ -243,7 +243,7 @@ class Profiling(ExecutorCase):
                 with pytest.raises(InterruptedError), colocate.profile(two):
                     pass
             finally:
-                interrupted.result()  # before: a signal that comes later would end this process
+                interrupted.result()  # Joined first: a later signal would end this process.
                 signal.signal(signal.SIGUSR1, previous)
             call = timed.multiply.submit()
             gate.open()
@@ -254,7 +254,7 @@ class Profiling(ExecutorCase):
         assert profile.trace.exists()
 
     def test_a_rank_that_cant_begin(self, two: ColocatedGroup, tmp_path: Path) -> None:
-        """Another profile goes on in its process, say: this one is refused with its words, and nothing else fails."""
+        """If one rank can't begin, the whole profile is refused with the reason, and the next one works."""
         timed = two.role("timed", Timed)
         timed.refuse_next()
         words = r"the profile of worker 1 of group .* can't begin: RuntimeError: another one goes on"
@@ -271,7 +271,7 @@ class Profiling(ExecutorCase):
     def test_two_at_once(self, spawn: Spawn, in_its_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Profiles of two groups that begin at the same moment have a file each."""
         groups = [spawn({"echo": colocate.role(Echo, "the tag")}, slots=1) for _ in range(2)]
-        from colocate.features.profiling.driver import _Session  # which needs that feature
+        from colocate.features.profiling.driver import _Session  # Needs the feature "looking".
 
         both, begin = threading.Barrier(2), _Session.start_profile
 
@@ -292,7 +292,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.long
     def test_another_group_that_hangs(self, two: ColocatedGroup, spawn: Spawn) -> None:
-        """That one's clock isn't known, and the profile of another group is as ever."""
+        """A group that hangs doesn't affect the profile of another group."""
         other = spawn({"other": colocate.role(Counting)}, slots=1)
         pid = other.role("other", Counting).pid()[0]
         os.kill(pid, signal.SIGSTOP)
@@ -304,7 +304,7 @@ class Profiling(ExecutorCase):
         assert profile.trace.exists()
 
     def test_one_profile_at_a_time(self, two: ColocatedGroup) -> None:
-        """A second one is refused, and the first one goes on."""
+        """A second profile at a time is refused, and the first one continues."""
         timed = two.role("timed", Timed)
         with colocate.profile(two) as outer:
             with pytest.raises(ColocateError, match="is being profiled already"), colocate.profile(two):
@@ -313,7 +313,7 @@ class Profiling(ExecutorCase):
         assert part_seconds(outer, "timed.work", "compute") == approximate(0.2)
 
     def test_what_cant_be_profiled(self, two: ColocatedGroup) -> None:
-        """Mistakes are told before anything begins."""
+        """Wrong roles, ranks and options are refused before the profile begins."""
         with pytest.raises(ConfigError, match=r"no role 'tined'.*timed"), colocate.profile(two, roles="tined"):
             raise AssertionError
         with (
@@ -327,7 +327,7 @@ class Profiling(ExecutorCase):
 
     @pytest.mark.long
     def test_stacks(self, two: ColocatedGroup) -> None:
-        """What a rank does in Python, by the driver's clock, below its calls."""
+        """With `sampler="py-spy"` the file has a rank's Python stacks on the driver's clock."""
         timed = two.role("timed", Timed)
         with colocate.profile(two, ranks=1, sampler="py-spy") as profile:
             timed.multiply()
@@ -353,7 +353,7 @@ class Profiling(ExecutorCase):
             raise AssertionError
 
     def test_roles_without_torch(self, spawn: Spawn, in_its_folder: None) -> None:
-        """Calls of such roles are told, and their waits for each other and for the driver."""
+        """Calls of roles without torch are profiled, too."""
         group = spawn({"echo": colocate.role(Echo, "the tag")})
         with colocate.profile(group) as profile:
             group.role("echo", Echo).noop()

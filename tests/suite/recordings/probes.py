@@ -17,14 +17,14 @@ from colocate.testing.gate import Address, pass_gate_async
 
 @attrs.frozen
 class Answer:
-    """A record: a text, and numbers."""
+    """A record with a text and numbers."""
 
     text: str
     numbers: torch.Tensor
 
 
 class OutOfLuckError(Exception):
-    """An error of a class of its own, with an attribute."""
+    """A custom error class with an attribute."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"out of luck: {why}")
@@ -32,7 +32,7 @@ class OutOfLuckError(Exception):
 
 
 class Player(Role):
-    """Gives values of all kinds; each constructor leaves a mark where it is told to."""
+    """A role that returns values of many kinds; with `marks`, each constructor creates a file there."""
 
     def __init__(self, marks: str | None = None, bias: float = 0.0) -> None:
         if marks is not None:
@@ -43,7 +43,7 @@ class Player(Role):
 
     @method(dispatch=Scatter("prompts"), collect=Concat())
     def generate(self, prompts: torch.Tensor, temperature: float = 1.0) -> dict[str, Any]:
-        """Draw numbers."""
+        """Draw random numbers."""
         noise = torch.rand(prompts.shape, generator=self.ctx.generator)
         return {"ids": prompts * temperature + noise + self._bias, "text": [f"row {float(row)}" for row in prompts]}
 
@@ -67,7 +67,7 @@ class Player(Role):
 
     @method
     def odd(self) -> None:
-        """Fail with an error whose class nobody finds by its name."""
+        """Fail with an error whose class can't be found by its name."""
 
         class OddError(Exception):
             pass
@@ -76,7 +76,7 @@ class Player(Role):
 
     @method(concurrency=4)
     async def later(self, number: int) -> int:
-        """Return a number, a little later."""
+        """Return a number after yielding to the event loop."""
         await asyncio.sleep(0)
         return number + int(self._bias)
 
@@ -87,12 +87,12 @@ class Player(Role):
 
     @method
     def foreign(self) -> object:
-        """Return what isn't recorded."""
+        """Return a value that can't be recorded."""
         return object()
 
     @method(collect=First())
     def give(self, what: str, bias: float = 0.0) -> Any:
-        """Return a value of a kind."""
+        """Return a value of the named kind; `bias` changes its numbers."""
         points = np.array([(0.5, False, (1.0, bias))], [("reward", "f4"), ("done", "?"), ("obs", "f4", (2,))])
         return {
             "points": points,
@@ -106,12 +106,12 @@ class Player(Role):
 
     @method
     def large(self, count: int) -> torch.Tensor:
-        """Return so many numbers."""
+        """Return `count` numbers."""
         return torch.zeros(count)
 
     @method(rows="row", concurrency=8)
     async def play(self, row: Any, gates: list[Address] | None = None) -> Any:
-        """End a row when its gate is open."""
+        """Return a row once its gate is open; the row 'fails' raises."""
         if gates is not None:
             await pass_gate_async(gates[self.ctx.row or 0])
         if row == "fails":
@@ -120,49 +120,49 @@ class Player(Role):
 
     @method(dispatch=Scatter("rows"))
     def produce(self, rows: list[int]) -> Iterator[tuple[int, int]]:
-        """Yield rows, the last first."""
+        """Yield the rows in reverse order."""
         for index in reversed(range(len(rows))):
             yield index, rows[index] + int(self._bias)
 
     @method(dispatch=Scatter("rows"))
     async def produce_async(self, rows: list[int]) -> AsyncIterator[tuple[int, int]]:
-        """Yield rows, the last first."""
+        """Yield the rows in reverse order."""
         for index in reversed(range(len(rows))):
             await asyncio.sleep(0)
             yield index, rows[index]
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give weights."""
+        """Yield the weights."""
         yield "weights", self._weights
 
     def load_weights(self, weights: Any, version: int) -> None:
-        """Take weights."""
+        """Copy the given weights."""
         for _, tensor in weights:
             self._weights.copy_(tensor)
 
     def save(self, directory: str) -> None:
-        """Leave something."""
+        """Write a file for this rank."""
         (Path(directory) / f"rank-{self.ctx.rank}").write_text("state", encoding="utf-8")
 
     def restore(self, directory: str) -> None:
-        """Look that it is there."""
+        """Assert that this rank's file is there."""
         assert (Path(directory) / f"rank-{self.ctx.rank}").read_text(encoding="utf-8") == "state"
 
 
 class ResidentRecord(Player):
-    """A player whose checkpoints have the buffer."""
+    """A player whose checkpoints contain the buffer."""
 
     def save(self, directory: str) -> None:
-        """Leave it."""
+        """Save the buffer."""
         torch.save(self._buffer, Path(directory) / f"rank-{self.ctx.rank}")
 
     def restore(self, directory: str) -> None:
-        """Take it."""
+        """Load the buffer."""
         self._buffer = torch.load(Path(directory) / f"rank-{self.ctx.rank}")
 
 
 class Critic(Role):
-    """Draws numbers of its own, and uses what others give."""
+    """A role that draws its own random numbers and uses another role's values."""
 
     @method
     def default(self) -> float:
@@ -171,19 +171,19 @@ class Critic(Role):
 
     @method
     def look(self) -> str:
-        """Use a sibling."""
+        """Read an attribute of a sibling."""
         return str(self.ctx.sibling("player")._bias)
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def value(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Draw, from a generator of the role, and by the call's seed."""
+        """Add random numbers from the role's generator and from one with the call's seed."""
         generator = torch.Generator().manual_seed(self.ctx.call_seed)
         values: torch.Tensor = batch["ids"] + torch.rand(batch["ids"].shape, generator=self.ctx.generator)
         return values + torch.rand(1, generator=generator)
 
 
 class Giver(Role):
-    """Has weights that each call changes."""
+    """A source whose weights change with each `learn`."""
 
     def __init__(self, bias: float = 0.0) -> None:
         self._weights = torch.ones(3)
@@ -191,57 +191,57 @@ class Giver(Role):
 
     @method(collect=First())
     def learn(self) -> float:
-        """Change the weights; what comes back doesn't show by how much."""
+        """Change the weights; the result is always 1.0."""
         self._weights = self._weights + 1 + self._bias
         return 1.0
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give them."""
+        """Yield the weights."""
         yield "weights", self._weights
 
 
 class Taker(Role):
-    """Answers by weights that it has from another role."""
+    """A role that computes with weights synced from another role."""
 
     def __init__(self, bias: float = 0.0) -> None:
         self._weights = torch.zeros(3)
         self._bias = bias
 
     def load_weights(self, weights: Any, version: int) -> None:
-        """Take weights, or none where the role that has them is here."""
+        """Copy the given weights; a replayed source gives none."""
         for _, tensor in weights:
             self._weights.copy_(tensor)
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def answer(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return rows."""
+        """Return the rows, scaled by the weights."""
         return batch * self._weights.sum() + self._bias
 
     @method(rows="row", concurrency=2)
     async def play(self, row: float) -> float:
-        """End a row."""
+        """Return a row, scaled by the weights."""
         return row * float(self._weights.sum())
 
 
 class Steady(Role):
-    """Gives what doesn't depend on the number of its ranks, or says so; with a bias, other numbers in one row."""
+    """A role whose joined results don't depend on the number of ranks, except `who`; a bias changes only row 5."""
 
     def __init__(self, bias: float = 0.0) -> None:
         self._bias = bias
 
     @method(dispatch=Scatter("batch"), collect=Concat())
     def double(self, batch: torch.Tensor, scale: float = 2.0) -> dict[str, Any]:
-        """Return rows."""
+        """Return the rows, scaled."""
         return {"twice": scale * batch + self._bias * (batch == 5), "text": [str(float(row)) for row in batch]}
 
     @method(dispatch=Scatter("batch", pad=True), collect=Concat())
     def padded(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return rows, those of the padding among them."""
+        """Return the rows, including padding."""
         return 2 * batch
 
     @method(dispatch=Scatter("batch", balance="costs"), collect=Concat())
     def balanced(self, batch: torch.Tensor, costs: list[int]) -> torch.Tensor:
-        """Return rows, of which the driver chose which rank has which."""
+        """Return the rows, which the driver has assigned to the ranks by cost."""
         return 2 * batch
 
     @method(dispatch=Scatter("batch"), collect=Reduce("mean"))
@@ -251,12 +251,12 @@ class Steady(Role):
 
     @method(collect=First())
     def shape(self) -> list[int]:
-        """Return what all ranks have."""
+        """Return a value that is the same on all ranks."""
         return [2, 3]
 
     @method(dispatch=OnRank(0))
     def whole(self, batch: torch.Tensor) -> float:
-        """Return a number of all rows."""
+        """Return the sum of all rows."""
         return float(batch.sum())
 
     @method(dispatch=Scatter("batch"))
@@ -265,22 +265,22 @@ class Steady(Role):
 
     @method
     def who(self) -> int:
-        """Return another number on each rank."""
+        """Return the rank."""
         return self.ctx.rank
 
     @method(dispatch=Scatter("batch"))
     def fail(self, batch: torch.Tensor) -> None:
-        """Fail where row 5 is."""
+        """Fail on the rank that has row 5."""
         if 5 in batch:
             raise OutOfLuckError("row 5")
 
     @method(rows="row", concurrency=8)
     async def play(self, row: float, scale: float = 1.0) -> float:
-        """End a row."""
+        """Return a row; a bias changes row 5."""
         return row + self._bias * (row == 5)
 
     @method(dispatch=Scatter("rows"))
     def produce(self, rows: list[int]) -> Iterator[tuple[int, int]]:
-        """Yield rows, the last first."""
+        """Yield the rows in reverse order."""
         for index in reversed(range(len(rows))):
             yield index, rows[index] + int(self._bias) * (rows[index] == 5)

@@ -1,4 +1,4 @@
-"""What calls of a role gave: it is recorded as it was, on each rank, and read without running anything."""
+"""Recordings of roles' calls: their contents, replays and comparisons."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Recordings(ExecutorCase):
 
     @pytest.fixture
     def player(self, spawn: Spawn) -> ColocatedGroup:
-        """A group of two slots with a role of each kind."""
+        """Spawn a group of two slots with a player and a critic."""
         return spawn({"player": colocate.role(Player), "critic": colocate.role(Critic)}, name="group")
 
     def test_what_calls_gave(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Each rank's value is there as it was when the call ended, whatever became of it."""
+        """A recording has each rank's value as of the end of the call, whatever changed the value later."""
         role, runtime = player.role("player", Player), player.owner.owner
         role.buffer()
         with runtime.record(role, tmp_path / "it"):
@@ -71,7 +71,7 @@ class Recordings(ExecutorCase):
         assert first.arguments(0) != second.arguments(0)
 
     def test_calls_of_some_ranks(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Calls that went to different ranks are different ones."""
+        """A call on some ranks is recorded with only these ranks and their values."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
             for rank in (1, 0):
@@ -80,7 +80,7 @@ class Recordings(ExecutorCase):
         assert [(call.ranks, call.values()) for call in calls] == [((1,), [1]), ((0,), [0])]
 
     def test_errors(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """An error is recorded as data, on the rank that has raised it."""
+        """An error is recorded as data (class, text, traceback), and reading the failed rank's value is refused."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
             with pytest.raises(RoleError):
@@ -98,7 +98,7 @@ class Recordings(ExecutorCase):
 
     @needs_feature("rows")
     def test_rows(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Rows have their index, and the order in which they ended; an error of one is its own."""
+        """Rows are recorded with index and value, each rank's yields in order, and a failed row with an error."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
             with role.play.options(on_error="return").stream(["a", "fails", "c"]) as rows:
@@ -120,7 +120,7 @@ class Recordings(ExecutorCase):
             first.value()
 
     def test_two_roles_and_what_is_refused(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Roles are recorded together, each once; a folder that is taken, and what is no view, are refused."""
+        """Roles are recorded together, each at most once at a time; a taken folder and a non-view are refused."""
         runtime = player.owner.owner
         role, critic = player.role("player", Player), player.role("critic", Critic)
         with runtime.record([role, critic], tmp_path / "it"):
@@ -141,7 +141,7 @@ class Recordings(ExecutorCase):
 
     @pytest.mark.parametrize("how", ["taken", "closed"])
     def test_two_groups_of_which_one_fails(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
-        """Roles of two groups are recorded, or none is: the first one's calls go on, and it can be recorded anew."""
+        """A recording of two groups is all or nothing; after a refusal the first group runs and can be recorded."""
         first = spawn({"player": colocate.role(Player)}, name="first")
         second = spawn({"player": colocate.role(Player)}, name="second")
         runtime, views = first.owner.owner, [first["player"], second["player"]]
@@ -158,7 +158,7 @@ class Recordings(ExecutorCase):
         assert [call.values() for call in colocate.load_recording(tmp_path / "it")["player"].calls] == [[2, 2]]
 
     def test_a_file_that_is_damaged(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Whoever reads it is told file and byte: of the value that is damaged, and of no other one."""
+        """Reading a damaged value raises an error with file and byte, and other values stay readable."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
             role.later(1)
@@ -174,7 +174,7 @@ class Recordings(ExecutorCase):
             colocate.load_recording(tmp_path / "it")["player"]
 
     def test_what_calls_were_given(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Of a role whose inputs are recorded, each rank's arguments are there as they were when the call began."""
+        """With `inputs=`, a recording has each rank's arguments as they were when the call began."""
         role, critic, runtime = player.role("player", Player), player.role("critic", Critic), player.owner.owner
         prompts = torch.arange(5.0)
         with runtime.record([role, critic], tmp_path / "it", inputs=role):
@@ -197,7 +197,7 @@ class Recordings(ExecutorCase):
 
     @needs_feature("rows")
     def test_rows_and_what_they_were_given(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Each row has an index that is one of the caller's, whichever rank had it, and what it was given."""
+        """Recorded rows have the caller's index, whichever rank ran them, and their inputs."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it", inputs=role):
             assert role.play(["a", "b", "c"]) == ["a", "b", "c"]
@@ -215,7 +215,7 @@ class Recordings(ExecutorCase):
         assert [produce.inputs(rank) for rank in (0, 1)] == [{"rows": [10, 20]}, {"rows": [30]}]
 
     def test_what_callers_got(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """The ranks' values are joined as the method says, whether they were fetched or not."""
+        """`call.joined()` joins the ranks' recorded values as the method's `collect` does, fetched or not."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
             gave = role.generate(torch.arange(5.0))
@@ -236,7 +236,7 @@ class Recordings(ExecutorCase):
             foreign.joined()
 
     def test_the_limit(self, player: ColocatedGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """A recording that is large enough ends with a warning; the calls go on, and what there is can be read."""
+        """A recording that reaches its limit ends with a warning; calls continue, and the written part is readable."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it", limit="1MiB"):
             for _ in range(8):
@@ -250,7 +250,7 @@ class Recordings(ExecutorCase):
     def test_what_is_not_recorded(
         self, player: ColocatedGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A value of a class that nobody can read without running its code is told, and the call is none the worse."""
+        """A value that only the code of a class can read is logged as unrecorded, and the call succeeds."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
             role.foreign.keep()
@@ -265,7 +265,7 @@ class Recordings(ExecutorCase):
 
     @needs_feature("rows")
     def test_a_recording_whose_block_fails(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """Nobody waits for a call that doesn't end; what came before it is written, and nothing after it."""
+        """A recording whose block fails doesn't wait for running calls, and records no later calls."""
         role, runtime = player.role("player", Player), player.owner.owner
         with Gate() as gate:
             sent: list[Any] = []
@@ -281,7 +281,7 @@ class Recordings(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_rank_that_is_killed(self, player: ColocatedGroup, tmp_path: Path) -> None:
-        """What it had written is there; an entry that it was amid isn't."""
+        """A file that ends amid an entry keeps its complete entries, and its rank is reported as torn."""
         role, runtime = player.role("player", Player), player.owner.owner
         runtime.record(role, tmp_path / "it")
         role.generate(torch.arange(2.0))
@@ -297,7 +297,7 @@ class Recordings(ExecutorCase):
 
 
 def _run_steps(group: ColocatedGroup, count: int = 3) -> list[Any]:
-    """Call both roles in all ways, and return what came of it."""
+    """Call both roles in all ways and return the results."""
     player, critic = group.role("player", Player), group.role("critic", Critic)
     values: list[Any] = []
     for step in range(count):
@@ -319,10 +319,10 @@ def _run_steps(group: ColocatedGroup, count: int = 3) -> list[Any]:
 
 
 class Replays(ExecutorCase):
-    """`role(...).on(replay=...)`: a recording in the place of a role."""
+    """`role(...).on(replay=...)`: a recording replaces a role."""
 
     def _record_player(self, spawn: Spawn, folder: Path, do: Callable[[ColocatedGroup], Any], **options: Any) -> Any:
-        """Record what a group's player gives, and return what came of it; the group is closed."""
+        """Record a group's player while `do` runs, close the pool, and return the result of `do`."""
         group = spawn({"player": colocate.role(Player), "critic": colocate.role(Critic)}, name="group", **options)
         with group.owner.owner.record(group["player"], folder):
             result = do(group)
@@ -334,7 +334,7 @@ class Replays(ExecutorCase):
         return spawn({"player": player, "critic": colocate.role(Critic)}, name="group", **options)
 
     def test_it_answers_as_the_role_did(self, spawn: Spawn, tmp_path: Path) -> None:
-        """What a role gave, and what others made of that, is the same, and its class is never constructed."""
+        """A replayed role and its consumers give the recorded values, and the role's class is never constructed."""
         before = self._record_player(spawn, tmp_path / "it", _run_steps)
         (marks := tmp_path / "marks").mkdir()
         again = self._replay_player(spawn, tmp_path / "it", marks)
@@ -343,14 +343,14 @@ class Replays(ExecutorCase):
         assert not [*marks.iterdir()]
 
     def test_an_error_of_a_class_that_isnt_here(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Errors are the role's, whoever raises them: a job that expects one goes on."""
+        """A recorded error whose class can't be found by name is replayed with the same message."""
 
         def fail(group: ColocatedGroup) -> str:
             with pytest.raises(RoleError) as caught:
                 group.role("player", Player).odd()
             words = str(caught.value)
             assert "it is odd" in words
-            return words.partition(" on rank")[0]  # whichever was first
+            return words.partition(" on rank")[0]  # The first rank to fail varies.
 
         before = self._record_player(spawn, tmp_path / "it", fail)
         assert before.endswith("Player.odd.<locals>.OddError")
@@ -358,7 +358,7 @@ class Replays(ExecutorCase):
 
     @needs_feature("rows")
     def test_rows_come_as_they_ended(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """A stream gives its rows in the order in which they ended, on whatever rank; one that failed does so again."""
+        """A replayed stream yields its rows in the recorded order, and a failed row fails again."""
 
         def read(group: ColocatedGroup, order: Sequence[int] | None) -> Any:
             player = group.role("player", Player)
@@ -382,7 +382,7 @@ class Replays(ExecutorCase):
 
     @needs_feature("rows")
     def test_yielded_rows(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Rows of all ranks come in the order in which they came; kept ones are residents."""
+        """Yielded rows of all ranks are replayed in the recorded order, and kept ones as residents."""
 
         def read(group: ColocatedGroup) -> Any:
             player = group.role("player", Player)
@@ -398,7 +398,7 @@ class Replays(ExecutorCase):
         assert (values, resident, whole) == before
 
     def test_other_calls_are_refused(self, spawn: Spawn, tmp_path: Path) -> None:
-        """The error names call, parameter, and the path of the first difference; or what was never recorded."""
+        """A call with other arguments is refused; the error names call, parameter and first difference."""
 
         def do(group: ColocatedGroup) -> None:
             player = group.role("player", Player)
@@ -417,7 +417,7 @@ class Replays(ExecutorCase):
             player.generate(torch.arange(4.0), temperature=3.0)
 
     def test_another_order_is_refused(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A call that comes too early names the one in whose place it is; so does one that was never made."""
+        """A call out of order is refused with the call that was recorded there; so is a method never recorded."""
 
         def do(group: ColocatedGroup) -> None:
             group.role("player", Player).generate(torch.arange(4.0))
@@ -431,7 +431,7 @@ class Replays(ExecutorCase):
             player.later(1)
 
     def test_it_ends_with_the_recording(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A call after the last one that was recorded is an error."""
+        """A call after the last recorded one is refused."""
         self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         player = self._replay_player(spawn, tmp_path / "it").role("player", Player)
         assert player.later(1) == [1, 1]
@@ -439,7 +439,7 @@ class Replays(ExecutorCase):
             player.later(1)
 
     def test_what_is_refused_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A recording that isn't there, or of another number of ranks."""
+        """A missing recording, an absent role, another number of ranks and a wrong type are refused at once."""
         self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         with pytest.raises(ConfigError, match="is of 2 ranks, and the role has 1"):
             self._replay_player(spawn, tmp_path / "it", slots=1)
@@ -453,7 +453,7 @@ class Replays(ExecutorCase):
     @needs_feature("weights")
     @needs_feature("checkpoints")
     def test_what_is_accepted(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Weights that are brought, and checkpoints, are nothing to it; other roles are saved and restored."""
+        """A replayed role accepts checkpoints and weight syncs, for which nothing is saved, sent or loaded."""
 
         def do(group: ColocatedGroup) -> Any:
             player, critic = group.role("player", Player), group.role("critic", Critic)
@@ -481,7 +481,7 @@ class Replays(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("memory")
     def test_it_holds_nothing_and_sleeps(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A replayed role has no memory, and sleeps."""
+        """A replayed role holds no memory, and can sleep and wake."""
         self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         group = self._replay_player(spawn, tmp_path / "it")
         assert group.sleep("player") == group.wake("player")
@@ -491,7 +491,7 @@ class Replays(ExecutorCase):
     @needs_feature("pausing")
     @pytest.mark.parametrize("how", ["wait", "keep", "abort"])
     def test_it_pauses(self, spawn: Spawn, tmp_path: Path, how: Any) -> None:
-        """A pause of a replayed role is accepted, and changes nothing of the answers that come when it goes on."""
+        """A pause of a replayed role is accepted, and the answers after the resume are the recorded ones."""
         self._record_player(
             spawn, tmp_path / "it", lambda group: [group["player"].later(number) for number in range(3)]
         )
@@ -505,14 +505,14 @@ class Replays(ExecutorCase):
         assert (answers.result(PATIENCE_S), role.later(2)) == ([1, 1], [2, 2])
 
     def test_siblings(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Role code that wants the object of a replayed role is told that there is none."""
+        """Access to a replayed sibling's object raises an error that says why."""
         self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         critic = self._replay_player(spawn, tmp_path / "it").role("critic", Critic)
         with pytest.raises(RoleError, match=r"role 'player' is replayed from .*, and has no '_bias'"):
             critic.look()
 
     def test_default_generators(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Where roles share the process's default generators, they stand as after the role's own calls."""
+        """A replay leaves the process's default generators as the recorded role's calls did."""
 
         def do(group: ColocatedGroup) -> Any:
             player, critic = group.role("player", Player), group.role("critic", Critic)
@@ -524,11 +524,11 @@ class Replays(ExecutorCase):
 
 
 class Comparisons(ExecutorCase):
-    """`role(...).on(compare=...)`: a role beside what it gave before."""
+    """`role(...).on(compare=...)`: a role is compared with its recording."""
 
     @pytest.fixture
     def recorded(self, spawn: Spawn, tmp_path: Path) -> Path:
-        """A recording of some calls."""
+        """Record some calls and return the folder."""
         group = spawn({"player": colocate.role(Player)}, name="group")
         with group.owner.owner.record(group["player"], tmp_path / "it"):
             self._make_calls(group)
@@ -545,7 +545,7 @@ class Comparisons(ExecutorCase):
             player.lucky(0)
 
     def test_the_same(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Nothing is told of what is as it was."""
+        """Equal results are counted, without a difference in the table or the log."""
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
         self._make_calls(group)
         table = {row.method: row for row in colocate.comparison(group["player"])}
@@ -554,7 +554,7 @@ class Comparisons(ExecutorCase):
         assert "differs from" not in caplog.text
 
     def test_what_differs(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """The first difference is told with call, path, count and size; a table has all."""
+        """The first difference is logged with call, path, count and size; the table counts all differences."""
         group = spawn({"player": colocate.role(Player, bias=2.0).on(compare=recorded)}, name="group")
         self._make_calls(group)
         words = (
@@ -571,7 +571,7 @@ class Comparisons(ExecutorCase):
 
     @needs_feature("rows")
     def test_rows_that_end_on_another_rank(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A rank that is quicker gets more of them: what they give is compared, and not how many each rank had."""
+        """Rows are compared by index, whichever rank ran them and however many each rank had."""
 
         def play(group: ColocatedGroup, first: int) -> None:
             with contextlib.ExitStack() as stack:
@@ -579,7 +579,7 @@ class Comparisons(ExecutorCase):
                 for gate in (gates[first], *gates[16:]):
                     gate.open()
                 rows = group.role("player", Player).play.stream([*range(20)], gates=[gate.address for gate in gates])
-                assert {next(rows)[0] for _ in range(5)} == {first, 16, 17, 18, 19}  # all on the rank of the first one
+                assert {next(rows)[0] for _ in range(5)} == {first, 16, 17, 18, 19}  # All run on the first row's rank.
                 for gate in gates:
                     gate.open()
                 assert len([*rows]) == 15
@@ -601,7 +601,7 @@ class Comparisons(ExecutorCase):
     def test_a_row_less_or_more(
         self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
     ) -> None:
-        """A row that the driver has lost, or has twice, is a difference of the call, though each row gives the same."""
+        """A missing or extra row is a difference though all rows have equal values, and a replay refuses the call."""
         group = spawn({"player": colocate.role(Player)}, name="group")
         with group.owner.owner.record(group["player"], tmp_path / "rows"):
             group.role("player", Player).play([1, 1, 1, 1])
@@ -619,7 +619,7 @@ class Comparisons(ExecutorCase):
 
     @pytest.mark.parametrize("what", ["points", "point", "missing", "times", "type", "error", "both"])
     def test_values_of_all_kinds(self, spawn: Spawn, tmp_path: Path, what: str) -> None:
-        """Arrays with fields, dates and what is no number, and errors that are values: read, replayed and compared."""
+        """Structured arrays, dates, NaN and error values are read, replayed and compared."""
         group = spawn({"player": colocate.role(Player)}, slots=1, name="group")
         with group.owner.owner.record(group["player"], tmp_path / "it"):
             gave = group.role("player", Player).give(what)
@@ -640,7 +640,7 @@ class Comparisons(ExecutorCase):
 
     @pytest.mark.parametrize("slots", [2, 1])
     def test_a_comparison_fails_no_call(self, spawn: Spawn, tmp_path: Path, slots: int) -> None:
-        """A recording that is damaged is told as what can't be compared, and the calls are none the worse."""
+        """A damaged recording counts as not comparable, and fails no call."""
         group = spawn({"player": colocate.role(Player)}, name="group")
         with group.owner.owner.record(group["player"], tmp_path / "it"):
             for _ in range(2):
@@ -661,7 +661,7 @@ class Comparisons(ExecutorCase):
     def test_weights_that_differ_between_roles(
         self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture, slots: int
     ) -> None:
-        """A role with another one's weights isn't said to have been given the same, where these differ."""
+        """A difference after a sync of different weights is attributed to the weights, not to the role."""
 
         def do(group: ColocatedGroup) -> None:
             giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -701,7 +701,7 @@ class Comparisons(ExecutorCase):
         assert answer.origin.words.startswith("taker.answer, call 0: it was given the same")
 
     def test_a_difference_that_grows(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """The first one is told, and again when it is ten times as large; the origin is the call that differs first."""
+        """A growing difference is logged at first and at each tenfold growth; the origin is the first one."""
 
         def do(group: ColocatedGroup, biases: Sequence[float]) -> None:
             for bias in biases:
@@ -722,7 +722,7 @@ class Comparisons(ExecutorCase):
         assert give.origin.words == "player.give, call 1, parameter bias: it was given something else"
 
     def test_calls_that_havent_come(self, spawn: Spawn, recorded: Path) -> None:
-        """A run that ends early, or doesn't call a role at all, isn't taken for one that is the same."""
+        """Recorded calls that a run hasn't made yet are counted as left."""
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
         table = {row.method: row for row in colocate.comparison(group["player"])}
         assert [(table[name].calls, table[name].left) for name in ("generate", "later")] == [(0, 6), (0, 6)]
@@ -731,7 +731,7 @@ class Comparisons(ExecutorCase):
         assert (table["generate"].calls, table["generate"].left, table["generate"].differ) == (2, 4, 0)
 
     def test_a_call_that_others_had_not_begun(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A rank that hadn't begun a call when it failed on another one has nothing to be compared with."""
+        """A rank that hadn't begun a call when the call failed on another rank isn't compared."""
         group = spawn({"player": colocate.role(Player)}, name="group")
         with group.owner.owner.record(group["player"], tmp_path / "it"), pytest.raises(RoleError):
             group.role("player", Player).lucky(0)
@@ -744,7 +744,7 @@ class Comparisons(ExecutorCase):
         assert (lucky.calls, lucky.differ, lucky.missing) == (2, 1, 0)
 
     def test_other_arguments(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Where what comes in differs already, the role isn't to blame."""
+        """A difference after different arguments is reported together with the first differing argument."""
         group = spawn({"player": colocate.role(Player).on(compare=recorded)}, name="group")
         group.role("player", Player).generate(torch.full((4,), 5.0))
         wait_until(lambda: "its arguments differ, too: prompts is float32[2] with other" in caplog.text, "it is told")
@@ -771,11 +771,11 @@ def _call_all_kinds(group: ColocatedGroup) -> None:
 
 
 class OtherRanks(ExecutorCase):
-    """`role(...).on(compare=...)` with another number of ranks: what the caller gets is compared."""
+    """`role(...).on(compare=...)` with another number of ranks: the joined results are compared."""
 
     @pytest.fixture
     def recorded_on_two(self, spawn: Spawn, tmp_path: Path) -> Path:
-        """A recording of all kinds of calls on two ranks."""
+        """Record all kinds of calls on two ranks and return the folder."""
         group = spawn({"steady": colocate.role(Steady)}, name="group")
         with group.owner.owner.record(group["steady"], tmp_path / "it"):
             _call_all_kinds(group)
@@ -795,7 +795,7 @@ class OtherRanks(ExecutorCase):
     def test_the_same_on_other_ranks(
         self, spawn: Spawn, recorded_on_two: Path, slots: int, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Whatever is joined, kept or yielded is the same; each call counts once."""
+        """Joined, kept and yielded results equal the recording on any number of ranks, and each call counts once."""
         table = self._compare_ranks(spawn, recorded_on_two, slots)
         assert {row.first for row in table.values()} == {None}
         assert {name: (row.calls, row.differ, row.missing, row.arguments) for name, row in table.items()} == {
@@ -812,7 +812,7 @@ class OtherRanks(ExecutorCase):
     def test_what_differs_on_other_ranks(
         self, spawn: Spawn, recorded_on_two: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The first difference is told with call and path, in what the caller gets."""
+        """The first difference is reported with call and path in the joined result."""
         table = self._compare_ranks(spawn, recorded_on_two, 4, bias=1.0)
         assert (table["double"].differ, table["double"].different, table["double"].absolute) == (2, 2, 1.0)
         words = (
@@ -827,7 +827,7 @@ class OtherRanks(ExecutorCase):
 
     @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}, {"dp": 4}])
     def test_a_comparison_over_meshes(self, spawn: Spawn, tmp_path: Path, mesh: dict[str, int]) -> None:
-        """Of each part one copy counts, in the recording and here; as many ranks that lie otherwise are others."""
+        """On any mesh one copy of each part is compared, so that each call counts once."""
 
         def do(group: ColocatedGroup) -> None:
             group.role("steady", Steady).double(torch.arange(9.0))
@@ -847,7 +847,7 @@ class OtherRanks(ExecutorCase):
     def test_what_has_an_item_for_each_rank(
         self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A list of ranks' items is refused, by method and collect, unless all of the recorded ranks gave the same."""
+        """A list of ranks' items isn't comparable across numbers of ranks, unless all recorded items are equal."""
         group = spawn({"steady": colocate.role(Steady)}, name="group")
         with group.owner.owner.record(group["steady"], tmp_path / "it"):
             group.role("steady", Steady).who()
@@ -866,7 +866,7 @@ class OtherRanks(ExecutorCase):
     @needs_feature("balance")
     @needs_feature("rows")
     def test_arguments_of_all_ranks(self, spawn: Spawn, recorded_on_two: Path) -> None:
-        """Arguments that all ranks get are compared, and rows one by one; of what is split nobody knows the whole."""
+        """Broadcast arguments and rows are compared across numbers of ranks; scattered arguments are not."""
         group = spawn({"steady": colocate.role(Steady).on(compare=recorded_on_two)}, slots=1, name="group")
         steady = group.role("steady", Steady)
         steady.double(torch.arange(9.0), scale=3.0)
@@ -895,7 +895,7 @@ class Restarts(ExecutorCase):
 
     @pytest.fixture
     def counted(self, spawn: Spawn, tmp_path: Path) -> Path:
-        """A recording of a role that gives 1, 2, 3, 4, for ever the same arguments."""
+        """Record a role that returns 1, 2, 3, 4 for equal arguments, and return the folder."""
         group = _spawn_restarting(spawn, colocate.role(Player))
         with group.owner.owner.record(group["player"], tmp_path / "it"):
             for _ in range(4):
@@ -905,7 +905,7 @@ class Restarts(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_recording_ends_with_it(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """What comes after a restart isn't recorded; this is told, also to who would be answered by it."""
+        """A restart ends the group's recording; the log, a later replay and a comparison say so."""
         group = _spawn_restarting(spawn, colocate.role(Player))
         with group.owner.owner.record(group["player"], tmp_path / "it"):
             group.role("player", Player).buffer()
@@ -936,7 +936,7 @@ class Restarts(ExecutorCase):
     @needs_feature("checkpoints")
     @pytest.mark.parametrize("restores", [False, True])
     def test_a_replay_goes_on(self, spawn: Spawn, counted: Path, tmp_path: Path, restores: bool) -> None:
-        """From a checkpoint on the calls after that are answered; without one, all from the first on."""
+        """After a restart or restore a replay continues from the checkpoint, or from the first call without one."""
         group = _spawn_restarting(spawn, colocate.role(Player).on(replay=counted))
         player = group.role("player", Player)
 
@@ -960,7 +960,7 @@ class Restarts(ExecutorCase):
     @needs_feature("checkpoints")
     @pytest.mark.parametrize("slots", [2, 1])
     def test_a_comparison_goes_on(self, spawn: Spawn, counted: Path, tmp_path: Path, slots: int) -> None:
-        """Calls are compared with what they were, also those that come again; so a table is of what counts."""
+        """After a restart repeated calls are compared with the same recorded calls again."""
         group = _spawn_restarting(spawn, colocate.role(ResidentRecord).on(compare=counted), slots=slots)
         player = group.role("player", ResidentRecord)
         player.buffer()

@@ -1,1 +1,1 @@
-"""What holds of `features/rows` on every executor: a part of the suite that goes with the feature."""
+"""Tests of `features/rows` on every executor; the folder is removed with the feature."""

@@ -1,4 +1,4 @@
-"""Values of rows are those of the moment at which they were given, returned or yielded."""
+"""Rows keep the values from the moment when they were given, returned or yielded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colocate.testing.executors._base import Shared, Spawn, needs
 from colocate.testing.gate import Address, Gate, pass_gate_async
 from colocate.testing.waiting import PATIENCE_S
 
-_SIZE = 1024  # elements of a row, so that its memory travels beside the pickle
+_SIZE = 1024  # Elements of a row: enough for its memory to travel beside the pickle.
 
 
 def sum_numbers(value: Any) -> float:
@@ -30,7 +30,7 @@ def sum_numbers(value: Any) -> float:
 
 
 class Buffering(Role):
-    """A role that uses its buffers again, and whose caller does so too."""
+    """A role that reuses its buffers."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -54,7 +54,7 @@ class Buffering(Role):
 
     @method(rows="row", concurrency=2)
     async def add(self, row: Any, beside: Any, gate: Address, how: str = "") -> float:
-        """Sum a row and what all rows have got, behind a gate; what else happens there, `how` says."""
+        """Sum a row and the shared argument behind a gate; `how` names a fault."""
         await pass_gate_async(gate)
         if how == "raise" and self.ctx.rank == 0:
             raise ValueError(how)
@@ -92,12 +92,12 @@ class Buffering(Role):
 
 
 class Buffers(RowsCase):
-    """Buffers that are used again."""
+    """Buffers that are reused."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_buffering(cls, runtime: Runtime) -> Iterator[Shared]:
-        """Two slots of a runtime where values travel by value: with `strict=True` if they otherwise don't."""
+        """Share two slots of a runtime that copies values, by `strict=True` if need be."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {"buffering": colocate.role(Buffering)}
         if runtime._node.services.executor.codec.name != "reference":
@@ -108,14 +108,14 @@ class Buffers(RowsCase):
 
     @pytest.fixture
     def buffering(self, no_leaks: None, shared_buffering: Shared) -> Buffering:
-        """The view of the role."""
+        """Return the view of the role."""
         return shared_buffering.get().role("buffering", Buffering)
 
     @mark_executor_part
     @pytest.mark.parametrize("kind", ["array", "tensor", "mapping"])
     @pytest.mark.parametrize("how", ["", "raise"])
     def test_rows_are_taken_when_the_call_is_written(self, buffering: Buffering, kind: str, how: str) -> None:
-        """Rows that are sent later, and again, are those that the caller gave; so is what all rows get."""
+        """Rows and shared arguments are taken at the call, though the caller overwrites both before the sending."""
         add = buffering.add.options(retry=1) if how else buffering.add
         for begin in (add.stream, add.submit):
             rows, overwrite = _make_rows(kind, 3 * OUT)
@@ -131,7 +131,7 @@ class Buffers(RowsCase):
 
     @needs(OwnProcess)
     def test_rows_after_a_restart(self, spawn: Spawn) -> None:
-        """The workers of a restarted group are given the rows, and what all rows get, as both were."""
+        """A restarted group's workers get the original rows and shared argument, which the caller overwrote."""
         pytest.importorskip("torch")
         buffering = spawn({"buffering": colocate.role(Buffering)}, on_failure="restart").role("buffering", Buffering)
         rows, overwrite = _make_rows("array", 3 * OUT)
@@ -146,7 +146,7 @@ class Buffers(RowsCase):
 
     @mark_executor_part
     def test_values_of_one_buffer(self, buffering: Buffering) -> None:
-        """Each row has its own values, called, submitted, streamed and kept; so has each call."""
+        """Each row and each call keeps its own values, though the role returns the same buffers."""
         batch = [*range(12)]
         sizes = sum_numbers({"array": [1] * _SIZE, "view": [1] * _SIZE, "ids": [1], "inside": [1] * 4})
         expected = [sizes * number for number in batch]
@@ -168,7 +168,7 @@ def _index_row(row: tuple[int, Any]) -> int:
 
 
 def _make_rows(kind: str, count: int) -> tuple[Any, Callable[[], object]]:
-    """Return rows, and what writes other values into their memory."""
+    """Return rows, and a function that overwrites their memory."""
     import numpy as np
     import torch
 

@@ -40,14 +40,14 @@ def _is_row_to_begin(task: asyncio.Task[Any]) -> bool:
 
 
 class Unreadable:
-    """Can be sent, and not rebuilt."""
+    """A value that can be sent but not rebuilt."""
 
     def __reduce__(self) -> Any:
         return _raise_refusal, ()
 
 
 class RingingRow:
-    """Raises a signal while it is rebuilt on the main thread, where that is asked for: `rings` has its number."""
+    """A value that raises the signals of `rings` while it is rebuilt on the main thread."""
 
     rings: ClassVar[list[signal.Signals]] = []
 
@@ -64,14 +64,14 @@ class RingingRow:
 
 
 class Playing(Role):
-    """Rows that the driver gives one by one."""
+    """A role whose rows the driver gives out one by one."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
 
     @method(rows="row", concurrency=PLACES)
     async def play(self, row: int, factor: int = 1) -> tuple[int, int]:
-        """The row, and where it ran."""
+        """Return the row's product, and its rank."""
         self.log.append(row)
         await asyncio.sleep(0)
         assert self.ctx.row is not None
@@ -79,7 +79,7 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def wait(self, row: Any, gate: Address) -> tuple[int, int]:
-        """As `play`; one that isn't None waits at a gate."""
+        """Log the row's begin and cancellation; a row that isn't None waits at a gate."""
         self.log.append(("begun", self.ctx.row))
         try:
             if row is not None:
@@ -92,7 +92,7 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def fail(self, row: str, gate: Address | None = None) -> tuple[str, int]:
-        """Fails in rows of this name; the others wait at a gate, if there is one."""
+        """Raise in rows of some names; wait in the others at a gate, if there is one."""
         self.log.append(row)
         if row == "fail":
             raise KeyError(row)
@@ -104,7 +104,7 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def cancel(self, row: str) -> str:
-        """Has tasks cancelled, as libraries do and roles: rows say how."""
+        """Cancel tasks, as libraries and roles do; the row names the way."""
         task = asyncio.current_task()
         assert task is not None
         match row:
@@ -128,7 +128,7 @@ class Playing(Role):
 
     @method(rows="row", concurrency=8)
     async def flaky(self, row: int) -> int:
-        """Fails in each third row; what the event loop has to say goes to the log."""
+        """Fail in every third row, and log the event loop's complaints."""
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: self.log.append(str(context)))
         if row % 3 == 0:
             raise ValueError(row)
@@ -137,12 +137,12 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def ring(self, row: int) -> RingingRow:
-        """Return what may raise a signal on the driver."""
+        """Return a value that may raise a signal on the driver."""
         return RingingRow(row)
 
     @method(rows="row", concurrency=PLACES)
     async def swallow(self, row: str, gate: Address) -> str:
-        """Waits at a gate, whatever is cancelled; one row fails instead, when the other has come there."""
+        """Wait at a gate despite cancellation; one row raises instead, when row 0 waits."""
         if row == "fail":
             while ("waits", 0) not in self.log:
                 await asyncio.sleep(0)
@@ -153,18 +153,18 @@ class Playing(Role):
 
     @method(rows="row", concurrency=MANY)
     async def block(self, row: int, gate: Address) -> int:
-        """Waits at a gate, on another thread."""
+        """Wait at a gate on another thread."""
         await asyncio.to_thread(pass_gate, gate)
         return row
 
     @method(rows="row", concurrency=PLACES)
     async def give(self, row: int) -> object:
-        """The row, or what can't be rebuilt."""
+        """Return an even row, or a value that can't be rebuilt."""
         return Unreadable() if row % 2 else row
 
     @method(rows="row", concurrency=PLACES)
     async def die(self, row: Path | None) -> tuple[int, int]:
-        """Kills its worker in rows with the name of a file that isn't there, which is there afterwards."""
+        """Kill the worker in a row whose file is missing, after making the file."""
         if row is not None and not row.exists():
             row.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -172,7 +172,7 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def draw(self, row: int) -> tuple[float, float]:
-        """Two random numbers, with other rows between them."""
+        """Draw two random numbers, with time for other rows between."""
         import torch
 
         first = torch.rand((), generator=self.ctx.generator, device=self.ctx.device).item()
@@ -186,7 +186,7 @@ class Playing(Role):
 
     @method(rows="mark")
     async def draws_and_dies(self, mark: Path | None) -> tuple[Path | None, float]:
-        """Return a random number. Given a file that isn't there, the worker writes the number there, and dies."""
+        """Return a random number; in a row with a missing file, write the number there and kill the worker."""
         import torch
 
         number = torch.rand((), generator=self.ctx.generator, device=self.ctx.device).item()
@@ -197,7 +197,7 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def begins(self, row: str) -> str:
-        """Begins what has to be ended with the row, which fails, or not."""
+        """Register two functions for the end of the row, which may fail."""
         state = running_call.get()
         assert isinstance(state, RowState)
 
@@ -212,30 +212,30 @@ class Playing(Role):
 
     @method(rows="row", concurrency=PLACES)
     async def add(self, row: dict[str, Any], values: list[int]) -> int:
-        """Sums a row of a mapping, and what all rows have got."""
+        """Sum a mapping's row and the shared values."""
         assert row["other"].device.type == self.ctx.device.type
         return int(row["number"]) + int(row["other"].sum()) + sum(values)
 
     def save(self, directory: Path) -> None:
-        """Save nothing: what rows draw next is saved without that."""
+        """Save nothing: the framework saves the state of the rows' draws."""
 
     def restore(self, directory: Path) -> None:
         """Do nothing."""
 
     @method
     def logged(self) -> list[Any]:
-        """Return what has happened since this was asked last."""
+        """Return and clear the log."""
         entries, self.log = self.log, []
         return entries
 
     @method
     def count(self) -> list[int]:
-        """A value to keep."""
+        """Return a value to keep."""
         return [self.ctx.rank, 1]
 
 
 class Yielding(Role):
-    """Rows that a batched method yields, in the reverse order."""
+    """A role whose batched methods yield rows, mostly in reverse order."""
 
     def __init__(self) -> None:
         self.yielded = 0
@@ -243,7 +243,7 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch"))
     def all(self, batch: list[int]) -> Iterator[tuple[int, int]]:
-        """Each twice as large."""
+        """Yield each row doubled."""
         self.yielded, self.closed = 0, "no"
         try:
             for index in reversed(range(len(batch))):
@@ -256,7 +256,7 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch", balance="costs"))
     async def later(self, batch: list[int], costs: list[int] | None = None) -> AsyncIterator[tuple[int, int]]:
-        """The same, awaiting something."""
+        """Yield each row doubled, with awaits between."""
         self.yielded, self.closed = 0, "no"
         try:
             for index in reversed(range(len(batch))):
@@ -270,7 +270,7 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch"))
     def lingers(self, batch: list[int], at: int, gate: Address) -> Iterator[tuple[int, int]]:
-        """Goes on from an index, or after all, until nobody reads any more."""
+        """Work from an index on, or after the last row, until cancelled."""
         self.closed = "no"
         try:
             for index in range(len(batch) + 1):
@@ -287,7 +287,7 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch"))
     async def awaits(self, batch: list[int], at: int, gate: Address) -> AsyncIterator[tuple[int, int]]:
-        """As `lingers`, awaiting what never comes."""
+        """Await a future that never ends, at an index or after the last row."""
         self.closed = "no"
         for index in range(len(batch) + 1):
             if index == at:
@@ -300,14 +300,14 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch"))
     async def swallow(self, batch: list[str], gate: Address) -> AsyncIterator[tuple[int, str]]:
-        """As that of `Playing`."""
+        """Wait at a gate despite cancellation."""
         await _pass_gate_always(gate)
         for index, value in enumerate(batch):
             yield index, value
 
     @method(dispatch=Scatter("batch"))
     def wrong(self, batch: list[int], items: list[Any]) -> Iterator[tuple[int, Any]]:
-        """Yields these items; raises in the place of one that is an exception."""
+        """Yield the items; raise an item that is an exception."""
         for item in items:
             if isinstance(item, Exception):
                 raise item
@@ -315,13 +315,13 @@ class Yielding(Role):
 
     @method(dispatch=Scatter("batch"))
     def unreadable(self, batch: list[int]) -> Iterator[tuple[int, object]]:
-        """Yield a value that can't be rebuilt."""
+        """Yield values that can't be rebuilt."""
         for index in range(len(batch)):
             yield index, Unreadable()
 
     @method(dispatch=Scatter("batch"))
     def meets(self, batch: list[int]) -> Iterator[tuple[int, int]]:
-        """Yields rows between steps that all ranks of its mesh take together."""
+        """Yield rows between collectives of all ranks of the mesh."""
         import torch
         import torch.distributed as dist
 
@@ -333,7 +333,7 @@ class Yielding(Role):
 
     @method
     def state(self) -> tuple[int, str]:
-        """How many rows were yielded, and how that ended."""
+        """Return the number of yielded rows, and how the generator ended."""
         return self.yielded, self.closed
 
     @method(collect=First())
@@ -342,7 +342,7 @@ class Yielding(Role):
 
 
 class StartsAgain(Playing):
-    """Waits at a gate when its group restarts, and may raise then."""
+    """A role that waits at a gate when its group restarts, and may then raise."""
 
     def __init__(self, gate: Address, fails: bool = False) -> None:
         super().__init__()

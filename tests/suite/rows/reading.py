@@ -1,4 +1,4 @@
-"""Who reads a stream: several at once, some of whom are interrupted."""
+"""Readers of a stream: several at once, some interrupted."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 
 READERS = 3
 OUT = 2 * PLACES * 2
-"""How many rows of two ranks are begun and not read, at most."""
+"""The most rows of two ranks that are begun and not read."""
 
 
 class RowsCase(ExecutorCase):
-    """Base of the areas of rows."""
+    """The base class of tests of rows."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_playing(cls, runtime: Runtime) -> Shared:
-        """Two slots with a role of each kind."""
+        """Share two slots with a role of each kind."""
         roles: dict[str, RoleSpec[Any]] = {
             "playing": colocate.role(Playing),
             "yielding": colocate.role(Yielding),
@@ -48,24 +48,24 @@ class RowsCase(ExecutorCase):
 
     @pytest.fixture
     def streaming(self, no_leaks: None, shared_playing: Shared) -> ColocatedGroup:
-        """The roles whose rows end one by one, which all tests share."""
+        """Return the group that all tests share."""
         return shared_playing.get()
 
     @pytest.fixture
     def playing(self, streaming: ColocatedGroup) -> Playing:
-        """The view of the playing role, with an empty log."""
+        """Return the view of the playing role, with an empty log."""
         view = streaming.role("playing", Playing)
         view.logged()
         return view
 
 
 class Alarm(Exception):
-    """What a user's handler raises."""
+    """The error that a user's signal handler raises."""
 
 
 @contextlib.contextmanager
 def raise_on_alarm() -> Iterator[None]:
-    """A block in which SIGUSR1 raises."""
+    """Make SIGUSR1 raise Alarm inside the block."""
 
     def ring(number: int, frame: object) -> None:
         raise Alarm
@@ -79,7 +79,7 @@ def raise_on_alarm() -> Iterator[None]:
 
 
 def read_by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
-    """Return what each of some threads reads of a stream, and what they are told at its end."""
+    """Return each reader thread's rows of a stream, and its error."""
     results: list[tuple[list[int], type | None]] = []
 
     def read() -> None:
@@ -100,7 +100,7 @@ def read_by_threads(stream: Any, meanwhile: Callable[[], object] = lambda: None)
 
 
 def read_by_tasks(stream: Any, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[list[int], type | None]]:
-    """The same of tasks."""
+    """Return each reader task's rows of a stream, and its error."""
 
     async def read() -> tuple[list[int], type | None]:
         rows: list[int] = []
@@ -124,7 +124,7 @@ class Reading(RowsCase):
 
     @pytest.mark.parametrize("by", [read_by_threads, read_by_tasks])
     def test_several_read_one_stream(self, playing: Playing, by: Callable[..., Any]) -> None:
-        """Each row goes to one of them, and all are told of its end, of what has ended it, and when it is closed."""
+        """Each row goes to one reader, and every reader gets the stream's end, timeout or close."""
         results = by(playing.play.stream(list(range(10 * OUT))))
         assert sorted(row for rows, _ in results for row in rows) == [*range(10 * OUT)]
         assert [error_type for _, error_type in results] == [None] * READERS
@@ -142,10 +142,10 @@ class Reading(RowsCase):
 
             assert by(stream, close) == [([], ClosedError)] * READERS
 
-    @needs(OwnProcess)  # on threads values are handed over as they are
+    @needs(OwnProcess)  # Threads hand values over without rebuilding.
     @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
     def test_interrupted_while_a_value_is_rebuilt(self, playing: Playing, number: signal.Signals) -> None:
-        """Who asks again has it: of a stream, of a call, of calls as they end."""
+        """A signal during the rebuild of a value loses no value: the next read of the stream or call returns it."""
         rows, got = list(range(3 * OUT)), list[int]()
 
         def interrupted(asks: Callable[[], Any]) -> Any:
@@ -168,12 +168,12 @@ class Reading(RowsCase):
                 return await anext(later)
 
             later, got = playing.ring.stream(rows), []
-            while len(got) < len(rows) and number == signal.SIGUSR1:  # asyncio.run has a handler of its own for SIGINT
+            while len(got) < len(rows) and number == signal.SIGUSR1:  # asyncio.run has its own handler for SIGINT.
                 got.append(interrupted(lambda: asyncio.run(first()))[0])
             assert sorted([*got, *(index for index, _ in later)]) == rows
 
     def test_who_stops_waiting(self, playing: Playing) -> None:
-        """Tasks that are cancelled while they wait for a row have taken none."""
+        """A task that is cancelled while waiting for a row takes no row."""
         rows, got = list(range(10 * OUT)), list[int]()
 
         async def main() -> None:
@@ -193,7 +193,7 @@ class Reading(RowsCase):
         assert sorted(got) == rows
 
     def test_what_was_read_is_told_by_one(self, playing: Playing) -> None:
-        """Rows that the main thread reads, while nobody can be told of that, have no thread begin each."""
+        """Reading rows on the main thread while the call is locked starts no thread per row."""
         stream = playing.play.stream(list(range(3 * OUT)))
         call = stream._call  # type: ignore[attr-defined]
         wait_until(lambda: len(call.ends) == OUT, "as many rows as may have ended")
@@ -209,7 +209,7 @@ class Reading(RowsCase):
         held.wait(PATIENCE_S)
         try:
             got = [next(stream)[0] for _ in range(OUT)]
-            assert wait_until_done(0.0)  # else each has a thread that waits for that
+            assert wait_until_done(0.0)  # Otherwise each row has a thread waiting for the lock.
         finally:
             goes_on.set()
             holder.join(PATIENCE_S)
@@ -217,7 +217,7 @@ class Reading(RowsCase):
 
     @pytest.mark.parametrize("how", ["closed", "failed", "yields"])
     def test_what_swallows_its_cancellation(self, spawn: Spawn, how: str) -> None:
-        """Where nobody waits for its rows any more it has the time of a hold to end; then the group fails, and why."""
+        """A method that swallows its cancellation fails the group after the grace, with its name and row."""
         group = spawn({"playing": colocate.role(Playing), "yielding": colocate.role(Yielding)}, slots=1)
         group._node.grace = 0.2
         role: Any = group["yielding" if how == "yields" else "playing"]
@@ -236,7 +236,7 @@ class Reading(RowsCase):
         assert (error.method, error.rank) == ("swallow", 0)
 
     def test_left_before_it_has_begun(self, spawn: Spawn) -> None:
-        """A stream that is left while an earlier call runs, however long that takes, is no failure."""
+        """A stream closed behind a long earlier call fails nothing, even past the grace."""
         group = spawn({"playing": colocate.role(Playing)}, slots=1)
         playing, order = group.role("playing", Playing), group._node.order
         with Gate() as gate:

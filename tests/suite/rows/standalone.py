@@ -1,4 +1,4 @@
-"""Rows of a role object outside any worker, which no executor has a part in."""
+"""Rows of a role object outside any worker, without an executor."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from colocate.testing.executors._base import ExecutorCase, needs_feature
 
 
 class Playing(Role):
-    """Has methods whose rows end one by one."""
+    """A role with methods whose rows end one by one."""
 
     def __init__(self) -> None:
         self.highest_count = self.running_count = 0
 
     @method(rows="row", concurrency=2)
     async def play(self, row: int, factor: int = 1) -> int:
-        """Take a row; a negative one raises."""
+        """Return a row's product, or raise for a negative row."""
         self.running_count += 1
         self.highest_count = max(self.highest_count, self.running_count)
         await asyncio.sleep(0.002 if row == 0 else 0)
@@ -53,11 +53,11 @@ class Playing(Role):
 
 
 class StandaloneRows(ExecutorCase):
-    """Rows end one by one there, too."""
+    """Rows that end one by one outside any worker."""
 
     @needs_feature("standalone")
     def test_rows_that_end_one_by_one(self) -> None:
-        """All run when it is called, so many at once; they come in the order in which they ended."""
+        """Outside a worker rows run with the method's concurrency, and streams yield rows as they ended."""
         playing = Playing()
         assert playing.play([0, 1, 2, 3], factor=10) == [0, 11, 22, 33]
         assert playing.highest_count == 2
@@ -81,7 +81,7 @@ class StandaloneRows(ExecutorCase):
 
     @needs_feature("standalone")
     def test_rows_with_errors(self) -> None:
-        """Errors come bare, or in the place of values; what is yielded wrongly is refused as in a group."""
+        """Outside a worker a row's error is raised as is or returned as the value, and misuse is refused."""
         playing = Playing()
         with pytest.raises(ValueError, match="-1"):
             playing.play([1, -1, 2])
@@ -99,7 +99,7 @@ class StandaloneRows(ExecutorCase):
 
     @needs_feature("standalone")
     def test_rows_of_one_buffer(self) -> None:
-        """Each row has its own values, though all have run when the first is read."""
+        """Outside a worker each row keeps its own values, though the role reuses its buffers."""
         pytest.importorskip("torch")
         batch, buffering = [*range(6)], Buffering()
         one = sum_numbers(buffering.fill([1])[0])
@@ -119,7 +119,7 @@ class StandaloneRows(ExecutorCase):
 
     @needs_feature("standalone")
     def test_rows_draw_by_themselves(self) -> None:
-        """The same whatever runs beside them, others in the next call."""
+        """Rows draw the same numbers whatever runs beside, and other numbers in the next call."""
         torch = pytest.importorskip("torch")
 
         class Drawing(Role):

@@ -1,4 +1,4 @@
-"""Calls whose rows end one by one: rows that ranks take as they have places, and batched methods that yield."""
+"""Calls whose rows end one by one: single rows for idle ranks, and batched methods that yield."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Streams(RowsCase):
 
     @mark_executor_part
     def test_all_ways_to_call(self, playing: Playing) -> None:
-        """Each row runs once, on some rank; values come in order, or as they end with the indices of the rows."""
+        """Each row runs once; calls return values in row order, and streams yield pairs of index and value."""
         rows = list(range(20))
         values = playing.play(rows, factor=3)
         assert [value for value, _ in values] == [3 * row for row in rows]
@@ -60,7 +60,7 @@ class Streams(RowsCase):
 
     @mark_executor_part
     def test_async_for(self, playing: Playing, streaming: ColocatedGroup) -> None:
-        """Streams are read by `async for` as well, several at once by several tasks."""
+        """Several tasks can read several streams at once by `async for`."""
         yielding = streaming.role("yielding", Yielding)
 
         async def read(stream: Any) -> list[Any]:
@@ -76,7 +76,7 @@ class Streams(RowsCase):
         assert sorted(yielded) == [(row, 2 * row) for row in rows]
 
     def test_idle_ranks_take_the_next_row(self, playing: Playing) -> None:
-        """While some rows keep the places of a rank, the others take all that come after."""
+        """While rows occupy all places of one rank, the other rank takes all later rows."""
         with Gate() as gate:
             rows = [True, None, True, None, *[None] * 20]  # the first and the third go to rank 0
             with playing.wait.stream(rows, gate.address) as stream:
@@ -87,7 +87,7 @@ class Streams(RowsCase):
                 assert sorted(stream) == [(0, (0, 0)), (2, (2, 0))]
 
     def test_rows_of_one_key_go_to_one_rank(self, playing: Playing) -> None:
-        """With `sticky`; keys are spread over the ranks."""
+        """`sticky` sends rows of one key to one rank, and spreads keys over the ranks."""
         rows = [row for row in range(12) for _ in range(3)]
         homes: dict[int, set[int]] = {}
         for row, rank in playing.play.options(sticky=lambda row: row)(rows):
@@ -98,11 +98,11 @@ class Streams(RowsCase):
             playing.play.options(sticky=lambda row: [row])([1])
 
     def test_ranks_of_rows(self, playing: Playing) -> None:
-        """Rows go to the ranks that a call names."""
+        """Rows run only on the ranks that a call names."""
         assert {rank for _, rank in playing.play.options(ranks=[1])([1, 2, 3, 4])} == {1}
 
     def test_nothing_runs_ahead_of_who_reads(self, playing: Playing, streaming: ColocatedGroup) -> None:
-        """Of a stream that nobody reads as many rows begin as there are places, twice; a batch yields so many rows."""
+        """An unread stream begins twice as many rows as there are places, and a batch yields only so far ahead."""
         rows = list(range(10 * OUT))
         stream = playing.play.stream(rows)
         wait_until(lambda: len(stream._call.ends) == OUT, "as many rows as may have ended")  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ class Streams(RowsCase):
 
     @mark_executor_part
     def test_closed(self, playing: Playing) -> None:
-        """Rows that haven't begun never do, those that run are cancelled, and the lane goes on."""
+        """Closing a stream cancels its running rows, and its other rows never begin."""
         with Gate() as gate:
             with playing.wait.stream([True] * 100, gate.address) as stream:
                 gate.wait_for(2 * PLACES)
@@ -132,7 +132,7 @@ class Streams(RowsCase):
             stream.close()
 
     def test_closed_while_a_method_works_on(self, streaming: ColocatedGroup) -> None:
-        """What a generator awaits is cancelled, and one that looks is told so: amid its rows, and after the last."""
+        """Closing a stream cancels a generator's await and sets `ctx.cancelled`, between rows or after the last."""
         yielding = streaming.role("yielding", Yielding)
         for method in (yielding.lingers, yielding.awaits):
             for at in (1, 2):
@@ -145,7 +145,7 @@ class Streams(RowsCase):
                     assert [closed for _, closed in yielding.state()] == ["told"] * 2, (method, at)
 
     def test_rows_of_a_call_that_is_interrupted(self, playing: Playing) -> None:
-        """Rows of a call that Ctrl-C ends go on no longer, though its traceback is kept."""
+        """Ctrl-C cancels the rows of the interrupted call, even while its traceback is kept."""
         with Gate() as gate:
 
             def interrupt() -> None:
@@ -160,7 +160,7 @@ class Streams(RowsCase):
             del caught
 
     def test_dropped(self, playing: Playing) -> None:
-        """A stream that is left half read, and that nobody has any more, is closed."""
+        """A half-read stream without references is closed."""
         with Gate() as gate:
             for _ in playing.wait.stream([None, *[True] * 99], gate.address):
                 break
@@ -174,7 +174,7 @@ class Streams(RowsCase):
     def test_who_waits_behind_a_half_read_stream(
         self, playing: Playing, streaming: ColocatedGroup, tmp_path: Path
     ) -> None:
-        """Waiting is an error at once, in all ways to wait, and nothing is sent; not in other threads."""
+        """Waiting behind a stream that the same thread reads raises at once; other threads may wait."""
         words = r"comes after the stream of playing.play that was opened at \S+:\d+, .* it would wait for itself"
         stream = playing.play.stream(list(range(100)))
         next(stream)
@@ -199,7 +199,7 @@ class Streams(RowsCase):
         assert len(list(stream)) == 99
         other.join(PATIENCE_S)
         assert len(logs) == 1
-        assert playing.logged() == [[], []]  # of which `found` had the rows
+        assert playing.logged() == [[], []]  # The other thread took the log before.
 
         async def main() -> None:
             async for _ in playing.play.stream(list(range(100))):
@@ -208,11 +208,11 @@ class Streams(RowsCase):
                 break
 
         asyncio.run(main())
-        for index, _ in playing.play.stream([1]):  # all have been read
+        for index, _ in playing.play.stream([1]):  # The stream is read to its end.
             assert playing.logged() == [[1], []], index
 
     def test_who_reads_a_stream(self, playing: Playing) -> None:
-        """Who has read last, however it was opened: others may wait behind it, also a thread with the same ident."""
+        """Only a stream's last reader can't wait behind the stream: its opener and other threads and tasks can."""
         rows = list(range(10 * OUT))
 
         async def count(stream: Any) -> int:
@@ -250,7 +250,7 @@ class Streams(RowsCase):
             try:
                 raise KeyError
             except KeyError as error:
-                original = error  # which has this frame
+                original = error  # The error keeps this frame.
                 raise ValueError from original
 
         gc.disable()
@@ -263,7 +263,7 @@ class Streams(RowsCase):
 
     @mark_executor_part
     def test_a_row_that_raises(self, playing: Playing) -> None:
-        """The row's error names it; the rows that run are cancelled, no others begin, and no rank is held."""
+        """A row's error names its row, rank and method, and rows beyond the running ones never begin."""
         with Gate() as gate:
             rows = ["a", "b", "fail", *["c"] * 50]
             stream = playing.fail.stream(rows, gate.address)
@@ -282,7 +282,7 @@ class Streams(RowsCase):
     def test_a_submitted_failure_of_rows_is_logged(
         self, streaming: ColocatedGroup, playing: Playing, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Of a call that nobody has asked for, with the row that has failed."""
+        """A submitted call's unasked failure is logged with the failed row."""
         playing.fail.submit(["fail"])
         wait_until(lambda: "nobody has asked" in caplog.text, "the failure is logged")
         (record,) = (log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage())
@@ -290,7 +290,7 @@ class Streams(RowsCase):
         assert "row 0" in record.getMessage()
 
     def test_errors_in_the_place_of_values(self, playing: Playing) -> None:
-        """With `on_error="return"` the other rows go on."""
+        """With `on_error="return"` a failed row's value is its error, and other rows have their values."""
         rows = ["a", "fail", "b", "fail"]
         for values in (
             playing.fail.options(on_error="return")(rows),
@@ -303,9 +303,9 @@ class Streams(RowsCase):
             assert [value[0] for value in values if isinstance(value, tuple)] == ["a", "b"]
             assert [value.row for value in values if isinstance(value, RoleError)] == [1, 3]
 
-    @needs(OwnProcess)  # on threads they are handed over as they are
+    @needs(OwnProcess)  # Threads hand values over without rebuilding.
     def test_values_that_cannot_be_rebuilt(self, playing: Playing, streaming: ColocatedGroup) -> None:
-        """The row has that error, which is raised, or returned; what has come of it counts as read."""
+        """A value that can't be rebuilt is its row's error, raised or returned, and counts as read."""
         odd = [row for row in range(4 * OUT) if row % 2]
         returning = playing.give.options(on_error="return")
         for values in (
@@ -323,7 +323,7 @@ class Streams(RowsCase):
             with pytest.raises(SerializationError, match="can't be rebuilt on the driver: ") as caught:
                 waits(list(range(4 * OUT)))
             assert caught.value.row in odd
-            assert playing.count() == [[0, 1], [1, 1]]  # though the error is there yet, and what has raised it
+            assert playing.count() == [[0, 1], [1, 1]]  # The error is still held, and holds up no call.
         yielding = streaming.role("yielding", Yielding)
         rows = list(range(2 * 2 * AHEAD))
         read = dict(yielding.unreadable.options(on_error="return").stream(rows))
@@ -333,7 +333,7 @@ class Streams(RowsCase):
         assert yielding.one() == 1
 
     def test_retry(self, playing: Playing) -> None:
-        """A row that has raised begins anew on another rank, as often as is said."""
+        """`retry` runs a failed row on another rank, at most as often as given."""
         assert playing.fail.options(retry=1)(["once"] * 8) == [("once", 1)] * 8
         playing.logged()
         with pytest.raises(RoleError, match="in row 0,"):
@@ -345,7 +345,7 @@ class Streams(RowsCase):
 
     @pytest.mark.parametrize("how", ["task group", "swallowed", "itself", "next"])
     def test_a_row_that_role_code_cancels(self, playing: Playing, how: str) -> None:
-        """The error is the row's, whatever the task of the row knows of cancellations, and whether it had begun."""
+        """A row that role code cancels fails with a row error, whether its task had begun or not."""
         rows, failing = [how, "a"], int(how == "next")
         cancel = playing.cancel.options(ranks=[0])
         error = cancel.submit(rows).exception(PATIENCE_S)
@@ -359,7 +359,7 @@ class Streams(RowsCase):
         assert isinstance(error, RoleError) == (how != "next")
 
     def test_a_row_that_comes_back_to_its_rank(self, playing: Playing) -> None:
-        """The row is known there while it runs, also when its former task isn't quite over."""
+        """A row retried on its own rank gets its result, and the event loop reports no error."""
         for _ in range(10):
             call = playing.flaky.options(ranks=[0], retry=5, on_error="return").submit(list(range(100)))
             assert [isinstance(value, RoleError) for value in call.result(PATIENCE_S)] == [
@@ -368,7 +368,7 @@ class Streams(RowsCase):
         assert playing.logged() == [[], []]
 
     def test_rows_that_block_have_a_thread_each(self, spawn: Spawn) -> None:
-        """By `asyncio.to_thread` as many run at once as there are places."""
+        """Rows that block in `asyncio.to_thread` run at once, as many as there are places."""
         playing = spawn({"playing": colocate.role(Playing)}, slots=1).role("playing", Playing)
         with Gate() as gate:
             call = playing.block.submit(list(range(MANY)), gate.address)
@@ -377,7 +377,7 @@ class Streams(RowsCase):
             assert call.result(PATIENCE_S) == [*range(MANY)]
 
     def test_what_a_row_has_begun_ends_with_it(self, playing: Playing) -> None:
-        """Before its value is there, the last first, whatever becomes of it."""
+        """A row's registered ends run before its value arrives, the last first, also after a failure."""
         values = playing.begins.options(ranks=[0], on_error="return")(["a", "fail", "b"])
         assert [values[0], values[2]] == ["a", "b"]
         log = playing.logged()[0]
@@ -388,7 +388,7 @@ class Streams(RowsCase):
     @needs_feature("pipelines")
     @needs_feature("balance")
     def test_rows_that_a_method_yields(self, streaming: ColocatedGroup) -> None:
-        """Indices of rows are those of what the driver has given, also where rows are balanced."""
+        """Yielded rows have the indices of the driver's rows, also if rows are balanced."""
         yielding, rows = streaming.role("yielding", Yielding), list(range(7))
         expected = [2 * row for row in rows]
         costs = [1, 9, 1, 1, 1, 1, 4]
@@ -402,7 +402,7 @@ class Streams(RowsCase):
             assert values == expected
         for stream in (yielding.all.stream(rows), yielding.later.stream(rows), yielding.later.stream(rows, costs)):
             assert sorted(stream) == list(enumerate(expected))
-        with streaming.pipeline():  # those that are kept stay where they are
+        with streaming.pipeline():  # Kept rows stay on their ranks.
             resident = yielding.all.keep(rows)
             twice = yielding.later.keep(resident.ref, costs)
         assert (resident.fetch(), twice.fetch()) == (expected, [4 * row for row in rows])
@@ -410,7 +410,7 @@ class Streams(RowsCase):
             yielding.wrong.keep([1, 2, 3, 4], [(0, 0)]).wait(PATIENCE_S)
 
     def test_what_is_yielded_wrongly(self, streaming: ColocatedGroup) -> None:
-        """Each row once, by its index among those of the rank: anything else is an error, and so is what it raises."""
+        """A method that yields a wrong item, index or number of rows fails, and so does one that raises."""
         yielding = streaming.role("yielding", Yielding)
         words = r"yielding.wrong yields \(index, value\) once for each of the 2 rows that it has got, and has yielded "
         for items, hint in (
@@ -431,7 +431,7 @@ class Streams(RowsCase):
 
     @needs(OwnProcess)
     def test_ranks_that_work_on_the_same_rows(self, spawn: Spawn) -> None:
-        """The first of them tells; when the stream is closed none leaves the steps that they take together."""
+        """Ranks that share rows report once, and closing the stream leaves no rank alone in a collective."""
         pytest.importorskip("torch")
         group = spawn({"yielding": colocate.role(Yielding).on(mesh={"dp": 1, "tp": 2})})
         yielding = group.role("yielding", Yielding)
@@ -445,7 +445,7 @@ class Streams(RowsCase):
     @needs(OwnProcess)
     @mark_executor_part
     def test_a_worker_that_dies(self, spawn: Spawn, tmp_path: Path) -> None:
-        """The rows that had ended stay; the others have that error, or it is raised."""
+        """A dead worker's row returns WorkerDied, and so does the next call."""
         group = spawn({"playing": colocate.role(Playing)})
         playing = group.role("playing", Playing)
         values = playing.die.options(on_error="return")([None, None, None, None, tmp_path / "a"])
@@ -457,7 +457,7 @@ class Streams(RowsCase):
     @needs(OwnProcess)
     @mark_executor_part
     def test_rows_go_to_the_workers_of_a_restarted_group(self, spawn: Spawn, tmp_path: Path) -> None:
-        """With `retry`, rows that had not ended; and other calls are told of the restart as ever."""
+        """With `retry`, unfinished rows run in the restarted group; calls without `retry` raise GroupRestarted."""
         group = spawn({"playing": colocate.role(Playing)}, on_failure="restart")
         playing = group.role("playing", Playing)
         rows = [None, tmp_path / "a", None, None, None, None]
@@ -481,7 +481,7 @@ class Streams(RowsCase):
 
     @needs(OwnProcess)
     def test_closed_while_the_group_restarts(self, spawn: Spawn, tmp_path: Path) -> None:
-        """No row begins any more, and nothing that comes afterwards waits for one."""
+        """A stream closed during a restart begins no more rows, and later calls run."""
         with Gate() as gate:
             group = spawn({"playing": colocate.role(StartsAgain, gate.address)}, on_failure="restart")
             playing = group.role("playing", Playing)
@@ -496,7 +496,7 @@ class Streams(RowsCase):
 
             reader = threading.Thread(target=read)
             reader.start()
-            gate.wait_for(1)  # which is amid the restart
+            gate.wait_for(1)  # The group restarts now.
             stream.close()
             gate.open()
             reader.join(PATIENCE_S)
@@ -507,7 +507,7 @@ class Streams(RowsCase):
     @needs(OwnProcess)
     @pytest.mark.parametrize("fails", [False, True])
     def test_given_up_while_the_group_restarts(self, spawn: Spawn, tmp_path: Path, fails: bool) -> None:
-        """Who has given up waiting for a row reads on: the rows that begin anew, or why the restart has failed."""
+        """A stream's new reader gets the retried rows after a restart, or the restart's error."""
         rows = [*[None] * 4 * OUT, tmp_path / "a", *[None] * 4 * OUT]
         with Gate() as gate:
             roles = {"playing": colocate.role(StartsAgain, gate.address, fails)}
@@ -520,7 +520,7 @@ class Streams(RowsCase):
 
             async def main() -> None:
                 reads = asyncio.create_task(read())
-                await asyncio.to_thread(gate.wait_for, 1)  # which is amid the restart
+                await asyncio.to_thread(gate.wait_for, 1)  # The group restarts now.
                 reads.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await reads
@@ -537,7 +537,7 @@ class Streams(RowsCase):
                 assert sorted(indices) == [*range(len(rows))]
 
     def test_behind_a_failed_call(self, playing: Playing, streaming: ColocatedGroup) -> None:
-        """Rows that no rank has begun run after the hold; those of a call that some rank has begun end with it."""
+        """After a failed call, a call of rows runs if no rank had begun it, and fails otherwise."""
         log = streaming.role("log", Log)
         with Gate() as gate:
             failing = log.at.submit([None, gate.address], ["raise", "add"])  # type: ignore[arg-type]
@@ -548,7 +548,7 @@ class Streams(RowsCase):
         with Gate() as gate, Gate() as other:
             failing = log.at.submit([gate.address, None], ["raise", "add"])  # type: ignore[arg-type]
             begun = playing.wait.submit([True] * 4, other.address)
-            other.wait_for(PLACES)  # on the second rank
+            other.wait_for(PLACES)  # The second rank has begun its rows.
             gate.open()
             error = begun.exception(PATIENCE_S)
             assert isinstance(error, RoleError)
@@ -556,7 +556,7 @@ class Streams(RowsCase):
         assert [value for value, _ in playing.play([1, 2, 3])] == [1, 2, 3]
 
     def test_timeout_of_rows(self, playing: Playing) -> None:
-        """The error says in which rows ranks are; the rows that had ended were read."""
+        """A timeout's error names the unfinished row, and rows that ended before can be read."""
         with Gate() as gate:
             stream = playing.wait.options(timeout=1.0).stream([None, True], gate.address)
             assert next(stream)[0] == 0
@@ -569,7 +569,7 @@ class Streams(RowsCase):
 
     @mark_executor_part
     def test_the_group_is_closed(self, spawn: Spawn) -> None:
-        """Who reads a stream is told; nothing waits for rows that nobody reads."""
+        """Closing a group ends its half-read streams with ClosedError, and doesn't hang on unread rows."""
         for name in ("play", "all", "later"):
             group = spawn({"playing": colocate.role(Playing), "yielding": colocate.role(Yielding)})
             role = group.role("playing" if name == "play" else "yielding")
@@ -581,7 +581,7 @@ class Streams(RowsCase):
 
     @needs_feature("checkpoints")
     def test_draws(self, playing: Playing, spawn: Spawn, tmp_path: Path) -> None:
-        """Rows draw the same on whatever ranks; each row, each call and what follows a checkpoint others."""
+        """Rows draw the same numbers on any ranks; each row and call, also after a checkpoint, draws new ones."""
         pytest.importorskip("torch")
 
         def drawn(group: ColocatedGroup, **options: Any) -> list[tuple[float, float]]:
@@ -602,7 +602,7 @@ class Streams(RowsCase):
 
     @needs_feature("checkpoints")
     def test_draws_after_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Rows draw what they had drawn, in the same group and in another one, whatever other calls come between."""
+        """After a restore rows repeat their draws, in the same or a new group, whatever calls run between."""
         pytest.importorskip("torch")
         roles = {"playing": colocate.role(Playing), "other": colocate.role(Playing)}
 
@@ -636,7 +636,7 @@ class Streams(RowsCase):
     @needs_feature("checkpoints")
     @pytest.mark.parametrize("saved", [False, True])
     def test_draws_after_a_restart(self, spawn: Spawn, tmp_path: Path, saved: bool) -> None:
-        """Rows draw what they had drawn since the checkpoint, or since the roles were constructed."""
+        """After a restart rows repeat the draws since the checkpoint, or since the roles' construction."""
         pytest.importorskip("torch")
         group = spawn({"playing": colocate.role(Playing)}, slots=2, on_failure="restart")
         playing = group.role("playing", Playing)
@@ -653,7 +653,7 @@ class Streams(RowsCase):
 
     @needs(OwnProcess)
     def test_draws_of_a_stream_that_outlives_a_restart(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Rows that begin anew draw what they had drawn; what is called then, other numbers."""
+        """A row retried after a restart draws its old number, and a later call draws another number."""
         pytest.importorskip("torch")
         group = spawn({"playing": colocate.role(Playing)}, slots=1, on_failure="restart")
         playing = group.role("playing", Playing)
@@ -669,7 +669,7 @@ class Streams(RowsCase):
         assert other != drawn
 
     def test_values_of_rows(self, streaming: ColocatedGroup) -> None:
-        """Rows are items of lists, also of those in mappings; residents go to all rows, or are fetched."""
+        """Rows may be items of lists, ranges, tensors and mappings; residents are rows or shared arguments."""
         torch, playing = pytest.importorskip("torch"), streaming["playing"]
         resident = playing.count.options(ranks=[0]).keep()
         rows = {"number": [1, 2, 3], "other": torch.arange(6).reshape(3, 2)}
@@ -682,7 +682,7 @@ class Streams(RowsCase):
 
     @needs_feature("pipelines")
     def test_refused_of_rows(self, playing: Playing, streaming: ColocatedGroup) -> None:
-        """What has no meaning for such a method, each with what to do."""
+        """Options and calls without meaning for a method of rows raise an error with the remedy."""
         yielding = streaming.role("yielding", Yielding)
         with pytest.raises(DispatchError, match=r"playing.play.keep\(...\): the driver gives out its rows one by one"):
             playing.play.keep([1])

@@ -1,1 +1,1 @@
-"""What holds of `features/standalone`: a part of the suite that goes with the feature."""
+"""The part of the suite that tests `features/standalone` and is removed with the feature."""

@@ -1,4 +1,4 @@
-"""A role object outside any worker, which no executor has a part in."""
+"""Role objects outside any worker, independent of executors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from colocate.testing.executors._base import ExecutorCase
 
 
 class Waiting(Role):
-    """Has an async method."""
+    """A role with an async method."""
 
     @method
     async def double(self, x: int) -> int:
-        """Wait a moment."""
+        """Return the double after yielding to the event loop."""
         await asyncio.sleep(0)
         assert self.ctx.rank == 0
         return 2 * x
 
 
 class Standalone(ExecutorCase):
-    """Role objects answer as a view of one rank."""
+    """Role objects answer like a view of one rank."""
 
     def test_the_function_itself_is_for_role_code(self) -> None:
-        """`Class.method(self)` is the plain function in a role's own code; a driver is told what to call."""
+        """`Class.method(self)` is the plain function in role code; on the driver an error says what to call."""
 
         class Twice(Waiting):
             @method
@@ -42,7 +42,7 @@ class Standalone(ExecutorCase):
             Waiting.double(Waiting(), 2)
 
     def test_async_methods_inside_a_running_loop(self) -> None:
-        """As in a notebook: the call blocks there, as any call does."""
+        """A call of an async method inside a running event loop blocks, as in a notebook."""
 
         async def main() -> list[int]:
             return Waiting().double(2)
@@ -50,7 +50,7 @@ class Standalone(ExecutorCase):
         assert asyncio.run(main()) == [4]
 
     def test_the_other_ways_to_call(self) -> None:
-        """A kept value is there until it is freed."""
+        """`submit` and `keep` work on a role object, and a freed resident raises ClosedError."""
         double: Any = Waiting().double
         assert double.submit(3).result() == [6]
         resident = double.keep(3)

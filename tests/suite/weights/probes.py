@@ -1,4 +1,4 @@
-"""Roles whose weights are in sync."""
+"""Roles whose weights are synced."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ Fault = Literal[
 
 
 class Failure(Exception):
-    """What these roles raise where they are told to."""
+    """The error of a role that was set to fail."""
 
 
 def make_net(width: int, seed: int, device: Any) -> Any:
-    """Two layers of which the second has the first one's weights, and a buffer."""
+    """Return two layers with tied weights, and a buffer."""
     net = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width, bias=False))
     net[1].weight = net[0].weight
-    generator = torch.Generator().manual_seed(seed)  # threads share torch's own
+    generator = torch.Generator().manual_seed(seed)  # Threads share torch's default generator.
     for parameter in net.parameters():
         parameter.data.normal_(generator=generator)
     net[0].register_buffer("scale", torch.ones(width))
@@ -77,12 +77,12 @@ class _NetRole(Role):
 
     @method(awake=())
     def stop_at(self, gate: Address | None) -> None:
-        """Wait at a gate amid the next syncs."""
+        """Set the gate at which the next syncs wait."""
         self.gate = gate
 
     @method(awake=())
     def mapped(self) -> int:
-        """How many files of transport's the process has mapped."""
+        """Return how many transport files this process has mapped."""
         with open("/proc/self/maps") as file:
             return sum("memfd:colocate" in line for line in file)
 
@@ -93,7 +93,7 @@ class _NetRole(Role):
 
     @method
     def as_torch_gathers(self) -> list[tuple[str, bool]]:
-        """Whether each weight, in order, is what torch makes of its shards."""
+        """Return for each weight, in order, whether it equals torch's own gathering of the shards."""
         state, results = self.net.state_dict(), []
         for name, tensor in colocate.torch.named_weights(self.net):
             whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
@@ -109,7 +109,7 @@ class _NetRole(Role):
 
     @method(awake=("weights",))
     def look(self) -> tuple[list[float], int]:
-        """Sums of the weights as they are whole, and their version."""
+        """Return the sums of the whole weights, and their version."""
         sums = [float(tensor.double().sum()) for _, tensor in colocate.torch.named_weights(self.net)]
         return sums, self.ctx.weights_version
 
@@ -125,7 +125,7 @@ class _NetRole(Role):
 
 
 class _NamedWeights:
-    """Weights, and what was said of them, whether or not that is true."""
+    """An iterator of weights with given specs, true or false."""
 
     def __init__(self, weights: Iterator[Any], specs: Any) -> None:
         self.weights, self.specs = weights, specs
@@ -135,7 +135,7 @@ class _NamedWeights:
 
 
 class Giver(_NetRole):
-    """Has weights that it changes."""
+    """A source whose weights change with each step."""
 
     @method
     def step(self, gate: Address | None = None) -> None:
@@ -164,7 +164,7 @@ class Giver(_NetRole):
         return wrong if self.fault in ("twice", "nothing") else _NamedWeights(wrong, weights.specs)
 
     def _yield_together(self, weights: Any) -> Iterator[Any]:
-        """Yield each weight when all ranks have come to it; the names are known when all have come."""
+        """Yield each weight after a barrier of all ranks."""
         for name, tensor in weights:
             torch.distributed.barrier(self.ctx.process_group())
             yield name, tensor
@@ -179,7 +179,7 @@ class Giver(_NetRole):
                 tensor = scratch[: tensor.numel()].view_as(tensor).copy_(tensor)
             if self.fault == "nothing":
                 return
-            if self.fault == "raises" and number == 3:  # a target elsewhere has got the first one by now
+            if self.fault == "raises" and number == 3:  # A target elsewhere has the first weight by now.
                 raise Failure("amid the weights")
             if self.fault == "other kind":
                 yield name, tensor.cpu().detach().numpy()
@@ -189,12 +189,12 @@ class Giver(_NetRole):
             )
             if self.fault in ("twice", "again"):
                 yield name, tensor
-            if self.fault == "writes late" and number == 1:  # so that nobody notices, and before they travel
+            if self.fault == "writes late" and number == 1:  # Unnoticed, and before the weights are sent.
                 tensor.data.neg_()
 
 
 class Taker(_NetRole):
-    """Gets another role's weights."""
+    """A target of weight syncs."""
 
     @method(awake=("weights",))
     def load_weights(self, weights: Weights, version: int) -> None:
@@ -238,7 +238,7 @@ class Taker(_NetRole):
 
 
 class Checked(Taker):
-    """Gives back what it has got, or what has become of it."""
+    """A target that yields the received weights back, changed if a fault is set."""
 
     def __init__(self, width: int = 8, seed: int = 0, dtype: str = "float32") -> None:
         super().__init__(width, seed)
@@ -271,7 +271,7 @@ class Checked(Taker):
 
 
 class Halves(_NetRole):
-    """Has a part of each weight's rows on each of its ranks, as an engine with tensor parallelism; gives back whole."""
+    """A tensor-parallel target: each rank has a part of each weight's rows, and yields whole weights back."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
@@ -293,11 +293,11 @@ class Halves(_NetRole):
 
 
 class Swapper(Giver, Taker):
-    """Gives weights, and gets some."""
+    """Both a source and a target."""
 
 
 class Sharer(_NetRole):
-    """Has another role's very weights."""
+    """A target that shares the source's tensors."""
 
     @method
     def generate(self) -> int:
@@ -311,7 +311,7 @@ class Sharer(_NetRole):
 
 
 class Plain(Role):
-    """Gives weights of its own that no module has, or gets some, and computes with these before; it has a module."""
+    """A source and target whose weights no module has, and whose sync methods compute with its tensors."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.tensors = {name: torch.full((1 << 18,), value, device=self.ctx.device) for name in ("one", "other")}
@@ -332,7 +332,7 @@ class Plain(Role):
 
 
 class Unsaved(Taker):
-    """Gives on what it has got, and has no checkpoint."""
+    """A target that is also a source, without checkpoint methods."""
 
     save = restore = None  # type: ignore[assignment]
 
@@ -341,7 +341,7 @@ class Unsaved(Taker):
 
 
 class Learner(Role):
-    """Learns by an optimizer, and generates rows: a source, or a target."""
+    """A role that trains by an optimizer and generates rows, as a source or a target."""
 
     def __init__(self) -> None:
         self.net = torch.nn.Linear(2, 2)
@@ -377,7 +377,7 @@ class Learner(Role):
 
 
 def _make_scaled(as_tensor: bool) -> torch.nn.Module:
-    """Return a layer with a scale that is no weight, as quantised ones have it."""
+    """Return a layer with a scale as extra state, as quantised layers have."""
 
     class Scaled(torch.nn.Linear):
         scale = 1.0
@@ -389,13 +389,13 @@ def _make_scaled(as_tensor: bool) -> torch.nn.Module:
             self.scale = float(state) if as_tensor else state["scale"]
 
     layer = Scaled(4, 4)
-    for parameter in layer.parameters():  # the same on all ranks
+    for parameter in layer.parameters():  # All ranks get the same values.
         parameter.data.fill_(0.5)
     return layer
 
 
 class Scaling(Role):
-    """Has a module with extra state, as source and as target."""
+    """A source and target whose module has extra state."""
 
     def __init__(self, as_tensor: bool = False, left_out: bool = False) -> None:
         self.net, self._left_out = torch.nn.Sequential(_make_scaled(as_tensor)), left_out
@@ -411,7 +411,7 @@ class Scaling(Role):
 
 
 class Declared(Role):
-    """Says that it needs less of its memory than it does."""
+    """A source that declares too little awake memory."""
 
     def __init__(self) -> None:
         self.tensors = {"one": torch.ones(1 << 18, device=self.ctx.device)}
@@ -422,7 +422,7 @@ class Declared(Role):
 
 
 class Asker(Role):
-    """Has a look at another role's weights by itself."""
+    """A role that reads a sibling's weights."""
 
     @method
     def look(self, name: str) -> int:

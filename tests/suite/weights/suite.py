@@ -1,4 +1,4 @@
-"""`colocate.sync_weights`: weights reach another role, on all ranks or on none."""
+"""`colocate.sync_weights`: weights are copied to another role, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ def _sum_weights(role: Any) -> list[list[float]]:
 
 
 def show_tree(group: ColocatedGroup) -> str:
-    """The tree of all that a group's runtime owns."""
+    """Return the rendered ownership graph of a group's runtime."""
     return group.owner.owner.graph.render()  # type: ignore[no-any-return]
 
 
 class TakesNoVersion(colocate.Role):
-    """A target that doesn't ask which weights it gets."""
+    """A target whose `load_weights` lacks the version parameter."""
 
     def load_weights(self, weights: colocate.Weights) -> None:
-        """Take them."""
+        """Load nothing."""
 
     @colocate.method
     def nothing(self) -> None:
-        """A role has a method."""
+        """Do nothing: a role needs a method."""
 
 
 class GivesNone(colocate.Role):
-    """A source whose weights can't be had."""
+    """A source whose `named_weights` raises."""
 
     def named_weights(self) -> Iterator[tuple[str, object]]:
         """Raise."""
@@ -79,21 +79,21 @@ class GivesNone(colocate.Role):
 
     @colocate.method
     def nothing(self) -> None:
-        """A role has a method."""
+        """Do nothing: a role needs a method."""
 
 
 class WeightSyncs(ExecutorCase):
-    """A role's weights in another one."""
+    """Syncs from one role to another in the same workers."""
 
     @pytest.fixture
     def both(self, spawn: Spawn) -> ColocatedGroup:
-        """A source and a target on two slots."""
+        """Spawn a source and a target on two slots."""
         pytest.importorskip("torch")
         return spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)})
 
     @needs_feature("memory")
     def test_weights_in_a_slot(self, both: ColocatedGroup) -> None:
-        """The target has the source's weights, tied ones with them, and says how often it got some."""
+        """After a sync the target has the source's weights, tied ones included, and a version that counts syncs."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         assert _sum_weights(giver) != _sum_weights(taker)
         for version in (1, 2):
@@ -105,7 +105,7 @@ class WeightSyncs(ExecutorCase):
         wait_until(lambda: "role 'taker' has weights version 2, " in str(both.memory()), "the table says it")
 
     def test_a_submitted_failure_of_a_sync_is_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """Each time when nobody has asked about it, also of a sync between two groups."""
+        """A submitted sync that fails is logged each time its handle is dropped unread, also between two groups."""
         pytest.importorskip("torch")
         takers = {"taker": colocate.role(Taker, seed=1)}
         source = spawn({"giver": colocate.role(GivesNone), **takers}, slots=1)
@@ -124,7 +124,7 @@ class WeightSyncs(ExecutorCase):
                 caplog.clear()
 
     def test_a_sync_takes_its_place_in_the_order(self, both: ColocatedGroup) -> None:
-        """What was sent before it trains first, and what is sent after it has the weights."""
+        """Calls sent before a sync run first, and calls sent after the sync see the new weights."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         colocate.sync_weights(giver, taker)
         with Gate() as gate:
@@ -142,7 +142,7 @@ class WeightSyncs(ExecutorCase):
     @needs_feature("memory")
     @needs_feature("looking")
     def test_shared_weights(self, spawn: Spawn) -> None:
-        """Shared weights are the same tensors; what the source writes makes the target stale until the next sync."""
+        """Shared weights are the same tensors, and a write by the source makes the target stale until the next sync."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Sharer, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Sharer)
@@ -153,7 +153,7 @@ class WeightSyncs(ExecutorCase):
         ] * 2
         taker.generate()
         giver.step()
-        group.memory()  # which knows that of a worker
+        group.memory()  # The driver learns of the write through this report.
         assert re.search(
             r"role taker rank 0/2 .*weights version 1, \d+ s old, not in sync: the role whose", show_tree(group)
         )
@@ -166,7 +166,7 @@ class WeightSyncs(ExecutorCase):
             colocate.sync_weights(giver, taker, dtype="bfloat16")
 
     def test_a_failure_amid_a_sync_of_shared_weights(self, spawn: Spawn) -> None:
-        """Ranks that have the tensors by then are stale as well, and so they are found in a checkpoint."""
+        """A failure amid a sync of shared weights leaves the target stale until the next sync."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Sharer, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Sharer)
@@ -181,7 +181,7 @@ class WeightSyncs(ExecutorCase):
     @needs_feature("memory")
     @needs_feature("checkpoints")
     def test_who_may_not_use_stale_weights(self, spawn: Spawn, tmp_path: Path) -> None:
-        """Neither another sync, nor a role of the same worker, nor a group that goes on from their checkpoint."""
+        """A sibling role, and a group restored from a checkpoint of stale weights, may not use these weights."""
         pytest.importorskip("torch")
         roles: dict[str, Any] = {
             "giver": colocate.role(Giver),
@@ -206,7 +206,7 @@ class WeightSyncs(ExecutorCase):
 
     @needs_feature("checkpoints")
     def test_weights_both_ways_after_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A role that has got weights gives them on as they were restored, unless these were half of others."""
+        """A restored role is a source again, unless the checkpoint has the partial weights of a failed sync."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Swapper), "other": colocate.role(Swapper, seed=1)}
         group = spawn(roles, slots=1)
@@ -237,7 +237,7 @@ class WeightSyncs(ExecutorCase):
 
     @needs_feature("checkpoints")
     def test_weights_that_nothing_restored(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A role without a checkpoint gives on what it has, and in a new group nothing: that is its constructor's."""
+        """A role without `restore` can be a source after its group's restore, but in a new group only after a sync."""
         pytest.importorskip("torch")
         roles: dict[str, Any] = {
             "giver": colocate.role(Giver),
@@ -268,7 +268,7 @@ class WeightSyncs(ExecutorCase):
         assert colocate.sync_weights(other.role("giver", Giver), other.role("hub", Unsaved)).version == 2
 
     def test_weights_that_do_not_fit(self, spawn: Spawn) -> None:
-        """Mistakes are told all at once, and nothing is written; with names and a dtype weights may fit."""
+        """All mismatches of names and shapes are reported in one error, and nothing is written."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, width=16)}, slots=1)
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -289,7 +289,7 @@ class WeightSyncs(ExecutorCase):
 
     @pytest.mark.parametrize("as_tensor", [False, True])
     def test_extra_state_of_a_module(self, spawn: Spawn, as_tensor: bool) -> None:
-        """State that isn't a weight is refused by its name, checked or not; left out by name, the weights come."""
+        """A module's extra state is refused by name, with or without `check`; left out by name, the weights sync."""
         for left_out in (False, True):
             declared = colocate.role(Scaling, as_tensor=as_tensor, left_out=left_out)
             group = spawn({"source": declared, "target": colocate.role(Scaling, as_tensor=as_tensor, left_out=True)})
@@ -310,7 +310,7 @@ class WeightSyncs(ExecutorCase):
     def test_a_forgotten_sync(
         self, spawn: Spawn, runtime: colocate.Runtime, caplog: pytest.LogCaptureFixture, method: str, is_one: bool
     ) -> None:
-        """Rows tell how many updates of their source came since the sync; one warning beyond what is allowed."""
+        """Rows report how many source updates their weights are behind; beyond `staleness` there is one warning."""
         if is_one:
             group = other = spawn({"source": colocate.role(Learner), "target": colocate.role(Learner)})
         else:
@@ -322,7 +322,7 @@ class WeightSyncs(ExecutorCase):
             return Driver(runtime).take_weights_behind().get("weights_behind")
 
         source.update()
-        assert behind() is None  # from nobody yet
+        assert behind() is None  # No sync yet.
         colocate.sync_weights(source, target, staleness=1)
         assert behind() == 0
         source.look()
@@ -344,13 +344,13 @@ class WeightSyncs(ExecutorCase):
         assert caplog.text.count("come of weights that are") == 1
 
     def test_a_target_that_takes_too_little(self, spawn: Spawn) -> None:
-        """Before anything is sent it is said which parameters the method has to have."""
+        """A `load_weights` with too few parameters is refused with the expected signature."""
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(TakesNoVersion)}, slots=1)
         with pytest.raises(ConfigError, match=r"must be load_weights\(self, weights, version\).*too many"):
             colocate.sync_weights(group.role("giver", Giver), group.role("taker"))
 
     def test_names_and_dtype_of_weights(self, both: ColocatedGroup) -> None:
-        """Of a tied weight it is enough that it comes by one name; numbers are rounded to the dtype on their way."""
+        """A tied weight may arrive under a single name, and values are rounded to the given dtype."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         done = colocate.sync_weights(giver, taker, names={"1.weight": None}, dtype="bfloat16")
         assert done.nbytes == 2 * (8 * 8 + 8 + 8)
@@ -361,7 +361,7 @@ class WeightSyncs(ExecutorCase):
     @pytest.mark.parametrize("role", ["giver", "taker"])
     @needs_feature("looking")
     def test_a_failure_amid_a_sync_leaves_it_stale(self, both: ColocatedGroup, role: str) -> None:
-        """On all ranks, those that had got all of them too, until a whole sync."""
+        """A failure amid a sync leaves the target stale, also on ranks with all weights, until a complete sync."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         colocate.sync_weights(giver, taker)
         both.role(role).fail(1, "raises")
@@ -395,11 +395,11 @@ class WeightSyncs(ExecutorCase):
         ],
     )
     def test_what_roles_get_wrong_in_a_sync(self, spawn: Spawn, role: str, fault: Any, text: str) -> None:
-        """A mistake is told in words of its own."""
+        """Each mistake of a role in a sync has its own error message."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
-        if fault in ("other", "other kind", "again", "nan"):  # else nobody knows what comes
+        if fault in ("other", "other kind", "again", "nan"):  # These faults need a first sync to deviate from.
             colocate.sync_weights(giver, taker)
         group.role(role).fail(0, fault)
         with pytest.raises((RoleError, ConfigError), match=text):
@@ -407,7 +407,7 @@ class WeightSyncs(ExecutorCase):
 
     @pytest.mark.parametrize("elsewhere", [False, True])
     def test_what_a_target_does_behind_the_back_of_torch(self, elsewhere: bool) -> None:
-        """With `strict=True` contents are compared: writes through `.data` are told, and what it keeps, each time."""
+        """With `strict=True` contents are compared: each write through `.data` and each kept tensor is reported."""
         pytest.importorskip("torch")
         roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}
         faults: dict[Fault, str] = {"writes aside": "writes into the tensor of 0", "keeps aside": "keeps tensors of"}
@@ -424,7 +424,7 @@ class WeightSyncs(ExecutorCase):
             assert colocate.sync_weights(giver, taker).version == 2
 
     def test_a_target_that_takes_nothing(self, spawn: Spawn) -> None:
-        """The target is told so, and has what it had."""
+        """A target that takes no weight fails the sync, and isn't stale."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -435,7 +435,7 @@ class WeightSyncs(ExecutorCase):
 
     @needs_feature("pipelines")
     def test_misuse_of_a_sync(self, both: ColocatedGroup, spawn: Spawn) -> None:
-        """Clear words before anything is sent."""
+        """Wrong arguments of a sync are refused with a clear error."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         with pytest.raises(ConfigError, match=r"source=.*it is a view"):
             colocate.sync_weights(Giver, taker)
@@ -454,7 +454,7 @@ class WeightSyncs(ExecutorCase):
 
     @needs(OwnProcess)
     def test_a_sync_of_memory_that_sleeps(self, both: ColocatedGroup) -> None:
-        """What the methods of both are declared with is woken, and nothing else."""
+        """A sync wakes only the tags that both methods declare."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         for role in ("giver", "taker"):
             both.sleep(role)
@@ -467,7 +467,7 @@ class WeightSyncs(ExecutorCase):
     @pytest.mark.parametrize("role", ["giver", "taker"])
     @pytest.mark.parametrize("elsewhere", [False, True])
     def test_a_sync_of_weights_that_no_module_has(self, spawn: Spawn, role: str, elsewhere: bool) -> None:
-        """Where a method isn't declared to need less, they are awake before its code computes with them."""
+        """A method without `awake` finds all memory of the role awake; a weight that stays asleep is refused."""
         pytest.importorskip("torch")
 
         def both(giver: Any) -> tuple[ColocatedGroup, Any, Any]:
@@ -496,7 +496,7 @@ class WeightSyncs(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("looking")
     def test_weights_after_a_restart_and_a_restore(self, spawn: Spawn, tmp_path: Path) -> None:
-        """What is there then may be of different ages: it is stale until a sync, whose version counts on."""
+        """After a restore or restart weights are stale until a sync, whose version continues the count."""
         pytest.importorskip("torch")
         roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Taker).on(weights="from sync")}
         group = spawn(roles, on_failure="restart")
@@ -521,7 +521,7 @@ class WeightSyncs(ExecutorCase):
         group.close()
 
     def test_weights_that_a_target_skips(self, spawn: Spawn) -> None:
-        """Skipped weights count as come, and its ranks elsewhere get them all the same."""
+        """Skipped weights count as received, and ranks on other slots receive the weights all the same."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -532,7 +532,7 @@ class WeightSyncs(ExecutorCase):
         assert taker.look() == [(_sum_weights(giver)[0], 1), (unsynced, 1)]
 
     def test_a_target_that_keeps_what_travelled(self, spawn: Spawn) -> None:
-        """Keeping is refused from another slot, too: what the target was given may be others' as well."""
+        """A target on another slot that keeps received tensors is refused: other targets may read the same memory."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver)}, slots=1).role("giver", Giver)
         taker = spawn({"taker": colocate.role(Taker, seed=1)}, slots=1).role("taker", Taker)
@@ -544,7 +544,7 @@ class WeightSyncs(ExecutorCase):
 
     @needs(OwnProcess)
     def test_sharded_weights(self, spawn: Spawn) -> None:
-        """Weights of FSDP2 come whole."""
+        """Weights sharded by FSDP2 arrive whole, and a sharded target is refused."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver, sharded=True), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -572,12 +572,12 @@ class WeightSyncs(ExecutorCase):
 
 
 class WeightSyncsBetween(ExecutorCase):
-    """A role's weights in a role on other slots, and in another group."""
+    """Syncs to a role on other slots, or in another group."""
 
     @mark_executor_part
     @pytest.mark.parametrize("slots", [1, 3])
     def test_weights_between_groups(self, spawn: Spawn, slots: int) -> None:
-        """Two ranks have them, and one or three get them, in buckets of any size."""
+        """Weights of two source ranks reach one or three target ranks, with any bucket size."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver, width=400)}).role("giver", Giver)
         taker = spawn({"taker": colocate.role(Taker, 400, seed=1)}, slots=slots).role("taker", Taker)
@@ -588,7 +588,7 @@ class WeightSyncsBetween(ExecutorCase):
             assert taker.look() == [(giver.look()[0][0], version)] * slots
 
     def test_a_target_that_buffers(self, spawn: Spawn) -> None:
-        """What it has from another worker's process stays as it came as long as it has it; one tensor isn't many."""
+        """A target may buffer a whole sync; a source that writes into a yielded tensor is refused."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver, width=400)}, slots=1).role("giver", Giver)
         group = spawn({"taker": colocate.role(Taker, 400, seed=1)}, slots=1)
@@ -605,9 +605,9 @@ class WeightSyncsBetween(ExecutorCase):
     @mark_executor_part
     @needs(OwnProcess)
     def test_what_weights_travel_through(self, spawn: Spawn) -> None:
-        """A target has nothing of it behind a sync, however that has ended, and a source has no more each time.
+        """However a sync ends, the target has no transport file mapped, and the source's files don't accumulate.
 
-        Of what several targets read none may change anything.
+        No target may write into memory that several targets read.
         """
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver, width=400)}, slots=1).role("giver", Giver)
@@ -640,7 +640,7 @@ class WeightSyncsBetween(ExecutorCase):
 
     @needs(OwnProcess)
     def test_what_travels_within_a_machine_is_written_once(self, spawn: Spawn) -> None:
-        """By one rank of the source, however many there are, for all who take it."""
+        """Within a machine one source rank writes the weights once for all targets."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver, width=400)}).role("giver", Giver)
         taker = spawn({"taker": colocate.role(Taker, 400, seed=1)}, slots=3).role("taker", Taker)
@@ -651,7 +651,7 @@ class WeightSyncsBetween(ExecutorCase):
         assert _sum_weights(taker) == _sum_weights(giver)[:1] * 3
 
     def test_a_sync_between_groups_has_its_place_at_once(self, spawn: Spawn) -> None:
-        """In both, however late the thread is that sends later what was called where the framework was at work."""
+        """A submitted sync between groups takes its place in both call orders at once, even if the timers are late."""
         pytest.importorskip("torch")
         one = spawn({"giver": colocate.role(Giver)}, slots=1)
         other = spawn({"taker": colocate.role(Taker)}, slots=1)
@@ -665,7 +665,7 @@ class WeightSyncsBetween(ExecutorCase):
         assert after.result(PATIENCE_S) == [1]
 
     def test_weights_between_slots_of_a_group(self, spawn: Spawn) -> None:
-        """Where both are in a slot nothing is sent; the others take it from there."""
+        """A target rank beside the source gets weights by reference, and ranks on other slots get copies."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -677,9 +677,9 @@ class WeightSyncsBetween(ExecutorCase):
 
     @needs(OwnProcess)
     def test_ranks_that_wait_for_each_other_in_a_sync(self, spawn: Spawn) -> None:
-        """With each weight: a target's, of which one has the source beside it, and a source's that are asked for names.
+        """Ranks that meet in a collective at each weight don't block a sync, on either side.
 
-        Where one rank of the source has said its names, and the other one hasn't, both are asked again.
+        If only one rank of the source has named the weights, both ranks are asked again.
         """
         group = spawn({"giver": colocate.role(Giver).on(slots=[1]), "taker": colocate.role(Taker, seed=1)})
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
@@ -699,7 +699,7 @@ class WeightSyncsBetween(ExecutorCase):
     @mark_executor_part
     @pytest.mark.parametrize("role", ["giver", "taker"])
     def test_a_failure_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:
-        """The other one hears of it at once, and both go on, also within one of them."""
+        """A failure on either side fails a sync between groups, and both groups can sync again, also internally."""
         pytest.importorskip("torch")
         groups = {
             "giver": spawn({"giver": colocate.role(Giver, width=64)}),
@@ -722,7 +722,7 @@ class WeightSyncsBetween(ExecutorCase):
     @needs(OwnProcess)
     @pytest.mark.parametrize("role", ["giver", "taker"])
     def test_a_death_in_either_group_of_a_sync(self, spawn: Spawn, role: str) -> None:
-        """The sync fails with it; the other group goes on."""
+        """A death on either side fails the sync, and the other group stays usable."""
         pytest.importorskip("torch")
         groups = {
             "giver": spawn({"giver": colocate.role(Giver)}, slots=1),
@@ -735,7 +735,7 @@ class WeightSyncsBetween(ExecutorCase):
             sync = colocate.sync_weights.submit(giver, taker)
         first.exception(PATIENCE_S)
         assert isinstance(dies.exception(PATIENCE_S), WorkerDied)
-        error = sync.exception(PATIENCE_S)  # on a busy machine a death may be told later than what follows from it
+        error = sync.exception(PATIENCE_S)  # On a busy machine the death may be reported after the consequence.
         assert isinstance(error, WorkerDied) or "giver doesn't give its weights to the end" in str(error)
         other = "taker" if role == "giver" else "giver"
         assert groups[other].role(other).look()[0][1] == 0
@@ -753,7 +753,7 @@ class WeightSyncsBetween(ExecutorCase):
         assert [call.result(PATIENCE_S).version for call in calls] == [1 + number // 2 for number in range(16)]
 
     def test_background(self, spawn: Spawn) -> None:
-        """A target that shares tensors can't be one: both would be at the same memory."""
+        """A target that shares tensors can't be a background role: both lanes would use the same memory."""
         pytest.importorskip("torch")
         roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Sharer).on(background=True)}
         group = spawn(roles, slots=1)
@@ -765,16 +765,16 @@ _BITS = r"0\.weight has other bits; 1\.weight has other bits"
 
 
 class WeightChecks(ExecutorCase):
-    """Whether weights are the same at both ends."""
+    """Checks and comparisons of weights at both ends of a sync."""
 
     @pytest.fixture
     def checking(self, spawn: Spawn) -> ColocatedGroup:
-        """A source, and a target that gives back what it has, on two slots."""
+        """Spawn a source, and a target that yields its weights back, on two slots."""
         pytest.importorskip("torch")
         return spawn({"giver": colocate.role(Giver), "taker": colocate.role(Checked, seed=1)})
 
     def test_weights_that_are_checked(self, checking: ColocatedGroup) -> None:
-        """All weights are, each time; without `check` none is."""
+        """`check=True` compares all weights at each sync; without `check` none is compared."""
         giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
         for _ in range(2):
             assert colocate.sync_weights(giver, taker, check=True).checked == 4
@@ -797,7 +797,7 @@ class WeightChecks(ExecutorCase):
         ],
     )
     def test_weights_that_differ(self, checking: ColocatedGroup, fault: Fault, says: str, names: str) -> None:
-        """The target of a sync is stale then, until a whole one; nobody notices without a check."""
+        """Different weights raise only with `check`, and leave the target stale until a complete sync."""
         giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
         taker.fail(1, fault)
         colocate.sync_weights(giver, taker)
@@ -812,7 +812,7 @@ class WeightChecks(ExecutorCase):
 
     @mark_executor_part
     def test_weights_that_differ_between_groups(self, spawn: Spawn) -> None:
-        """What arrives is compared with what was sent, and what is there with what has come, of any dtype."""
+        """A check compares received with sent bits, and stored with received weights, of any dtype."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver)}).role("giver", Giver)
         roles: dict[str, Any] = {
@@ -839,7 +839,7 @@ class WeightChecks(ExecutorCase):
 
     @needs(OwnProcess)
     def test_the_check_of_one_shard(self, spawn: Spawn) -> None:
-        """Where ranks have parts, that of one of them is noticed by all."""
+        """A wrong part on one rank of a tensor-parallel target is found by the check."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver, sharded=True), "taker": colocate.role(Halves)})
         giver, taker = group.role("giver", Giver), group.role("taker", Halves)
@@ -851,7 +851,7 @@ class WeightChecks(ExecutorCase):
             colocate.sync_weights(giver, taker, check=True)
 
     def test_ranks_of_a_source_that_differ(self, checking: ColocatedGroup) -> None:
-        """Each rank of the target has what its rank of the source gives, and they are two: the check says it."""
+        """Source ranks with different weights fail the check, though each target rank has its source rank's weights."""
         giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
         giver.fail(1, "drifts")
         giver.step()
@@ -863,7 +863,7 @@ class WeightChecks(ExecutorCase):
             taker.generate()
 
     def test_a_check_that_can_say_nothing(self, checking: ColocatedGroup, spawn: Spawn) -> None:
-        """A target that gives nothing back is refused before anything is written, with what to do."""
+        """A check of a target without `named_weights` is refused before anything is written, with advice."""
         giver = checking.role("giver", Giver)
         other = spawn({"taker": colocate.role(Taker)}, slots=1).role("taker", Taker)
         words = r"no method named_weights\(self\).*What it yields is compared .*colocate\.torch\.named_weights"
@@ -874,7 +874,7 @@ class WeightChecks(ExecutorCase):
         assert other.look()[0][1] == 0
 
     def test_weights_of_two_roles(self, checking: ColocatedGroup, spawn: Spawn) -> None:
-        """The weights are compared as the second role would have got them, on all ranks of both; nothing changes."""
+        """`compare_weights` compares weights as a sync would load them, on all ranks of both roles."""
         giver, taker = checking.role("giver", Giver), checking.role("taker", Checked)
         half = spawn({"half": colocate.role(Checked, dtype="bfloat16")}, slots=1).role("half", Checked)
         comparison = colocate.compare_weights(giver, taker)

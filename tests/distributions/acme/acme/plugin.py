@@ -5,7 +5,7 @@ import colocate
 
 @colocate.hookimpl
 def colocate_roles() -> Mapping[str, type | str]:
-    # Strings: whoever lists the roles, or uses one, imports no other.
+    # Strings: to list the roles, or to use one, imports no other role.
     return {"reward": "acme.reward:Reward", "judge": "acme.judge:Judge"}
 
 

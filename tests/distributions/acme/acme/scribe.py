@@ -4,7 +4,7 @@ import colocate
 
 
 class Scribe:
-    """Writes down what it is told."""
+    """Writes a line for each notification."""
 
     def __init__(self, file: str) -> None:
         """Write.

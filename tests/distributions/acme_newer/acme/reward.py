@@ -3,7 +3,7 @@ from colocate import Concat, First, Role, Scatter, method
 
 
 class Reward(Role):
-    """Scores texts: the nearer their length is to what is wanted, the better."""
+    """Scores texts: the nearer their length is to `wanted`, the better."""
 
     def __init__(self, wanted: int = 10, scale: float = 1.0) -> None:
         self.wanted = wanted

@@ -1,1 +1,1 @@
-"""Plugins that are wrong, each in its own way."""
+"""Broken plugins, each in its own way."""

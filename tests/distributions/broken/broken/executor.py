@@ -2,7 +2,7 @@ import colocate
 
 
 class Slow:
-    """Not a subclass of Executor."""
+    """A class that isn't a subclass of Executor."""
 
 
 @colocate.hookimpl

@@ -1,1 +1,1 @@
-"""Implements nothing."""
+"""A plugin that implements no hook."""

@@ -5,11 +5,11 @@ from colocate.executor import Executor, Node
 
 
 class Nameless(Executor):
-    """It doesn't say what it is called."""
+    """An executor without a name."""
 
 
 class Unfinished(Executor):
-    """It has one of its duties."""
+    """An executor with one of the required methods."""
 
     name = "unfinished"
 

@@ -1,1 +1,1 @@
-"""Stands where colocate should be on a node, and isn't."""
+"""A stand-in for the missing colocate on a node."""
