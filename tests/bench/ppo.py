@@ -151,7 +151,7 @@ class Recording:
     Reward = _with_bodies(Reward, _record)
 
 
-class ReplayPlayer:
+class RecordedRollouts:
     EngineRole = _replaying(EngineRole)
     Actor = _replaying(Actor)
     Critic = _replaying(Critic)
@@ -184,7 +184,7 @@ def _rows(part: str, demo: _Demo) -> Iterator[Row]:
         recorded.flush()
         for executor, bar_ms in _BARS_MS.items():
             begun.clear()
-            _train(demo, executor, "Replaying", _STEPS, recorded=recorded.name)
+            _train(demo, executor, "RecordedRollouts", _STEPS, recorded=recorded.name)
             name = "threads" if executor == "local" else executor
             yield Row(part, f"{name}, 1 slot", _least_median_s(begun) * 1e3, "ms", bar_ms)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import psutil
 from tests.chaos import sockets
 from tests.chaos.programs import Fault
-from tests.chaos.records import Applied, ReplaySource
+from tests.chaos.records import Applied, PlayedGroup
 
 from colocate import Pool, Runtime
 
@@ -25,7 +25,7 @@ class Injector:
 
     _broken: BaseException | None = None
 
-    def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[ReplaySource]) -> None:
+    def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[PlayedGroup]) -> None:
         self.fault = fault
         # the injected fault; None without a target, or after the end of the time
         self.applied: Applied | None = None

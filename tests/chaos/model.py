@@ -8,7 +8,7 @@ from typing import Any
 from tests.chaos import rollouts, training
 from tests.chaos.machine import CHANGED, digest_after, size_of
 from tests.chaos.programs import BACKGROUND, PEERS
-from tests.chaos.records import Applied, ReplaySource, Sent, chain, history, leaves, short
+from tests.chaos.records import Applied, PlayedGroup, Sent, chain, history, leaves, short
 
 from colocate._calls.order import HAS_LEFT
 from colocate.errors import (
@@ -34,7 +34,7 @@ _ABORTED = "was aborted: group.pause"
 AMPLE_S = 1.0  # a grace in which every rank without a fault ends
 
 
-def complaints(played: Sequence[ReplaySource], applied: Applied | None) -> list[str]:
+def complaints(played: Sequence[PlayedGroup], applied: Applied | None) -> list[str]:
     """Return all violations of the laws in one episode."""
     found: list[str] = []
     for group in played:
@@ -53,7 +53,7 @@ def complaints(played: Sequence[ReplaySource], applied: Applied | None) -> list[
     return found
 
 
-def concerns(applied: Applied, group: ReplaySource) -> bool:
+def concerns(applied: Applied, group: PlayedGroup) -> bool:
     """Return whether a fault hit this group; the end of the envoy hits all groups."""
     return applied.kind == "envoy" or (applied.group == group.index and applied.name in ("", group.name))
 
@@ -61,7 +61,7 @@ def concerns(applied: Applied, group: ReplaySource) -> bool:
 # -- calls
 
 
-def _of_call(sent: Sent, group: ReplaySource, mine: Applied | None) -> Iterator[str]:
+def _of_call(sent: Sent, group: PlayedGroup, mine: Applied | None) -> Iterator[str]:
     if sent.settled is None:
         yield "was never settled"
         return
@@ -83,7 +83,7 @@ def _of_call(sent: Sent, group: ReplaySource, mine: Applied | None) -> Iterator[
         yield f"ended with {short(sent.error)}{where}"
 
 
-def allowed(sent: Sent, error: BaseException, group: ReplaySource, mine: Applied | None) -> bool:
+def allowed(sent: Sent, error: BaseException, group: PlayedGroup, mine: Applied | None) -> bool:
     """Return whether a call may end with this error."""
     if isinstance(error, GroupRestarted):
         return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine)
@@ -117,7 +117,7 @@ def _all_have_left(error: BaseException) -> bool:
     return isinstance(error, CallTimeout) and set(error.stacks.values()) == {HAS_LEFT}
 
 
-def _is_behind_a_sync(sent: Sent, group: ReplaySource) -> bool:
+def _is_behind_a_sync(sent: Sent, group: PlayedGroup) -> bool:
     """Return whether an earlier sync timed out on another group's weights."""
     return any(
         each.giver not in (None, group) and each.ident < sent.ident and isinstance(each.error, CallTimeout)
@@ -125,7 +125,7 @@ def _is_behind_a_sync(sent: Sent, group: ReplaySource) -> bool:
     )
 
 
-def _follows(sent: Sent, error: BaseException, group: ReplaySource) -> bool:
+def _follows(sent: Sent, error: BaseException, group: PlayedGroup) -> bool:
     """Return whether a call that waits for other ranks was withdrawn with the error of an earlier call."""
     waits = ("take", "add", "train", "sleep", "wake", "weights", "play", "each", "talk", "talk_async")
     if sent.what not in waits or not isinstance(error, RoleError):
@@ -135,7 +135,7 @@ def _follows(sent: Sent, error: BaseException, group: ReplaySource) -> bool:
     return any(cause == each for cause in chain(error)[1:] for each in earlier)  # each waiting call has a copy
 
 
-def _is_held(sent: Sent, error: BaseException, group: ReplaySource, fault: Applied) -> bool:
+def _is_held(sent: Sent, error: BaseException, group: PlayedGroup, fault: Applied) -> bool:
     """Return whether a call's ranks were held: an earlier call has failed, and the hanging rank can't return."""
     return (
         fault.kind in HANGING
@@ -180,7 +180,7 @@ def is_death(error: BaseException, fault: Applied) -> bool:
 # -- order
 
 
-def order(group: ReplaySource) -> Iterator[str]:
+def order(group: PlayedGroup) -> Iterator[str]:
     """Yield each rank that didn't begin its calls once and in order of submission, or that lost a successful call.
 
     After a restart the calls are those of the new generation, and the calls before the checkpoint.
@@ -221,7 +221,7 @@ def _of_notes(
 # -- spawn and close
 
 
-def _of_spawn(group: ReplaySource, mine: Applied | None) -> Iterator[str]:
+def _of_spawn(group: PlayedGroup, mine: Applied | None) -> Iterator[str]:
     error = group.spawn_error
     if error is None:
         return
@@ -243,7 +243,7 @@ def _of_spawn(group: ReplaySource, mine: Applied | None) -> Iterator[str]:
         yield f"spawn says of rank {mine.rank}: {short(error.errors[mine.rank])}"
 
 
-def _of_close(group: ReplaySource, mine: Applied | None) -> Iterator[str]:
+def _of_close(group: PlayedGroup, mine: Applied | None) -> Iterator[str]:
     for error in group.close_errors:
         for leaf in leaves(error):
             if not _told_by_close(leaf, group, mine):
@@ -253,7 +253,7 @@ def _of_close(group: ReplaySource, mine: Applied | None) -> Iterator[str]:
         yield f"close said nothing of rank {mine.rank}, which hung"
 
 
-def must_complain(group: ReplaySource, mine: Applied | None) -> bool:
+def must_complain(group: PlayedGroup, mine: Applied | None) -> bool:
     """Return whether the close must report a rank that hung, because no call has reported the group's failure."""
     return (
         mine is not None
@@ -267,7 +267,7 @@ def must_complain(group: ReplaySource, mine: Applied | None) -> bool:
     )
 
 
-def _told_by_close(leaf: BaseException, group: ReplaySource, mine: Applied | None) -> bool:
+def _told_by_close(leaf: BaseException, group: PlayedGroup, mine: Applied | None) -> bool:
     if any(isinstance(sent.error, BaseException) and leaf == sent.error for sent in group.sent):
         return True  # of an unused kept call: judged with that call
     if isinstance(leaf, RoleError) and "did not end within" in str(leaf):
@@ -289,7 +289,7 @@ def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:
     return look
 
 
-def as_written(group: ReplaySource, role: str, ranks: int) -> Callable[[Any], str | None]:
+def as_written(group: PlayedGroup, role: str, ranks: int) -> Callable[[Any], str | None]:
     """Return a check that a role's memory on each rank is the work of the calls that the rank has begun."""
 
     def look(value: Any) -> str | None:

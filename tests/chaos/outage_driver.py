@@ -34,7 +34,7 @@ SOON_S = 30.0  # the bound for a short operation on a busy machine
 ROWS = 6
 
 
-class ResidentRecord(Role):
+class CallList(Role):
     """A role whose state is the list of its calls, and the memory that these calls have written.
 
     Args:
@@ -115,12 +115,12 @@ class Playing:
         on_failure = "restart" if plan.restart else "fail"
         try:
             group = pool.spawn(
-                {"kept": colocate.role(ResidentRecord, plan.writes_s)},
+                {"kept": colocate.role(CallList, plan.writes_s)},
                 on_failure=on_failure,
                 restarts=5,
                 timeout=2 * SOON_S,
             )
-            self.group, self.kept = group, group.role("kept", ResidentRecord)
+            self.group, self.kept = group, group.role("kept", CallList)
             for _ in range(plan.steps):
                 self.step()
             {"cut": self._cut, "drain": self._drain, "regrow": self._regrow}[plan.kind]()
@@ -136,7 +136,7 @@ class Playing:
     # -- what is called
 
     group: ColocatedGroup = attrs.field(init=False)
-    kept: ResidentRecord = attrs.field(init=False)
+    kept: CallList = attrs.field(init=False)
 
     def _next(self) -> int:
         self._idents += 1

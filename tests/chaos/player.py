@@ -14,10 +14,10 @@ from tests.chaos import model
 from tests.chaos.debugged import Debugger
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Generator, Machine, Parent, Target, holds_the_gil
-from tests.chaos.profiled import RankProfile
+from tests.chaos.profiled import PlayedProfile
 from tests.chaos.programs import BACKGROUND, PEERS, TURNERS, Episode, Step
-from tests.chaos.recorded import RecordingOrder
-from tests.chaos.records import Applied, Outcome, ReplaySource, Sent, leaves
+from tests.chaos.recorded import PlayedRecording
+from tests.chaos.records import Applied, Outcome, PlayedGroup, Sent, leaves
 from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, SPAWN_S, STACKS_S, Say, Steps
 from tests.chaos.trainer import Trainer
 
@@ -41,16 +41,16 @@ class Player:
         self.episode = episode
         self._fault = episode.fault
         self._idents = idents
-        self._played = [ReplaySource(index, f"g{next(idents)}", slots) for index, slots in enumerate(episode.groups)]
+        self._played = [PlayedGroup(index, f"g{next(idents)}", slots) for index, slots in enumerate(episode.groups)]
         self._steps = Steps(self._played, idents, say)
         self._injector = Injector(episode.fault, runtime, pool, self._played)
         self._outcome = Outcome([*self._played], hangs=self._steps.hangs)
-        self.recorded: list[RecordingOrder] = []
-        self._profiled: RankProfile | None = None
+        self.recorded: list[PlayedRecording] = []
+        self._profiled: PlayedProfile | None = None
         self._ends_profile: threading.Thread | None = None
 
     @property
-    def _faulty(self) -> ReplaySource:
+    def _faulty(self) -> PlayedGroup:
         """The group that the fault is for."""
         return self._played[self._fault.group]
 
@@ -102,7 +102,7 @@ class Player:
             if played.budget:
                 self._steps.do(Step("memory", group=played.index))
 
-    def _hits(self, played: ReplaySource) -> Applied | None:
+    def _hits(self, played: PlayedGroup) -> Applied | None:
         applied = self._injector.applied
         return applied if applied is not None and model.concerns(applied, played) else None
 
@@ -122,7 +122,7 @@ class Player:
             if played.group is None:
                 return
 
-    def _spawn(self, played: ReplaySource, timeout: float, takes_s: float = 0.0, hangs: int | None = None) -> None:
+    def _spawn(self, played: PlayedGroup, timeout: float, takes_s: float = 0.0, hangs: int | None = None) -> None:
         episode = self.episode
         roles = self._declared(takes_s, hangs)
         if episode.second:
@@ -142,7 +142,7 @@ class Player:
                 played.spawn_error = error
         if episode.records and played.group is not None:
             with self._steps.bound("record", SPAWN_HUNG_S):
-                recorded = RecordingOrder.begin(self._runtime, played)
+                recorded = PlayedRecording.begin(self._runtime, played)
             if recorded is not None:
                 self.recorded.append(recorded)
 
@@ -155,7 +155,7 @@ class Player:
         """Begin the episode's profile if a profile is due now, and not amid the fault."""
         how = self.episode.profile
         if how is not None and how.late == late and self._fault.moment != "profile":
-            self._profiled = RankProfile.begin(self._played[how.group], how, self._steps)
+            self._profiled = PlayedProfile.begin(self._played[how.group], how, self._steps)
 
     def _end_profile(self) -> None:
         """End a running profile. With a hanging rank, a thread waits for the end until the group is closed."""
@@ -171,12 +171,12 @@ class Player:
             self._ends_profile = threading.Thread(target=profiled.end, name="chaos-profile", daemon=True)
             self._ends_profile.start()
 
-    def _another_profile(self, played: ReplaySource) -> None:
+    def _another_profile(self, played: PlayedGroup) -> None:
         """Take another profile after the end of the first one."""
         how = self.episode.profile
         if how is None or played.group is None or (self._profiled is not None and not self._profiled.over):
             return
-        another = RankProfile.begin(played, attrs.evolve(how, sampler="torch"), self._steps)
+        another = PlayedProfile.begin(played, attrs.evolve(how, sampler="torch"), self._steps)
         self._steps.do(Step("step", group=played.index))
         if not another.over:
             another.end()
@@ -203,7 +203,7 @@ class Player:
             self._restarted(played)
             return
         self._close(played, 5 * model.AMPLE_S)
-        anew = ReplaySource(played.index, f"g{next(self._idents)}", played.slots)
+        anew = PlayedGroup(played.index, f"g{next(self._idents)}", played.slots)
         self._played[played.index] = anew
         self._outcome.played.append(anew)
         self._spawn(anew, SPAWN_S)
@@ -274,7 +274,7 @@ class Player:
             self._steps.do(Step("weights", "b", target, 0.02, size=1 << 16, count=3, giver=giver), timeout)
         elif moment == "profile":
             assert self.episode.profile is not None
-            self._profiled = RankProfile.begin(self._played[group], self.episode.profile, self._steps)
+            self._profiled = PlayedProfile.begin(self._played[group], self.episode.profile, self._steps)
             self._steps.do(Step("submit", group=group, work_s=0.02, count=4), timeout)
             self._end_profile()
         elif moment == "rows":
@@ -308,7 +308,7 @@ class Player:
             else:
                 self._works(played)
 
-    def _works(self, played: ReplaySource) -> None:
+    def _works(self, played: PlayedGroup) -> None:
         for step in self.episode.after:
             if step.group == played.index:
                 self._do(step)
@@ -323,7 +323,7 @@ class Player:
             self._steps.do(Step("turns", group=played.index, count=2, roles=("a", *TURNERS)))
             self._steps.do(Step("memory", group=played.index))
 
-    def _probe_dead(self, played: ReplaySource, applied: Applied) -> None:
+    def _probe_dead(self, played: PlayedGroup, applied: Applied) -> None:
         """Check that a call fails after the death of a worker, and measure the time of the first error."""
         # After the end of an envoy or keeper the workers answer for a while, until other processes end the workers.
         deadline = time.monotonic() + {"envoy": ENVOY_S, "keeper": KEEPER_S}.get(applied.kind, 0.0)
@@ -342,7 +342,7 @@ class Player:
         if after and applied.moment != "spawn" and not (played.restarts and applied.moment == "rows"):
             self._outcome.error_s = min([self._outcome.error_s or after[0], *after])
 
-    def _restarted(self, played: ReplaySource) -> None:
+    def _restarted(self, played: PlayedGroup) -> None:
         """Wait for the restart of a group, and check its checkpoint and generation."""
         assert played.group is not None
         self._steps.settle(played.sent)
@@ -356,7 +356,7 @@ class Player:
             )
         played.restored[played.generation] = played.checkpoint
 
-    def _probe_hung(self, played: ReplaySource) -> bool:
+    def _probe_hung(self, played: PlayedGroup) -> bool:
         """Make calls to a group with a hanging worker; return whether the group fails by its own grace."""
         if self._fault.moment == "close":
             return False
@@ -394,7 +394,7 @@ class Player:
             if played.group is not None:
                 self._close(played, self._fault.grace if played is self._faulty else 5 * model.AMPLE_S)
 
-    def _close(self, played: ReplaySource, grace: float) -> None:
+    def _close(self, played: PlayedGroup, grace: float) -> None:
         assert played.group is not None
         group, played.grace = played.group, grace
         began = played.closing = time.monotonic()
@@ -424,17 +424,17 @@ class Player:
     def _of_a_group(self, leaf: BaseException) -> bool:
         return getattr(leaf, "group", None) in [played.name for played in self._played]
 
-    def _note_close(self, played: ReplaySource, began: float) -> None:
+    def _note_close(self, played: PlayedGroup, began: float) -> None:
         applied = self._hits(played)
         if applied is not None and applied.kind in model.HANGING and applied.went_on is None:
             self._outcome.close_over_s = time.monotonic() - began - self._fault.grace
 
 
-def _soon(played: ReplaySource) -> list[Sent]:
+def _soon(played: PlayedGroup) -> list[Sent]:
     return [sent for sent in played.sent if sent.timeout is not None and sent.timeout <= SHORT_S]
 
 
-def _patient(played: ReplaySource) -> list[Sent]:
+def _patient(played: PlayedGroup) -> list[Sent]:
     return [sent for sent in played.sent if sent.timeout is None or sent.timeout > SHORT_S]
 
 

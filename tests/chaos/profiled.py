@@ -13,7 +13,7 @@ import attrs
 from tests.chaos.machine import Deliberate
 from tests.chaos.programs import Profiling
 from tests.chaos.recorded import KEPT
-from tests.chaos.records import ReplaySource, short
+from tests.chaos.records import PlayedGroup, short
 from tests.chaos.steps import LONG_S, Steps
 
 import colocate
@@ -27,10 +27,10 @@ BUSY = "the machine is too busy"
 
 
 @attrs.define(eq=False)
-class RankProfile:
+class PlayedProfile:
     """A running profile, with the group, the folder for the file, and the result."""
 
-    played: ReplaySource
+    played: PlayedGroup
     how: Profiling
     steps: Steps
     folder: str = attrs.field(factory=lambda: tempfile.mkdtemp(prefix=KEPT))
@@ -39,7 +39,7 @@ class RankProfile:
     _profile: Any = None
 
     @classmethod
-    def begin(cls, played: ReplaySource, how: Profiling, steps: Steps) -> RankProfile:
+    def begin(cls, played: PlayedGroup, how: Profiling, steps: Steps) -> PlayedProfile:
         made = cls(played, how, steps)
         steps.now(played, "the beginning of a profile", BEGIN_S, made._begin)
         made.over = made._profile is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 from tests.chaos import model
-from tests.chaos.records import Applied, ReplaySource
+from tests.chaos.records import Applied, PlayedGroup
 
 import colocate
 from colocate import Runtime
@@ -24,10 +24,10 @@ KNOWN = (*SEEN, "make", "fail")  # methods with the call's number as an argument
 
 
 @attrs.define(eq=False)
-class RecordingOrder:
+class PlayedRecording:
     """A recorded group, and the folder of the recording."""
 
-    played: ReplaySource
+    played: PlayedGroup
     recorder: Any
     folder: str
     # the recorded calls of `KNOWN` methods by number and rank; and whether more calls may be missing
@@ -35,7 +35,7 @@ class RecordingOrder:
     hit: bool = False
 
     @classmethod
-    def begin(cls, runtime: Runtime, played: ReplaySource) -> RecordingOrder | None:
+    def begin(cls, runtime: Runtime, played: PlayedGroup) -> PlayedRecording | None:
         """Record a group that has just been spawned; return None if the fault came before."""
         assert played.group is not None
         folder = tempfile.mkdtemp(prefix=KEPT)

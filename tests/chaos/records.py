@@ -24,7 +24,7 @@ class Sent:
     expected: Callable[[Any], str | None]  # checks the value; returns a complaint, or None
     fails: tuple[int, ...] = ()  # the slots on which the method is told to raise
     times_out: bool = False  # whether the call is made to exceed the timeout
-    giver: ReplaySource | None = None  # of a sync, the source's group; `given` is the source role
+    giver: PlayedGroup | None = None  # of a sync, the source's group; `given` is the source role
     given: str = ""
     giving: int = 0  # the generation of the source's group
     call: Call[Any] | None = None  # the submitted call; None if the submission failed
@@ -83,7 +83,7 @@ class Sent:
 
 
 @attrs.define(eq=False)
-class ReplaySource:
+class PlayedGroup:
     """One group of an episode, and its calls in order of submission."""
 
     index: int
@@ -109,7 +109,7 @@ class ReplaySource:
     spawn_error: BaseException | None = None
 
 
-def history(group: ReplaySource, generation: int) -> list[Sent]:
+def history(group: PlayedGroup, generation: int) -> list[Sent]:
     """Return the calls that a generation may have begun, and the calls in the checkpoint behind the generation.
 
     Unfinished rows of the previous generation may have begun again.
@@ -137,7 +137,7 @@ class Applied:
 
 @attrs.define(eq=False)
 class Outcome:
-    played: list[ReplaySource]  # the episode's groups, with those that were replaced
+    played: list[PlayedGroup]  # the episode's groups, with those that were replaced
     applied: Applied | None = None  # the injected fault, if any
     hangs: list[str] = attrs.field(factory=list)  # the operations that outlived their bounds
     error_s: float | None = None  # from the fault to the first error that reports it

@@ -12,8 +12,8 @@ from tests.chaos import model, rollouts
 from tests.chaos.machine import Machine, mixed
 from tests.chaos.player import Player
 from tests.chaos.programs import Episode, Fault
-from tests.chaos.recorded import FOLDER, ROLE, RecordingOrder
-from tests.chaos.records import ReplaySource, Sent, chain, leaves, short
+from tests.chaos.recorded import FOLDER, ROLE, PlayedRecording
+from tests.chaos.records import PlayedGroup, Sent, chain, leaves, short
 from tests.chaos.steps import LONG_S, SHORT_S, Say
 
 import colocate
@@ -30,12 +30,12 @@ class Replayer(Player):
     """Repeats the recorded calls in a group of its own, with the order of submissions and waits of the first driver."""
 
     def __init__(
-        self, runtime: Runtime, pool: Pool, recorded: RecordingOrder, fault: Fault, idents: Iterator[int], say: Say
+        self, runtime: Runtime, pool: Pool, recorded: PlayedRecording, fault: Fault, idents: Iterator[int], say: Say
     ) -> None:
         episode = Episode((recorded.played.slots,), "", False, (), False, False, fault, ())
         super().__init__(runtime, pool, episode, idents, say)
         self._source = recorded
-        self._answers = ReplaySource(0, self._faulty.name, recorded.played.slots)
+        self._answers = PlayedGroup(0, self._faulty.name, recorded.played.slots)
         self._again: list[tuple[Sent, Sent]] = []  # a recorded call, and the repetition
 
     def _declared(self, takes_s: float, hangs: int | None) -> dict[str, colocate.RoleSpec[Any]]:

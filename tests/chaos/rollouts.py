@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.chaos.machine import digest_after, mixed
 from tests.chaos.programs import BACKGROUND
-from tests.chaos.records import ReplaySource, Sent, history, short
+from tests.chaos.records import PlayedGroup, Sent, history, short
 
 
-def complaints(group: ReplaySource) -> Iterator[str]:
+def complaints(group: PlayedGroup) -> Iterator[str]:
     for sent in group.sent:
         if sent.count is not None:
             yield from (f"{sent}: {words}" for words in _of_rows(sent, sent.count, group))
@@ -23,7 +23,7 @@ def complaints(group: ReplaySource) -> Iterator[str]:
 # -- weights
 
 
-def _syncs(sent: Sent, group: ReplaySource) -> tuple[list[Sent], list[Sent]]:
+def _syncs(sent: Sent, group: PlayedGroup) -> tuple[list[Sent], list[Sent]]:
     """Return the generation's syncs before a call, and later syncs that a pause may have moved before the call."""
     syncs = [
         each
@@ -34,7 +34,7 @@ def _syncs(sent: Sent, group: ReplaySource) -> tuple[list[Sent], list[Sent]]:
     return before, [each for each in syncs if each.ident > sent.ident] if sent.beside else []
 
 
-def may_be_stale(sent: Sent, group: ReplaySource) -> bool:
+def may_be_stale(sent: Sent, group: PlayedGroup) -> bool:
     """Return whether the last sync before a call has failed, or is missing since a restart."""
     before, passing = _syncs(sent, group)
     if any(not sync.fine for sync in passing):
@@ -42,7 +42,7 @@ def may_be_stale(sent: Sent, group: ReplaySource) -> bool:
     return sent.role in ("s", BACKGROUND) and (not before[-1].fine if before else sent.generation > 0)
 
 
-def synced(sent: Sent, group: ReplaySource) -> Callable[[Any], str | None]:
+def synced(sent: Sent, group: PlayedGroup) -> Callable[[Any], str | None]:
     """Return a check that a sync has used the expected ways for its ranks."""
 
     def look(found: Any) -> str | None:
@@ -54,7 +54,7 @@ def synced(sent: Sent, group: ReplaySource) -> Callable[[Any], str | None]:
     return look
 
 
-def _of_weights(sent: Sent, group: ReplaySource) -> Iterator[str]:
+def _of_weights(sent: Sent, group: PlayedGroup) -> Iterator[str]:
     """Yield each rank whose weights aren't a whole state of the source, at the last sync or later."""
     syncs, passing = _syncs(sent, group)
     last = next((number for number in reversed(range(len(syncs))) if syncs[number].fine), None)
@@ -110,7 +110,7 @@ def look_at_errors(sent: Sent) -> None:
         sent.error = errors[0]
 
 
-def _of_rows(sent: Sent, count: int, group: ReplaySource) -> Iterator[str]:
+def _of_rows(sent: Sent, count: int, group: PlayedGroup) -> Iterator[str]:
     """Yield each row that is missing, repeated or wrong, or whose error is neither deliberate nor the call's."""
     indices = [index for index, _ in sent.rows]
     if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
@@ -154,7 +154,7 @@ def versions_of(ranks: Sequence[int]) -> Callable[[Any], str | None]:
 # -- children
 
 
-def _orphaned(sent: Sent, group: ReplaySource) -> list[Sent]:
+def _orphaned(sent: Sent, group: PlayedGroup) -> list[Sent]:
     """Return the calls up to `sent` that have killed children since the last revival, the last one first."""
     found = []
     for each in reversed(group.sent):
@@ -165,12 +165,12 @@ def _orphaned(sent: Sent, group: ReplaySource) -> list[Sent]:
     return found
 
 
-def is_bereaved(sent: Sent, rank: int | None, group: ReplaySource) -> bool:
+def is_bereaved(sent: Sent, rank: int | None, group: PlayedGroup) -> bool:
     """Return whether a call may fail because of the death of a rank's child."""
     return sent.role == "k" and sent.what != "revive" and any(rank in each.bereaved for each in _orphaned(sent, group))
 
 
-def _must_miss(sent: Sent, group: ReplaySource) -> int | None:
+def _must_miss(sent: Sent, group: PlayedGroup) -> int | None:
     """Return the rank on which the death of a child should have failed the call, if any."""
     orphaned = next(iter(_orphaned(sent, group)), None)
     if orphaned is None or sent.what == "revive":

@@ -15,7 +15,7 @@ from tests.chaos import rollouts
 from tests.chaos.machine import Failing, mixed, put_in, row
 from tests.chaos.model import as_written, seen_by, within
 from tests.chaos.programs import BACKGROUND, FREED, TURNERS, Step
-from tests.chaos.records import ReplaySource, Sent
+from tests.chaos.records import PlayedGroup, Sent
 
 import colocate
 from colocate._signals.deferred import run_deferred
@@ -36,7 +36,7 @@ Say = Callable[[str, float], None]
 class _Kept:
     """Rows that are residents in workers."""
 
-    owner: ReplaySource
+    owner: PlayedGroup
     sent: Sent
     resident: Any
     rows: list[bytes]
@@ -55,7 +55,7 @@ def _key(row: int) -> int:
 class Steps:
     """Runs steps on the groups of one episode."""
 
-    def __init__(self, played: Sequence[ReplaySource], idents: Iterator[int], say: Say) -> None:
+    def __init__(self, played: Sequence[PlayedGroup], idents: Iterator[int], say: Say) -> None:
         self.folders: list[str] = []  # the folders of checkpoints
         self.hangs: list[str] = []  # complaints about operations that have outlived their bounds
         self._idents = idents
@@ -98,7 +98,7 @@ class Steps:
             self._say("", 0.0)
         sent.settled = time.monotonic()
 
-    def submit(self, played: ReplaySource, sent: Sent, call: Callable[[Any, int], Any], role: str = "a") -> Any:
+    def submit(self, played: PlayedGroup, sent: Sent, call: Callable[[Any, int], Any], role: str = "a") -> Any:
         """Submit a call, and return the handle; None if the group refuses the call."""
         assert played.group is not None
         played.sent.append(sent)
@@ -120,7 +120,7 @@ class Steps:
 
     def call(
         self,
-        played: ReplaySource,
+        played: PlayedGroup,
         what: str,
         ranks: Sequence[int],
         timeout: float | None,
@@ -144,7 +144,7 @@ class Steps:
         sent: Sent | None = getattr(self, f"_{step.what}")(step, played, timeout)
         return sent
 
-    def _role(self, played: ReplaySource, step: Step) -> tuple[str, tuple[int, ...]]:
+    def _role(self, played: PlayedGroup, step: Step) -> tuple[str, tuple[int, ...]]:
         if step.role == "b" and played.second:
             return "b", played.second
         if step.role in TURNERS and played.budget:
@@ -153,7 +153,7 @@ class Steps:
             return step.role, tuple(range(played.slots))
         return "a", tuple(range(played.slots))
 
-    def _plain(self, step: Step, played: ReplaySource, timeout: float | None, chosen: tuple[int, ...] = ()) -> Sent:
+    def _plain(self, step: Step, played: PlayedGroup, timeout: float | None, chosen: tuple[int, ...] = ()) -> Sent:
         role, slots = self._role(played, step)
         ranks = tuple(rank for rank in chosen if rank in slots) or slots
         payload = bytes(step.size)
@@ -163,21 +163,21 @@ class Steps:
 
     # -- the steps
 
-    def _step(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _step(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         sent = self._plain(step, played, timeout)
         self.wait(sent)
         return sent
 
-    def _submit(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _submit(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         return [self._plain(step, played, timeout) for _ in range(step.count)][-1]
 
-    def _look(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _look(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         role, slots = self._role(played, step)
         sent = self.call(played, "look", slots, timeout, role=role)
         sent.expected = as_written(played, role, len(slots))
         return sent
 
-    def _turns(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _turns(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Call roles in the same order again and again; some calls write, and some don't."""
         for number in range(step.count):
             for place, role in enumerate(step.roles):
@@ -185,7 +185,7 @@ class Steps:
                 sent = one(attrs.evolve(step, role=role), played, timeout)
         return sent
 
-    def _memory(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _memory(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         self.settle(played.sent)
         sent = self.now(played, "memory", LONG_S, lambda group: group.memory(LONG_S))
         sent.expected = within(played.budget)
@@ -193,7 +193,7 @@ class Steps:
 
     def now(
         self,
-        played: ReplaySource,
+        played: PlayedGroup,
         what: str,
         timeout: float,
         do: Callable[[colocate.ColocatedGroup], Any],
@@ -213,10 +213,10 @@ class Steps:
         sent.settled = time.monotonic()
         return sent
 
-    def _sync(self, step: Step, played: ReplaySource, timeout: float | None) -> None:
+    def _sync(self, step: Step, played: PlayedGroup, timeout: float | None) -> None:
         self.settle(played.sent)
 
-    def _checkpoint(self, step: Step, played: ReplaySource, timeout: float | None) -> None:
+    def _checkpoint(self, step: Step, played: PlayedGroup, timeout: float | None) -> None:
         assert played.group is not None
         self.settle(played.sent)
         tag = next(self._idents)
@@ -225,7 +225,7 @@ class Steps:
             played.group.checkpoint(os.path.join(self.folders[-1], "saved"), tag)
         played.checkpoint, played.saved[tag] = tag, played.generation
 
-    def _make(self, step: Step, played: ReplaySource, timeout: float | None) -> _Kept | None:
+    def _make(self, step: Step, played: PlayedGroup, timeout: float | None) -> _Kept | None:
         slots = range(played.slots)
         sent = self.new("make", slots, timeout)
         resident = self.submit(
@@ -241,7 +241,7 @@ class Steps:
         self._kept.append(sent.kept)
         return self._kept[-1]
 
-    def _use(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent | None:
+    def _use(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent | None:
         """Pass rows from all ranks to all ranks, from worker to worker except for a rank's own."""
         kept = self._make(step, played, timeout)
         if kept is None:
@@ -258,7 +258,7 @@ class Steps:
         )
         return sent
 
-    def _pipeline(self, step: Step, played: ReplaySource, timeout: float | None) -> None:
+    def _pipeline(self, step: Step, played: PlayedGroup, timeout: float | None) -> None:
         """Send several calls in one message, the later ones with results of earlier ones."""
         assert played.group is not None
         begun = len(played.sent)
@@ -271,18 +271,18 @@ class Steps:
             for sent in played.sent[begun:]:
                 sent.error, sent.settled, sent.call = error, time.monotonic(), None
 
-    def _sleep(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _sleep(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Put a role's memory to sleep; later calls wake it."""
         return self._moved(step, played, timeout, start_sleep)
 
-    def _wake(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _wake(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Wake a role that sleeps, first by a call, and then by `wake`."""
         self._moved(step, played, timeout, start_sleep)
         self._plain(step, played, timeout)
         self._moved(step, played, timeout, start_sleep)
         return self._moved(step, played, timeout, start_wake)
 
-    def _moved(self, step: Step, played: ReplaySource, timeout: float | None, move: Callable[..., Any]) -> Sent:
+    def _moved(self, step: Step, played: PlayedGroup, timeout: float | None, move: Callable[..., Any]) -> Sent:
         group = played.group
         assert group is not None
         role, _ = self._role(played, step)
@@ -295,12 +295,12 @@ class Steps:
         self.submit(played, sent, later)
         return sent
 
-    def _fail(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _fail(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         role, slots = self._role(played, step)
         ranks = tuple(rank for rank in step.ranks if rank in slots) or slots[:1]
         return self.call(played, "fail", slots, timeout, step.work_s, ranks, role=role, fails=ranks)
 
-    def _add(self, step: Step, played: ReplaySource, timeout: float | None, fails: tuple[int, ...] = ()) -> Sent:
+    def _add(self, step: Step, played: PlayedGroup, timeout: float | None, fails: tuple[int, ...] = ()) -> Sent:
         """Call a collective on all ranks."""
         slots = range(played.slots)
         sent = self.call(played, "add", slots, timeout, fails, fails=fails)
@@ -308,14 +308,14 @@ class Steps:
         sent.expected = seen_by([(rank, total) for rank in slots])
         return sent
 
-    def _add_failing(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _add_failing(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Call a collective in which some ranks raise while the others wait."""
         return self._add(step, played, timeout, tuple(rank for rank in step.ranks if rank < played.slots) or (0,))
 
-    def _train(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _train(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         return [self._one_train(played, timeout) for _ in range(step.count)][-1]
 
-    def _train_failing(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _train_failing(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Make training steps that raise on some ranks, each followed by a step that succeeds."""
         for number in range(step.count):
             where = FREED[(FREED.index(step.where) + number) % len(FREED)]
@@ -323,7 +323,7 @@ class Steps:
             last = self._one_train(played, timeout)
         return last
 
-    def _tear(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _tear(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Make a training step that raises on a rank while all others make their update, and two later calls."""
         self.settle(played.sent)
         sent = self._one_train(played, timeout, "after", step.ranks[:1])
@@ -333,7 +333,7 @@ class Steps:
         return sent
 
     def _one_train(
-        self, played: ReplaySource, timeout: float | None, where: str = "", fails: Sequence[int] = ()
+        self, played: PlayedGroup, timeout: float | None, where: str = "", fails: Sequence[int] = ()
     ) -> Sent:
         slots = tuple(range(played.slots))
         fails = tuple(rank for rank in fails if rank in slots)
@@ -342,7 +342,7 @@ class Steps:
 
     # -- what a rollout does
 
-    def _weights(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _weights(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Sync weights, with failures on a rank in some syncs; call the target after each sync."""
         giver = played if step.giver is None else self._played[step.giver]
         for number in range(step.count):
@@ -355,8 +355,8 @@ class Steps:
     def _one_weights(
         self,
         step: Step,
-        played: ReplaySource,
-        giver: ReplaySource,
+        played: PlayedGroup,
+        giver: PlayedGroup,
         timeout: float | None,
         fails: tuple[int, ...],
         target: str = "s",
@@ -377,7 +377,7 @@ class Steps:
         self.submit(played, sent, later, target)
         return sent
 
-    def _rows(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _rows(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Call a method whose rows end one by one, some with an error, and make further calls."""
         sent, stream = self._begin_rows(step, played, timeout)
         for _ in range(step.count):
@@ -390,9 +390,7 @@ class Steps:
         rollouts.look_at_errors(sent)
         return sent
 
-    def _begin_rows(
-        self, step: Step, played: ReplaySource, timeout: float | None
-    ) -> tuple[Sent, RowStream[Any] | None]:
+    def _begin_rows(self, step: Step, played: PlayedGroup, timeout: float | None) -> tuple[Sent, RowStream[Any] | None]:
         role, slots = self._role(played, step)
         count = 4 * len(slots) + 1
         fails = tuple(3 * rank for rank in step.ranks) if step.where in ("stream", "return") else ()
@@ -415,7 +413,7 @@ class Steps:
 
         return sent, self.submit(played, sent, begin, role)
 
-    def read(self, stream: RowStream[Any], sent: Sent, played: ReplaySource, most: int | None = None) -> None:
+    def read(self, stream: RowStream[Any], sent: Sent, played: PlayedGroup, most: int | None = None) -> None:
         """Read a stream to its end, or until `most` rows have arrived, and close the stream."""
         patience = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
         with self.bound(str(sent), patience + SPAWN_S if played.restarts else patience), stream:
@@ -429,7 +427,7 @@ class Steps:
                 sent.error = error
         sent.settled = time.monotonic()
 
-    def _child(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _child(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Kill a role's child on some ranks: only this role's calls may fail, until another child runs."""
         slots, ranks = tuple(range(played.slots)), tuple(rank for rank in step.ranks if rank < played.slots) or (0,)
         self._plain(attrs.evolve(step, size=0), played, timeout)
@@ -439,7 +437,7 @@ class Steps:
         self.call(played, "revive", slots, timeout, role="k").expected = seen_by([(rank, True) for rank in slots])
         return self._own(played, timeout)
 
-    def _pause(self, step: Step, played: ReplaySource, timeout: float | None) -> Sent:
+    def _pause(self, step: Step, played: PlayedGroup, timeout: float | None) -> Sent:
         """Pause the background role amid an activity, sync weights to the role, and resume the role."""
         slots = tuple(range(played.slots))
         step, beside = attrs.evolve(step, role=BACKGROUND, size=1 << 16), attrs.evolve(step, role="a", size=0)
@@ -485,7 +483,7 @@ class Steps:
                 sent.error, sent.settled = error, time.monotonic()
                 return None
 
-    def _own(self, played: ReplaySource, timeout: float | None) -> Sent:
+    def _own(self, played: PlayedGroup, timeout: float | None) -> Sent:
         """Call the role with children."""
         sent = self.call(played, "step", range(played.slots), timeout, 0.0, b"", role="k")
         sent.expected = seen_by([(rank, mixed(sent.ident, rank, b"")) for rank in range(played.slots)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.chaos.records import ReplaySource, Sent, chain
+from tests.chaos.records import PlayedGroup, Sent, chain
 from tests.chaos.trainer import RATE, batch, make_net
 
 from colocate.errors import CallTimeout, RenewalError
@@ -13,7 +13,7 @@ TOLERANCE = 1e-6
 """The relative difference of losses in shards and in one piece; a missing update makes more than a percent."""
 
 
-def complaints(group: ReplaySource) -> Iterator[str]:
+def complaints(group: PlayedGroup) -> Iterator[str]:
     """Yield each step whose weights don't have exactly the updates before the step, the same on all ranks."""
     for sent in group.sent:
         if sent.trains and sent.fine:
@@ -21,7 +21,7 @@ def complaints(group: ReplaySource) -> Iterator[str]:
             yield from (f"{sent}: {words}" for words in _of_step(sent, before))
 
 
-def reached(group: ReplaySource, generation: int, before: int) -> set[int]:
+def reached(group: PlayedGroup, generation: int, before: int) -> set[int]:
     """Return the possible numbers of updates when a call was made."""
     tag = group.restored.get(generation)
     found = {0} if tag is None else reached(group, group.saved[tag], tag)
@@ -59,7 +59,7 @@ def tears(sent: Sent) -> bool:
     return sent.where == "after" and 0 < len(sent.fails) < len(sent.ranks)
 
 
-def torn_by(sent: Sent, group: ReplaySource) -> Sent | None:
+def torn_by(sent: Sent, group: PlayedGroup) -> Sent | None:
     """Return the step before a call that has left the ranks without a common state, if any."""
     for each in group.sent:
         if each.ident < sent.ident and each.generation == sent.generation and tears(each) and each.raised:
@@ -67,7 +67,7 @@ def torn_by(sent: Sent, group: ReplaySource) -> Sent | None:
     return None
 
 
-def explains(error: RenewalError, sent: Sent, group: ReplaySource) -> bool:
+def explains(error: RenewalError, sent: Sent, group: PlayedGroup) -> bool:
     """Return whether a step before the call may have caused the error: the step has torn the weights, or may have.
 
     A step that has timed out may: a rank is freed in its last collective, which the others have left already.

@@ -23,7 +23,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-class RankReport:
+class CheckpointObserver:
     """An observer that records checkpoints."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def steps(run: colocate.Run) -> list[str]:
 
 def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
     """Calls run while groups write a checkpoint; the next checkpoint waits, and observers are notified of each."""
-    role, told = group.role("halved", HalfSaver), RankReport()
+    role, told = group.role("halved", HalfSaver), CheckpointObserver()
     with colocate.record(runtime, tmp_path / "run", observe=[told]) as run, ThreadPoolExecutor(1) as pool:
         with Gate() as gate:
             role.become(gate=gate.address)

@@ -11,7 +11,7 @@ import colocate
 from colocate import First, Role, method
 
 
-class RoleHoldings(Role):
+class Holder(Role):
     def __init__(self):
         self.x = distribute_tensor(torch.arange(4.0), self.ctx.device_mesh(), [Shard(0)])
 
@@ -34,7 +34,7 @@ class RoleHoldings(Role):
 
 if __name__ == "__main__":
     with connect() as runtime, runtime.reserve(slots=2) as pool:
-        holds = pool.spawn({"h": colocate.role(RoleHoldings)}).role("h", RoleHoldings)
+        holds = pool.spawn({"h": colocate.role(Holder)}).role("h", Holder)
         for what, path in ((holds.plain, "result"), (holds.nested, "result['weights'][0]")):
             error = attempt(what)
             verdict("it is refused", isinstance(error, colocate.SerializationError), error)

@@ -10,7 +10,7 @@ import colocate
 from colocate import First, Role, method
 
 
-class RoleHoldings(Role):
+class Holder(Role):
     def __init__(self, net):
         self.net = net
 
@@ -33,7 +33,7 @@ class RoleHoldings(Role):
 def main():
     with connect() as runtime, runtime.reserve(slots=1) as pool:
         lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
-        holds = pool.spawn({"h": colocate.role(RoleHoldings, lazy)}).role("h", RoleHoldings)
+        holds = pool.spawn({"h": colocate.role(Holder, lazy)}).role("h", Holder)
         got = attempt(holds.shape, torch.ones(2, 5))
         verdict("a constructor's", got == (2, 3), got)
         lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))

@@ -148,7 +148,7 @@ class Timers:
 class Lane:
     """One lane of a rank."""
 
-    def __init__(self, rank: RankTrace, name: str) -> None:
+    def __init__(self, rank: PlayedRank, name: str) -> None:
         self.rank, self.name = rank, name
         self.order: Any = LaneOrder(rank.scope)
         self.queue: deque[Any] = deque()
@@ -251,7 +251,7 @@ class Lane:
         work.rests = False
 
 
-class RankTrace:
+class PlayedRank:
     """One worker: its lanes, and its process groups."""
 
     def __init__(self, world: World, slot: int) -> None:
@@ -587,7 +587,7 @@ class World:
         self.trains = kinds.random() < 0.2
         self.waits = kinds.random() < 0.8  # Whether calls wait for the operations that they begin.
         self.arrivals = 0  # Progress of waiting ranks that others wait for.
-        self.ranks = [RankTrace(self, slot) for slot in range(RANKS)]
+        self.ranks = [PlayedRank(self, slot) for slot in range(RANKS)]
         self.link: Any = Link(self, self.timers)
         self.order = self.link.order = CallOrder(cast("Any", self.link))
         self.groups = GroupsOfGroup(cast("Any", self.link))
@@ -612,7 +612,7 @@ class World:
             self.late.append(call)
         return call
 
-    def hear(self, rank: RankTrace) -> bool:
+    def hear(self, rank: PlayedRank) -> bool:
         """Process a rank's next message on the driver; return whether there was one."""
         if not rank.outbox or rank.slot in self.dead:
             return False

@@ -282,7 +282,7 @@ def test_prometheus(tmp_path: Path) -> None:
     ports: list[int | None] = []
     health: list[tuple[int, bytes]] = []
 
-    class InspectPool:
+    class EndpointReader:
         """Reads the endpoint during the run, after the other observer has the last step."""
 
         def colocate_run_logged(self, record: colocate.LogRecord) -> None:
@@ -296,7 +296,7 @@ def test_prometheus(tmp_path: Path) -> None:
                     for sample in family.samples:
                         told[sample.name, frozenset(sample.labels.values())] = sample.value
 
-    folder = run_some(tmp_path, observer, InspectPool())
+    folder = run_some(tmp_path, observer, EndpointReader())
     assert f"prometheus: http://127.0.0.1:{ports[0]}/metrics\n" in (folder / "log.txt").read_text()
     assert told["colocate_step", frozenset({"sums"})] == STEPS - 1
     assert told["colocate_logged", frozenset({"sums", "accuracy"})] == 2.0

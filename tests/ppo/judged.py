@@ -25,7 +25,7 @@ class Judged(Reward):
         return score
 
 
-class JoinedCall(Reward):
+class WholeBatchReward(Reward):
     """A reward that scores a whole batch at once, and the last row with NaN."""
 
     @method(dispatch=Scatter("rollout"), collect=Concat())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.conformance.shared import cluster
 from tests.ppo import test_job
-from tests.ppo.judged import JoinedCall, Judged, Spoiled
+from tests.ppo.judged import Judged, Spoiled, WholeBatchReward
 from tests.ppo.stored import tensors_of
 from tests.ppo.test_grpo import ENGINE, TINY
 from tests.ppo.test_job import EXAMPLES
@@ -52,7 +52,7 @@ def test_a_score_that_is_one(monkeypatch: pytest.MonkeyPatch, rollout: Rollout, 
 
 def test_scores_of_a_whole_batch(rollout: Rollout) -> None:
     """`summary`, which every job calls, refuses a NaN from a reward with its own `score`."""
-    reward = JoinedCall()
+    reward = WholeBatchReward()
     with pytest.raises(ValueError, match=r"gives row 2 the score nan, .* to 'third: '"):
         reward.summary(rollout, reward.score(rollout))
 

@@ -57,7 +57,7 @@ def keepers(no_leaks: None) -> Iterator[Keepers]:
     keepers.close()
 
 
-class ResidentRecord:
+class KeeperPair:
     """A keeper, and the driver's slot on it."""
 
     def __init__(self, keepers: Keepers, **options: Any) -> None:
@@ -73,15 +73,15 @@ class ResidentRecord:
 
 
 @pytest.fixture
-def kept(keepers: Keepers) -> Iterator[ResidentRecord]:
-    kept = ResidentRecord(keepers)
+def kept(keepers: Keepers) -> Iterator[KeeperPair]:
+    kept = KeeperPair(keepers)
     yield kept
     kept.keeper.close()
 
 
 def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepers) -> None:
     """A worker that dies before it reads a message of its keeper's has an ordinary exit."""
-    kept = ResidentRecord(keepers, env={}, detachable=True)
+    kept = KeeperPair(keepers, env={}, detachable=True)
     _host, heard = kept.launch()
     pid = heard.hello()["pid"]
     (worker,) = kept.keeper._workers.values()
@@ -134,7 +134,7 @@ def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers) -> None:
     event_loop.close()
 
 
-def test_a_stranger_and_a_second_driver_are_turned_away(kept: ResidentRecord, keepers: Keepers) -> None:
+def test_a_stranger_and_a_second_driver_are_turned_away(kept: KeeperPair, keepers: Keepers) -> None:
     _host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
     stranger = Keepers("stranger")
@@ -149,7 +149,7 @@ def test_a_stranger_and_a_second_driver_are_turned_away(kept: ResidentRecord, ke
     assert not kept.ended.is_set()
 
 
-def test_processes_that_nobody_knows_are_listed(kept: ResidentRecord, keepers: Keepers) -> None:
+def test_processes_that_nobody_knows_are_listed(kept: KeeperPair, keepers: Keepers) -> None:
     """A process that runs under a keeper's name is listed, even if the keeper doesn't know it."""
     assert keepers.running() == []
     words = ["-m", "colocate.worker", "3", str(os.getpid()), "waits", kept.keeper.label]
@@ -163,7 +163,7 @@ def test_processes_that_nobody_knows_are_listed(kept: ResidentRecord, keepers: K
     assert keepers.running() == []
 
 
-def test_a_keeper_that_does_not_answer(kept: ResidentRecord, keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_does_not_answer(kept: KeeperPair, keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list comes in time although a keeper doesn't answer, with its expected workers and the doubt."""
     _host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
@@ -191,7 +191,7 @@ def test_a_keeper_that_does_not_answer(kept: ResidentRecord, keepers: Keepers, m
 def test_encrypted(keepers: Keepers, cluster: wire.Tls) -> None:
     """A worker has its own TLS with the driver: the keeper passes the connection on and closes its ends."""
     keepers.tls = cluster
-    kept = ResidentRecord(keepers, host="127.0.0.1", tls=cluster)
+    kept = KeeperPair(keepers, host="127.0.0.1", tls=cluster)
     host, heard = kept.launch()
     with wire.encode(Listen().head()) as frame:
         host.send(frame)

@@ -22,7 +22,7 @@ from colocate.testing.waiting import PATIENCE_S
 ROLES = {"echo": colocate.role(Echo)}
 
 
-class RoleGroup:
+class RunningGroup:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.group = runtime.reserve(1).spawn(ROLES)
@@ -33,28 +33,28 @@ class RoleGroup:
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[RoleGroup]:
+def made() -> Iterator[RunningGroup]:
     with colocate.connect() as runtime:
-        yield RoleGroup(runtime)
+        yield RunningGroup(runtime)
 
 
-def _spawned(made: RoleGroup, value: Any) -> None:
+def _spawned(made: RunningGroup, value: Any) -> None:
     with made.runtime.reserve(1) as pool, pool.spawn(ROLES, timeout=value):
         pass
 
 
-def _closed(made: RoleGroup, what: str, value: Any) -> None:
+def _closed(made: RunningGroup, what: str, value: Any) -> None:
     with colocate.connect("local") if what == "runtime" else made.runtime.reserve(1) as owner:
         (owner.spawn(ROLES) if what == "group" else owner).close(grace=value)  # type: ignore[union-attr]
 
 
 def _connected(**options: Any) -> None:
     with colocate.connect("local", **options) as runtime:
-        assert RoleGroup(runtime).echo(1) == [1]
+        assert RunningGroup(runtime).echo(1) == [1]
 
 
 # Each API that takes a duration: its name in the error, and a use.
-DURATIONS: dict[str, Callable[[RoleGroup, Any], Any]] = {
+DURATIONS: dict[str, Callable[[RunningGroup, Any], Any]] = {
     "options(timeout)": lambda made, value: made.echo.options(timeout=value)(1),
     "connect(call_timeout)": lambda made, value: _connected(call_timeout=value),
     "connect(collective_timeout)": lambda made, value: _connected(collective_timeout=value),
@@ -77,7 +77,7 @@ REFUSED = [math.nan, numpy.float64("nan"), -1, -math.inf, -0.001, "3", True, 1j,
 
 
 @pytest.mark.parametrize("where", DURATIONS)
-def test_durations(made: RoleGroup, where: str) -> None:
+def test_durations(made: RunningGroup, where: str) -> None:
     """Infinity and huge numbers mean no limit; NaN, negatives and non-numbers are refused with the option's name."""
     for value in [*FOR_EVER, *ACCEPTED]:
         DURATIONS[where](made, value)
@@ -95,12 +95,12 @@ def test_for_ever_in_processes() -> None:
     """Worker processes accept an infinite timeout, which is parsed as FOREVER_S."""
     with colocate.connect("local", processes=True) as runtime:
         for where in ("options(timeout)", "fetch(timeout)", "close(grace)", "spawn(timeout)", "wait_ready(timeout)"):
-            DURATIONS[where](RoleGroup(runtime), math.inf)
+            DURATIONS[where](RunningGroup(runtime), math.inf)
     assert parse_seconds(math.inf, "x") == parse_seconds(10**400, "x") == parse_seconds(FOREVER_S, "x") == FOREVER_S
     assert FOREVER_S < threading.TIMEOUT_MAX
 
 
-def test_amounts(made: RoleGroup) -> None:
+def test_amounts(made: RunningGroup) -> None:
     """Amounts of slots, GPUs, CPUs and restarts are refused when infinite, NaN or out of range."""
     for name in ("slots", "gpus", "cpus"):
         wrongs: list[Any] = [math.nan, math.inf, -1, "3", True, 10**12, 10**5000, *([0] if name == "slots" else [])]

@@ -231,7 +231,7 @@ def test_a_file_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool((tensor == 7).all())
 
 
-class ReplaySource:
+class PinningDriver:
     """Plays the driver that pins memory."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class ReplaySource:
 
 def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory stays pinned until its last region is freed."""
-    played = ReplaySource()
+    played = PinningDriver()
     monkeypatch.setattr(offload_module, "get_driver", lambda device: played)
     monkeypatch.setattr(offload_module, "in_use", lambda device: torch)
     kept = PinnedMemory("cuda:0", lambda: 1 << 40)

@@ -123,7 +123,7 @@ class OwnDict:
     __dict__ = property(_code("__dict__", {}))
 
 
-class RankReport(enum.Enum):
+class NamedMember(enum.Enum):
     NAME = "name"
     __str__ = _code("__str__", "x")
 
@@ -248,7 +248,7 @@ NODES: list[Any] = [
     ["TensorDict", [[1], CALLS]],
     *([["TensorDict", [[], ["dict", ["a", CALLS]]]]] if "tensordict" in sys.modules else []),
     ["record", [f"{_HERE}:Calls", None, CALLS]],
-    ["record", [f"{_HERE}:Empty", None, ["dict", [["member", [f"{_HERE}:Told", "NAME"]], 1]]]],
+    ["record", [f"{_HERE}:Empty", None, ["dict", [["member", [f"{_HERE}:NamedMember", "NAME"]], 1]]]],
     ["record", [f"{_HERE}:OwnDict", None, ["dict", ["other", 1]]]],
     ["error", ["builtins:ValueError", CALLS, NOTHING]],
     ["error", ["builtins:ValueError", ["named", [f"{_HERE}:Iterated", [1]]], NOTHING]],

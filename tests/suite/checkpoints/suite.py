@@ -13,6 +13,7 @@ from tests.suite.checkpoints.saving import SavingBeside
 from tests.suite.core.restarting import do_nothing, kill_and_get_error
 from tests.suite.marks import mark_executor_part
 from tests.suite.probes.lasting import (
+    CallableSaver,
     Distributed,
     Drawing,
     Exporting,
@@ -21,7 +22,6 @@ from tests.suite.probes.lasting import (
     PassingSaver,
     Resizable,
     SeededRole,
-    TimedCall,
 )
 
 import colocate
@@ -268,7 +268,7 @@ class Checkpoints(ExecutorCase):
         group.checkpoint(tmp_path / "one")
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
-    @pytest.mark.parametrize("cls", [Lasting, TimedCall])
+    @pytest.mark.parametrize("cls", [Lasting, CallableSaver])
     @needs_feature("pipelines")
     def test_a_group_goes_on_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path, cls: type[Lasting]) -> None:
         """A restore takes its place in the order of calls, also if callers may call `save`."""

@@ -328,7 +328,7 @@ class User(Role):
         return self.ctx.rank
 
 
-class RecordingOrder(Role):
+class FileRecorder(Role):
     """A role that writes to a file the order in which children and role end."""
 
     def __init__(self, file: str) -> None:

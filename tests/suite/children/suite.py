@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.suite.children.probes import Engines, Patient, Playing, RecordingOrder, Served, Starter, User, WeightGiver
+from tests.suite.children.probes import Engines, FileRecorder, Patient, Playing, Served, Starter, User, WeightGiver
 from tests.suite.marks import mark_executor_part
 from tests.suite.probes.limited import LimitedRole
 from tests.suite.probes.plain import return_number
@@ -517,7 +517,7 @@ class Children(Scripted):
     def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
         """A close ends children in reverse order after their role's `close()`, also after functions have run."""
         file = tmp_path / "ends"
-        group = spawn({"recorded": colocate.role(RecordingOrder, str(file))}, slots=1)
+        group = spawn({"recorded": colocate.role(FileRecorder, str(file))}, slots=1)
         group.run(return_number)
         group.close()
         assert file.read_text() == "close ba"

@@ -31,7 +31,7 @@ _MIB = 2**20
 _SIZES_MIB = (1, 16, 64)
 
 
-class LedgerRequests(ExecutorCase):
+class LedgerSuite(ExecutorCase):
     """`group.memory()`: reports of the workers' memory."""
 
     @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.suite.memory.ledgers import Budgets, LedgerRequests
+from tests.suite.memory.ledgers import Budgets, LedgerSuite
 from tests.suite.memory.sleeping import Sleeping, SleepingAmidSteps, SleepingBeside
 from tests.suite.memory.turns import TakingTurns
 
-AREAS = [LedgerRequests, Sleeping, SleepingBeside, SleepingAmidSteps, Budgets, TakingTurns]
+AREAS = [LedgerSuite, Sleeping, SleepingBeside, SleepingAmidSteps, Budgets, TakingTurns]

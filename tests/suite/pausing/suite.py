@@ -22,7 +22,7 @@ from colocate.testing.probes.collectives import Collective
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
-class PauseBegun(ExecutorCase):
+class PausingSuite(ExecutorCase):
     """`group.pause` and `group.resume`."""
 
     @pytest.fixture
@@ -329,4 +329,4 @@ class PausesOfDetached(DetachedCase):
         pool.close()
 
 
-AREAS = [PauseBegun, PausesOfDetached]
+AREAS = [PausingSuite, PausesOfDetached]

@@ -69,7 +69,7 @@ class Meeting(Role):
 
 
 @needs("process_group")
-class GroupRequest(Collective):
+class GroupUser(Collective):
     """A role that declares its use of process groups."""
 
 

@@ -17,7 +17,7 @@ from colocate.testing.gate import Address, pass_gate
 from colocate.testing.probes.lasting import Lasting
 
 
-class TimedCall(Lasting):
+class CallableSaver(Lasting):
     """A role whose `save` and `restore` are role methods, too.
 
     Args:

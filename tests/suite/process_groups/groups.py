@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.suite.probes.collectives import Careless, GroupRequest, Launched, Meeting
+from tests.suite.probes.collectives import Careless, GroupUser, Launched, Meeting
 
 import colocate
 from colocate import ColocatedGroup, Runtime
@@ -46,11 +46,11 @@ class ProcessGroups(collectives.ProcessGroups):
         """On threads a role of several ranks that makes process groups, or wants torchrun's environment, is refused."""
         pytest.importorskip("torch")
         if isinstance(runtime._node.services.executor, OwnProcess):
-            assert spawn({"role": colocate.role(GroupRequest)}).role("role", GroupRequest).sum(1.0) == [2.0, 2.0]
+            assert spawn({"role": colocate.role(GroupUser)}).role("role", GroupUser).sum(1.0) == [2.0, 2.0]
             return
         with pytest.raises(CapabilityError, match="wants the environment of torchrun"):
             spawn({"launched": colocate.role(Launched).on(env="torchrun")}, slots=1)
-        for role in (colocate.role(GroupRequest), colocate.role(Collective).on(default_group=True)):
+        for role in (colocate.role(GroupUser), colocate.role(Collective).on(default_group=True)):
             with pytest.raises(CapabilityError, match="role 'role' makes process groups of its 2 ranks") as caught:
                 spawn({"role": role})
             assert caught.value.capability == "OwnProcess"

@@ -149,7 +149,7 @@ class Player(Role):
         assert (Path(directory) / f"rank-{self.ctx.rank}").read_text(encoding="utf-8") == "state"
 
 
-class ResidentRecord(Player):
+class BufferedPlayer(Player):
     """A player whose checkpoints contain the buffer."""
 
     def save(self, directory: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.suite.core.restarting import kill_and_get_error
-from tests.suite.recordings.probes import Answer, Critic, Giver, Player, ResidentRecord, Steady, Taker
+from tests.suite.recordings.probes import Answer, BufferedPlayer, Critic, Giver, Player, Steady, Taker
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec
@@ -961,8 +961,8 @@ class Restarts(ExecutorCase):
     @pytest.mark.parametrize("slots", [2, 1])
     def test_a_comparison_goes_on(self, spawn: Spawn, counted: Path, tmp_path: Path, slots: int) -> None:
         """After a restart repeated calls are compared with the same recorded calls again."""
-        group = _spawn_restarting(spawn, colocate.role(ResidentRecord).on(compare=counted), slots=slots)
-        player = group.role("player", ResidentRecord)
+        group = _spawn_restarting(spawn, colocate.role(BufferedPlayer).on(compare=counted), slots=slots)
+        player = group.role("player", BufferedPlayer)
         player.buffer()
         group.checkpoint(tmp_path / "point")
         player.buffer()
