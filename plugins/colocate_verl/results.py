@@ -62,9 +62,9 @@ class WorkerHandle(OnDriver):
         if self.of is None:
             raise CapabilityError(f"{name} of {self!r}: only the driver of a worker group can call it")
         method = CALL if name == "__ray_call__" else name
-        return SimpleNamespace(remote=functools.partial(self._refuse_call, self.of, method))
+        return SimpleNamespace(remote=functools.partial(self._call_worker, self.of, method))
 
-    def _refuse_call(self, workers: Workers, method: str, /, *args: Any, **kwargs: Any) -> Result:
+    def _call_worker(self, workers: Workers, method: str, /, *args: Any, **kwargs: Any) -> Result:
         return Result(
             workers.submit_call(workers.outer, method, [resolve_arguments(args, kwargs)], [self.rank]), 0, workers
         )
@@ -96,12 +96,12 @@ def _is_own_result(value: Any) -> bool:
 def _get_results(get_of_ray: Callable[..., Any], refs: Any, *, timeout: float | None = None, **options: Any) -> Any:
     """Get results of Ray, results of colocate, or a mixed list of both, like `ray.get`."""
     if _is_own_result(refs):
-        return refs.value(timeout)
+        return refs.wait_value(timeout)
     if not isinstance(refs, Sequence) or not any(map(_is_own_result, refs)):
         return get_of_ray(refs, timeout=timeout, **options)
     ray_refs = [ref for ref in refs if not _is_own_result(ref)]
     rest = iter(get_of_ray(ray_refs, timeout=timeout, **options) if ray_refs else ())
-    return [ref.value(timeout) if _is_own_result(ref) else next(rest) for ref in refs]
+    return [ref.wait_value(timeout) if _is_own_result(ref) else next(rest) for ref in refs]
 
 
 def _put_values(data_list: Sequence[Any], max_workers: int | None = None) -> list[Result]:
