@@ -35,7 +35,7 @@ BESIDE = """
 """
 
 
-def test_help_imports_only_what_it_needs() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     code = (
         "import sys; sys.argv = ['colocate', '--help']\nfrom colocate_run.cli import main\n"
         "try: main()\nexcept SystemExit as end: assert not end.code\n"
@@ -47,7 +47,7 @@ def test_help_imports_only_what_it_needs() -> None:
 
 
 class TestPlugins:
-    def test_they_are_listed_with_their_distributions(self, colocate: CommandLine) -> None:
+    def test_plugins_are_listed_with_distributions(self, colocate: CommandLine) -> None:
         done = colocate("plugins", distributions=("acme", "broken"))
         assert (done.returncode, done.stderr) == (0, "")
         lines = [line.split() for line in done.stdout.splitlines()]
@@ -116,7 +116,7 @@ class TestNoImport:
             assert "'beside:Beside' names a module, and this config may name plugins only" in done.stderr
             assert "it has run" not in done.stdout
 
-    def test_a_file_beside_it_stands_in_for_no_module(self, colocate: CommandLine) -> None:
+    def test_file_beside_config_shadows_no_module(self, colocate: CommandLine) -> None:
         (colocate.folder / "theirs").mkdir()
         colocate.write("theirs/demo.yaml", ACME.replace('second: {use: "beside:Beside", slots: [1]}', ""))
         colocate.write("theirs/acme.py", "raise SystemExit('the wrong one')")
@@ -189,7 +189,7 @@ class TestCheck:
             ],
         }
 
-    def test_a_bug_keeps_its_traceback(self, colocate: CommandLine) -> None:
+    def test_signature_error_keeps_traceback(self, colocate: CommandLine) -> None:
         """An error that a job's `__signature__` raises is shown with its traceback."""
         colocate.write("demo.yaml", "job: 'beside:job'\n")
         colocate.write(
@@ -243,7 +243,7 @@ class TestDoctor:
         (gone,) = [plugin for plugin in json.loads(done.stdout)["plugins"] if plugin["name"] == "gone"]
         assert gone["fault"].startswith(f"the role plugin 'gone' ({lost}, which has no METADATA: install it again, ")
 
-    def test_a_place_for_what_sleeps(self, colocate: CommandLine) -> None:
+    def test_tmpfs_spill_dir_is_reported(self, colocate: CommandLine) -> None:
         colocate.write(
             "demo.yaml",
             "executor: {use: local, with: {processes: true, spill_dir: /dev/shm}}\npools: {main: {slots: 1}}\n",
@@ -268,7 +268,7 @@ class TestDoctor:
 
 
 @pytest.mark.parametrize("command", ["check", "run", "doctor"])
-def test_what_can_not_run_is_not_approved(colocate: CommandLine, command: str) -> None:
+def test_config_without_required_processes_is_refused(colocate: CommandLine, command: str) -> None:
     """Every command refuses a config whose role needs processes that the executor lacks."""
     colocate.write(
         "demo.yaml",

@@ -115,7 +115,7 @@ def test_other_shells(home: Path, folder: Path) -> None:
     assert fish == ["words.yaml"]
 
 
-def test_nothing_is_imported_for_it(home: Path, folder: Path) -> None:
+def test_completion_imports_no_heavy_modules(home: Path, folder: Path) -> None:
     code = (
         "import sys, os; sys.argv = ['colocate']\n"
         "os.environ |= dict(_COLOCATE_COMPLETE='complete_bash', COMP_WORDS='colocate plugins ', COMP_CWORD='2')\n"
@@ -128,7 +128,7 @@ def test_nothing_is_imported_for_it(home: Path, folder: Path) -> None:
     assert (sorted(found), imported) == (sorted([*EXECUTORS, *OTHERS]), "[]")
 
 
-def test_it_installs_itself(home: Path) -> None:
+def test_completion_is_installed(home: Path) -> None:
     shell = shutil.which("bash")
     assert shell is not None
     subprocess.run([shell, "--norc", "-c", "colocate --install-completion; true"], check=True, capture_output=True)

@@ -91,7 +91,7 @@ def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(n2) == "node n2 is about to go"
 
 
-def test_who_has_no_notices_is_not_asked(tmp_path: Path) -> None:
+def test_executor_without_notices_starts_no_thread(tmp_path: Path) -> None:
     """On an executor without notices, a run starts no thread for them."""
     import threading
 

@@ -102,7 +102,7 @@ class TestOneDriver:
         assert [path.name for path in (counting.folder / "runs").iterdir()] == ["demo"]
 
     @pytest.mark.long
-    def test_a_first_run_has_its_folder_too(self, counting: CommandLine) -> None:
+    def test_first_run_holds_folder(self, counting: CommandLine) -> None:
         """A first run holds its folder against other drivers, before and after its first checkpoint."""
         first = counting.start("run", "demo.yaml")
         waits(counting)
@@ -141,7 +141,7 @@ class TestOneDriver:
             assert begun(counting, name) == [0]
         assert {path.name for path in (counting.folder / "runs").iterdir()} == {f"demo-{each}" for each in range(4)}
 
-    def test_who_was_killed_has_it_no_more(self, counting: CommandLine) -> None:
+    def test_killed_driver_loses_folder(self, counting: CommandLine) -> None:
         """A killed driver loses its folder, even if a child of the driver is still alive."""
         first = counting.start("run", "demo.yaml", "--set", "+job.with.forks=true")
         waits(counting)
@@ -180,7 +180,7 @@ class TestContainers:
         words = [sys.executable, "-c", ELSEWHERE, str(folder)]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
-    def test_whoever_reads_the_lock_has_it_still(self, tmp_path: Path) -> None:
+    def test_lock_survives_read_by_owner(self, tmp_path: Path) -> None:
         """A read of `lock.json` in the driver's own process doesn't release the kernel's lock."""
         with lock_folder(tmp_path, lambda text: None):
             for ask in ((tmp_path / LOCK).read_bytes, lambda: lock._read_owner(tmp_path / LOCK)):
@@ -188,7 +188,7 @@ class TestContainers:
                 assert f"is being written by the driver with pid {os.getpid()} " in self.elsewhere(tmp_path)
         assert self.elsewhere(tmp_path) == "taken\n"
 
-    def test_a_forked_child_does_not_keep_it(self, tmp_path: Path) -> None:
+    def test_forked_child_does_not_keep_lock(self, tmp_path: Path) -> None:
         told, tell = os.pipe()
         mine = FolderLock.acquire(tmp_path)
         child = os.fork()
@@ -238,7 +238,7 @@ class TestOtherMachines:
             FolderLock.acquire(folder, said.append)
         beater.join()
 
-    def test_one_that_is_silent_loses_it(self, folder: Path) -> None:
+    def test_silent_driver_loses_folder(self, folder: Path) -> None:
         """A silent driver loses its folder, and a driver that lost it fails at its next checkpoint."""
         FolderLock.acquire(folder).release()
         with lock_folder(folder, lambda text: None) as mine:
@@ -254,7 +254,7 @@ class TestOtherMachines:
                 pass
             assert [step for step, _ in run.list_checkpoints()] == [1]
 
-    def test_nothing_is_written_when_it_is_released(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_late_heartbeat_writes_nothing_after_release(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A heartbeat that races with the release writes nothing: another file may have the descriptor by then."""
         mine = FolderLock.acquire(folder)
         looks, goes_on, check = threading.Event(), threading.Event(), FolderLock.check_owned
@@ -308,9 +308,7 @@ STOPPED = """
 class TestAuto:
     @pytest.mark.in_make_test("SIGTERM")
     @pytest.mark.parametrize("by", ["SIGKILL", "SIGTERM", "an error"])
-    def test_it_begins_anew_in_the_folder_of_one_that_ended_before_its_first_checkpoint(
-        self, colocate: CommandLine, by: str
-    ) -> None:
+    def test_requeued_job_reuses_folder_without_checkpoint(self, colocate: CommandLine, by: str) -> None:
         """A requeued job reuses the folder of tries without a checkpoint, and keeps the metrics of the last try."""
         colocate.write("stopped.py", STOPPED)
         colocate.write("demo.yaml", CONFIG.replace("counting:job", "stopped:job") + "\n")
@@ -325,7 +323,7 @@ class TestAuto:
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
         assert not (folder / "error.txt").exists()
 
-    def test_it_begins_where_there_is_nothing(self, counting: CommandLine) -> None:
+    def test_auto_resume_starts_new_run(self, counting: CommandLine) -> None:
         """`--resume=auto` starts a run if there is none, and else resumes it; plain `--resume` needs a checkpoint."""
         (counting.folder / "go").touch()
         done = counting("run", "--resume", "demo.yaml")

@@ -98,7 +98,7 @@ def test_each_worker_has_a_file(colocate: CommandLine, processes: bool) -> None:
     assert len(colocate("logs", "runs/demo", "--lines", "3").stdout.splitlines()) == 3
 
 
-def test_what_is_not_there(colocate: CommandLine) -> None:
+def test_missing_folder_and_rank_are_refused(colocate: CommandLine) -> None:
     """`colocate logs` fails for a folder that doesn't exist, and for an unknown rank."""
     ready(colocate, processes=True)
     assert colocate("run", "demo.yaml").returncode == 0
@@ -151,7 +151,7 @@ def test_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(each.path.stat().st_size < 20_000 for each in files)
 
 
-def test_what_is_written_over_and_what_does_not_end(tmp_path: Path) -> None:
+def test_log_keeps_last_progress_bar_state(tmp_path: Path) -> None:
     """The log keeps a progress bar's last state, even if the worker ends amid it, and marks a restart."""
     found = WorkerLogs(tmp_path)
     for text in ("1 %\r", "50 %\r", "100 %"):
@@ -181,7 +181,7 @@ class Speaker(Role):
         print(text)
 
 
-def test_a_script_has_them_too(tmp_path: Path) -> None:
+def test_recorded_script_writes_worker_logs(tmp_path: Path) -> None:
     """`colocate.record` writes worker logs from its block on, with the last lines before the block."""
     with colocate_module.connect(processes=True) as runtime, runtime.reserve() as pool:
         speaker = pool.spawn({"speaker": colocate_module.role(Speaker)}, name="g").role("speaker", Speaker)

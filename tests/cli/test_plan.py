@@ -154,7 +154,7 @@ def second(use: str) -> dict[str, Any]:
     return {"second": {"use": f"beside:{use}", "slots": [1, 3]}}
 
 
-def test_what_they_hold(colocate: CommandLine) -> None:
+def test_plan_lists_role_memory(colocate: CommandLine) -> None:
     wide = {
         name: {"use": "beside:Net", "with": {"mib": mib, "trains": False}}
         for name, mib in (("first", 30), ("second", 21), ("third", 10))
@@ -190,7 +190,7 @@ def test_what_they_hold(colocate: CommandLine) -> None:
         assert (fit["takers"], fit["misfits"], fit["needs"]) == (takers, [], 61 * MIB)
 
 
-def test_where_they_lie(colocate: CommandLine) -> None:
+def test_plan_shows_worker_placement(colocate: CommandLine) -> None:
     """The plan says where workers lie if the pool has such a strategy, and omits it otherwise."""
     write(colocate, group={})
     done = colocate("plan", "demo.yaml", "--set", "+pools.group.strategy=strict_pack")
@@ -211,7 +211,7 @@ def test_models_of_a_hub(colocate: CommandLine) -> None:
     assert found["kinds"]["parameters"] == 4 * (4096 * 256 + 2 * layer + 256)
 
 
-def test_what_a_class_tells_itself(colocate: CommandLine) -> None:
+def test_class_method_plan_declares_memory(colocate: CommandLine) -> None:
     """A class method `plan` gets the constructor's arguments and declares the memory; the role isn't constructed."""
     engine = {"use": "beside:Engine", "with": {"mib": 5}, "slots": [1, 3]}
     group = planned(colocate, all={"roles": {"second": engine}, "device_memory": "36MiB"})["all"]
@@ -224,7 +224,7 @@ def test_what_a_class_tells_itself(colocate: CommandLine) -> None:
     )
 
 
-def test_what_is_not_known(colocate: CommandLine) -> None:
+def test_value_reading_constructor_has_unknown_memory(colocate: CommandLine) -> None:
     """A role whose constructor reads tensor values has unknown memory, with the reason; other roles are planned."""
     group = planned(colocate, status=1, all={"roles": second("Looks")})["all"]
     assert kinds(group, "first")["parameters"] == 8
@@ -278,7 +278,7 @@ def test_budgets(colocate: CommandLine) -> None:
     assert "host_memory" not in said["on_gpus"]
 
 
-def test_what_is_called(colocate: CommandLine) -> None:
+def test_instance_method_plan_is_not_called(colocate: CommandLine) -> None:
     """A role method `plan` isn't called, a constructor's prints stay out of the JSON, and `device_state` may raise."""
     write(colocate, all={"roles": second("Own")})
     done = colocate("plan", "demo.yaml", "--json")

@@ -45,7 +45,7 @@ def test_options_that_are_inherited_are_described(colocate: CommandLine) -> None
     assert all(option["about"] for option in role["options"].values())
 
 
-def test_any_other_options_are_told_apart(colocate: CommandLine) -> None:
+def test_extra_options_are_shown_last(colocate: CommandLine) -> None:
     """Options that a docstring describes as `**options` are shown as `**`, after the named ones."""
     options = shown(colocate, "rollout")["roles"]["rollout.engine"]["options"]
     assert list(options) == ["engine", "sampling", "child", "**"]
@@ -86,7 +86,7 @@ def test_any_plugin_that_is_listed(colocate: CommandLine) -> None:
     assert colocate("plugins", "outpost", distributions=installed).returncode == 0
 
 
-def test_what_can_be_imported_is_shown_beside_what_can_not(colocate: CommandLine) -> None:
+def test_importable_roles_are_shown_beside_broken_roles(colocate: CommandLine) -> None:
     done = colocate("plugins", "acme", distributions=("acme",))
     assert done.returncode == 1
     assert "role acme.judge: broken, see below" in done.stdout

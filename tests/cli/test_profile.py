@@ -83,7 +83,7 @@ def test_a_step_that_never_comes(demo: CommandLine, steps: str, why: str) -> Non
         (["--profile", "steps=1,memory"], "none of these ranks has a GPU"),
     ],
 )
-def test_what_it_cant_be(demo: CommandLine, options: list[str], why: str) -> None:
+def test_impossible_profile_is_refused(demo: CommandLine, options: list[str], why: str) -> None:
     """A profile that isn't possible is refused before the job begins."""
     done = demo("run", "demo.yaml", *options)
     assert done.returncode == 1
@@ -91,7 +91,7 @@ def test_what_it_cant_be(demo: CommandLine, options: list[str], why: str) -> Non
     assert not (demo.folder / "runs" / "demo" / "metrics.jsonl").exists()
 
 
-def test_a_worker_that_dies_amid_it(demo: CommandLine) -> None:
+def test_worker_death_during_profile_fails_run(demo: CommandLine) -> None:
     """A worker that dies during a profile fails the run, and leaves no partial profile."""
     done = demo("run", "demo.yaml", "--profile", "steps=1:3", "--set", "job.with.dies=2")
     assert done.returncode == 1

@@ -37,7 +37,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key in ("step", "score")} for line in lines]
 
 
-def test_what_was_recorded_is_listed(words: CommandLine) -> None:
+def test_recorded_calls_are_listed(words: CommandLine) -> None:
     done = words("recordings", "runs/words")
     assert [line.split()[:5] for line in done.stdout.splitlines()[3:]] == [
         ["guesser", "guess", "2", "6", "0"],
@@ -103,7 +103,7 @@ def test_the_call_to_begin_with(words: CommandLine) -> None:
     assert "begin here: guesser.learn, call 0, parameter scores: it was given something else" in done.stderr
 
 
-def test_it_begins_with_a_step(words: CommandLine) -> None:
+def test_replay_starts_at_given_step(words: CommandLine) -> None:
     """`--replay-from` answers the first call with the recorded call of that step."""
     first = rows(words.folder / "runs" / "words")
     options = ["--replay", "guesser=runs/words", "--replay", "judge=runs/words", "--replay-loose"]
@@ -114,7 +114,7 @@ def test_it_begins_with_a_step(words: CommandLine) -> None:
     assert "has no step 40: it has 1 to 6" in done.stderr
 
 
-def test_what_is_wrong_is_told_before_anything_starts(words: CommandLine) -> None:
+def test_invalid_options_are_refused_before_start(words: CommandLine) -> None:
     done = words("run", "words.yaml", "--record", "gueser", "--record-limit", "much", "--replay-from", "3")
     assert done.returncode == 1
     for text in (

@@ -80,7 +80,7 @@ def rows(colocate: CommandLine) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "time")} for line in lines]
 
 
-def test_groups_go_on_where_they_were(begun: CommandLine) -> None:
+def test_resume_restores_groups(begun: CommandLine) -> None:
     """A resume restores the config's group before the job runs, and the job's own group when the job restores it.
 
     A group that the job doesn't restore may not write a checkpoint, which would replace the earlier one.
@@ -97,7 +97,7 @@ def test_groups_go_on_where_they_were(begun: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "deep/er"])
-def test_wherever_it_lies(colocate: CommandLine, inside: str) -> None:
+def test_group_checkpoint_is_found_at_any_depth(colocate: CommandLine, inside: str) -> None:
     """A group's checkpoint is found at any depth of the run's checkpoint, or as the run's checkpoint itself."""
     colocate.write("counting.py", COUNTING)
     colocate.write("demo.yaml", CONFIG)

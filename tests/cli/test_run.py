@@ -34,7 +34,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("processes", ["false", "true"])
-def test_a_job_runs_to_its_end(colocate: CommandLine, processes: str) -> None:
+def test_job_runs_to_completion(colocate: CommandLine, processes: str) -> None:
     colocate.write("demo.yaml", ACME)
     done = colocate("run", "demo.yaml", "--set", f"executor.with.processes={processes}", distributions=("acme",))
     assert (done.returncode, done.stderr) == (0, "")
@@ -135,7 +135,7 @@ FAILING = """
 """
 
 
-def test_what_a_start_says_when_it_fails(colocate: CommandLine) -> None:
+def test_failed_start_leaves_report(colocate: CommandLine) -> None:
     """A start that fails leaves its log, error and report in the run's folder, and prints the report's path."""
     colocate.write("beside.py", FAILING)
     colocate.write(
@@ -201,7 +201,7 @@ def test_nothing_to_resume(colocate: CommandLine) -> None:
         pytest.param(signal.SIGTERM, "true", marks=pytest.mark.long),
     ],
 )
-def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signal.Signals, processes: str) -> None:
+def test_signal_stops_run_with_checkpoint(colocate: CommandLine, number: signal.Signals, processes: str) -> None:
     colocate.write("demo.yaml", ACME)
     changes = ("--set", "job.with.steps=1000000", "--set", f"executor.with.processes={processes}")
     with colocate.start("run", "demo.yaml", *changes, distributions=("acme",)) as running:
@@ -243,7 +243,7 @@ class TestErrors:
         colocate.write("beside.py", job)
         return colocate("run", "demo.yaml", *args, distributions=("acme",), **variables)
 
-    def test_a_bug_in_the_job_keeps_its_traceback(self, colocate: CommandLine) -> None:
+    def test_job_error_keeps_traceback(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    return 1 / 0\n")
         assert done.returncode == 1
         shown = done.stderr.splitlines()
@@ -256,7 +256,7 @@ class TestErrors:
             assert "beside.py" in (folder / name).read_text()
         assert (folder / "error.txt").read_text() == done.stderr
 
-    def test_what_a_dropped_call_raised_is_told_by_its_own_frames(self, colocate: CommandLine) -> None:
+    def test_dropped_call_error_omits_framework_frames(self, colocate: CommandLine) -> None:
         """The error of a dropped call, which closing finds, is written without the framework's frames."""
         reward = "run.groups['policy']['reward']"
         done = self.run(colocate, f"def job(run):\n    {reward}.score.keep([1, 2])\n    {reward}.score(['a', 'b'])\n")
@@ -266,7 +266,7 @@ class TestErrors:
         assert "/colocate/" not in error
         assert "acme" in error
 
-    def test_an_error_of_a_role_is_its_message_with_the_traceback_of_the_worker(self, colocate: CommandLine) -> None:
+    def test_role_error_includes_worker_traceback(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n")
         assert done.returncode == 1
         assert re.match(
@@ -305,9 +305,7 @@ class TestErrors:
             assert f"ValueError: {shown} x" in (folder / name).read_text()
 
     @pytest.mark.parametrize(("code", "status", "said"), [("7", 7, ""), ("'bye'", 1, "bye\n")])
-    def test_a_job_that_leaves_by_exit_has_its_report(
-        self, colocate: CommandLine, code: str, status: int, said: str
-    ) -> None:
+    def test_exiting_job_leaves_report(self, colocate: CommandLine, code: str, status: int, said: str) -> None:
         """A job's exit status is the command's, and the folder has a report, a log and the error."""
         job = f"import sys\ndef job(run):\n    run.log(1, x=1)\n    sys.exit({code})\n"
         done = self.run(colocate, job)
@@ -320,7 +318,7 @@ class TestErrors:
         assert done.returncode == status
         assert [error["type"] for error in json.loads(done.stdout)["errors"]] == ["SystemExit"]
 
-    def test_a_job_whose_output_nobody_reads_any_more_ends(self, colocate: CommandLine) -> None:
+    def test_closed_output_pipe_ends_job(self, colocate: CommandLine) -> None:
         """A closed output pipe, as of `colocate run FILE | head`, ends the job with a message of its own."""
         colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
         colocate.write(
@@ -440,7 +438,7 @@ HANGING = """
 """
 
 
-def test_a_second_signal_ends_what_hangs(colocate: CommandLine) -> None:
+def test_second_signal_ends_hanging_run(colocate: CommandLine) -> None:
     colocate.write("beside.py", HANGING)
     colocate.write(
         "demo.yaml",

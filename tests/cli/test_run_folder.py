@@ -43,7 +43,7 @@ class TestCheckpoints:
             fail()
         assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step-000001"]
 
-    def test_what_a_killed_run_left_half_is_no_checkpoint_and_goes(self, tmp_path: Path) -> None:
+    def test_partial_checkpoint_of_killed_run_is_removed(self, tmp_path: Path) -> None:
         folder = make(tmp_path, "demo", 1)
         killed = subprocess.Popen([sys.executable, "-c", ""])
         killed.wait()
@@ -109,7 +109,7 @@ class TestResuming:
     @pytest.mark.parametrize(
         "name", ["2026-11-29", "0042", "1.5", "1e5", "null", "true", "0x10", "12_000", "no", "_.-", "ä"]
     )
-    def test_whatever_yaml_takes_its_name_for(self, tmp_path: Path, name: str) -> None:
+    def test_run_with_ambiguous_yaml_name_is_found(self, tmp_path: Path, name: str) -> None:
         """A run whose name YAML would read as a date, number or null is found, whichever way it is quoted."""
         folder = make(tmp_path, name, 1)
         assert RunFolder.find_latest(name, tmp_path).path == folder.path
@@ -117,7 +117,7 @@ class TestResuming:
         assert RunFolder.find_latest(name, tmp_path).path == folder.path
 
     @pytest.mark.parametrize("text", [b"", b"name: [demo", b"\xff\xfe", b"- demo", b"name: [[demo]]", b"[" * 10**5])
-    def test_a_folder_whose_config_is_none(self, tmp_path: Path, text: bytes) -> None:
+    def test_folder_with_unreadable_config_is_ignored(self, tmp_path: Path, text: bytes) -> None:
         """A folder whose config can't be read is no run of this name."""
         (make(tmp_path, "demo", 1).path / "config.yaml").write_bytes(text)
         with pytest.raises(ConfigError, match="nothing to resume"):

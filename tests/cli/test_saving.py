@@ -91,7 +91,7 @@ def test_the_job_goes_on_while_groups_write(runtime: Runtime, group: ColocatedGr
     group.restore(last.folder)
 
 
-def test_what_a_group_could_not_write_is_told(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
+def test_failed_background_write_is_raised(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
     """A failed background write is raised by the next checkpoint or the run's end; the previous checkpoint stays."""
     role = group.role("halved", HalfSaver)
 
@@ -158,7 +158,7 @@ def test_a_block_that_fails_leaves_nothing(runtime: Runtime, group: ColocatedGro
         group.checkpoint(tmp_path / "another")
 
 
-def test_a_run_that_fails_has_what_was_begun(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
+def test_failed_run_finishes_pending_checkpoint(runtime: Runtime, group: ColocatedGroup, tmp_path: Path) -> None:
     """A run that fails still waits for the checkpoint that its groups are writing."""
 
     def job() -> None:

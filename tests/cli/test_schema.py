@@ -27,7 +27,7 @@ CONFIGS = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path.parent.name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_what_is_right(path: Path) -> None:
+def test_example_configs_are_valid(path: Path) -> None:
     """Every example config is valid by the schema."""
     assert mistakes(YAML(typ="safe").load(path)) == []
 
@@ -46,7 +46,7 @@ def test_written_out() -> None:
         ({"groups": {"a": {"pool": "main", "roles": {"b": 3}}}}, "$.groups.a.roles.b: 3 is not valid"),
     ],
 )
-def test_what_is_wrong(config: Any, told: str) -> None:
+def test_invalid_configs_are_refused(config: Any, told: str) -> None:
     (found,) = mistakes(config)
     assert told in found
 

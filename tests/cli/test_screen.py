@@ -46,7 +46,7 @@ def record(**changes: object) -> RunRecord:
     return RunRecord(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_starting_says_what_it_does_on_a_terminal_and_off_it() -> None:
+def test_start_stages_are_shown_on_any_console() -> None:
     for make in (terminal, plain):
         console, out = make()
         with Screen(console).show_start("demo") as stage:
@@ -62,9 +62,7 @@ def test_starting_says_what_it_does_on_a_terminal_and_off_it() -> None:
         assert "(connect 0." in told[-1]
 
 
-def test_on_a_terminal_the_log_has_what_is_printed_and_no_drawing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_has_printed_lines_without_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console, out = terminal()
     monkeypatch.setattr("sys.stdout", console.file)
     screen, log = Screen(console), RunLog()
@@ -153,7 +151,7 @@ def test_the_end_shows_tables_times_and_owners() -> None:
     )
 
 
-def test_the_end_says_what_fusing_saved() -> None:
+def test_summary_shows_copies_saved_by_fusing() -> None:
     console, out = plain()
     Screen(console).show_record(record(handed_over=[Handover("policy", "actor", "critic", 1 << 20)]))
     assert "would have copied them: actor to critic 1 MiB.\n" in out.getvalue()

@@ -163,7 +163,9 @@ def test_while_a_group_is_restarted(held: Callable[..., Held], number: signal.Si
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("phase", ["call", pytest.param("checkpoint", marks=pytest.mark.long)])
-def test_one_ctrl_c_beside_it_asks_too(held: Callable[..., Held], phase: str, first: signal.Signals) -> None:
+def test_single_ctrl_c_with_sigterm_keeps_checkpoint(
+    held: Callable[..., Held], phase: str, first: signal.Signals
+) -> None:
     run = held(phase)
     run.send(first)
     assert run.notices().startswith(f"{first.name}: stopping after a checkpoint")
@@ -173,7 +175,7 @@ def test_one_ctrl_c_beside_it_asks_too(held: Callable[..., Held], phase: str, fi
 
 
 @pytest.mark.parametrize("phase", ["call", pytest.param("checkpoint", marks=pytest.mark.long)])
-def test_ctrl_c_twice_ends_it_at_once(held: Callable[..., Held], phase: str) -> None:
+def test_second_ctrl_c_ends_run_at_once(held: Callable[..., Held], phase: str) -> None:
     """Two Ctrl-C after a SIGTERM end the run at once, without a checkpoint."""
     run = held(phase)
     run.send(signal.SIGTERM)
@@ -186,7 +188,7 @@ def test_ctrl_c_twice_ends_it_at_once(held: Callable[..., Held], phase: str) -> 
     assert "interrupted: everything is closed" in err
 
 
-def test_the_time_limit_is_told(held: Callable[..., Held]) -> None:
+def test_slurm_time_limit_is_reported(held: Callable[..., Held]) -> None:
     run = held("job", str(int(time.time()) + 3600))
     run.send(signal.SIGTERM)
     told = run.notices()

@@ -133,7 +133,7 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     assert ended.returncode == 1
 
 
-def test_it_waits_for_a_job_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_waits_for_first_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, `top` waits for a job and shows the first one; with `once` it fails if no job runs."""
     looks: list[list[Job]] = [[], [], [Job("demo", 7)], [Job("demo", 7)]]
     shown: list[str] = []

@@ -14,7 +14,7 @@ from tests.clusters.engines import OnMachines, dask_on, ray_on
 from tests.clusters.machines import Machines, lacks
 
 HERE = Path(__file__).parent
-IN_MAKE_TEST = "test_slurm.py::test_it_saves_and_goes_on[one node-preempted-0]"
+IN_MAKE_TEST = "test_slurm.py::test_stopped_job_saves_and_resumes[one node-preempted-0]"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ with colocate.connect(sys.argv[1], address=sys.argv[2]) as runtime:
 
 
 @pytest.mark.parametrize("on", [0, 1])
-def test_an_engine_on_them(cluster: Callable[..., OnMachines], on: int) -> None:
+def test_spread_slots_use_both_nodes(cluster: Callable[..., OnMachines], on: int) -> None:
     """Two spread slots have their workers on the two nodes, for a driver on the first machine and on a node."""
     found = cluster(2)
     script = found.machines.shared / "where.py"

@@ -85,7 +85,7 @@ def test_once_from_the_driver(cluster: Callable[..., OnMachines]) -> None:
     assert out.splitlines()[-1:] == ["True 3 True"], err
 
 
-def test_once_from_who_has_kept_it(cluster: Callable[..., OnMachines]) -> None:
+def test_kept_resident_leaves_machine_twice_per_call(cluster: Callable[..., OnMachines]) -> None:
     """In each call, a resident for ranks on three machines leaves its own machine twice."""
     found = cluster(3)
     if found.engine == "dask":  # a second Dask worker per machine

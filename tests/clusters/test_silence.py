@@ -131,7 +131,7 @@ class Driver:
         assert self.process.wait() == 0
 
 
-def test_one_that_nobody_uses(cluster: Callable[..., OnMachines]) -> None:
+def test_unused_silent_machine_is_avoided(cluster: Callable[..., OnMachines]) -> None:
     """Beside an unused silent machine other slots are reserved at once, and a reservation of all machines times out."""
     driver = Driver(cluster(4), UNUSED, 15)
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_a_machine_that_boots_anew(cluster: Callable[..., OnMachines]) -> None:
 
 
 @pytest.mark.parametrize("verb", ["kill", "cut"])
-def test_the_books_are_gone(cluster: Callable[..., OnMachines], verb: str) -> None:
+def test_calls_and_closes_survive_lost_scheduler(cluster: Callable[..., OnMachines], verb: str) -> None:
     """Without the scheduler or head calls and closes succeed, and an audit raises ClusterError."""
     driver = Driver(cluster(2), BOOKS.replace("VERB", verb), 15, on=1)
     _, result = driver.says("call")

@@ -69,7 +69,7 @@ def saved(slurm: Slurm) -> int:
 @pytest.mark.parametrize("time_", range(TIMES))
 @pytest.mark.parametrize(("way", "slurm"), WAYS.items(), indirect=["slurm"], ids=WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_saves_and_goes_on(slurm: Slurm, kind: str, way: str, time_: int) -> None:
+def test_stopped_job_saves_and_resumes(slurm: Slurm, kind: str, way: str, time_: int) -> None:
     saves = way not in ("node killed", "node lost")
     job = submit(slurm, kind, *(["--signal=TERM@75"] if way == "time limit" else []))
     slurm.wait_for_line(job, r"^step 25 ", within=300)

@@ -200,7 +200,7 @@ def config(options: dict[str, Any], processes: bool = False) -> dict[str, Any]:
     }
 
 
-def test_what_a_role_gets() -> None:
+def test_role_receives_converted_options() -> None:
     """A role in a process gets all its options converted, and the config itself stays plain."""
     together: dict[str, Any] = {}
     for name, value, _ in MADE:
@@ -215,13 +215,13 @@ def test_what_a_role_gets() -> None:
 
 
 @pytest.mark.parametrize(("name", "value", "made"), MADE, ids=lambda each: str(each)[:20])
-def test_what_is_made(name: str, value: Any, made: str) -> None:
+def test_option_values_are_converted(name: str, value: Any, made: str) -> None:
     with colocate.launch(colocate.load_config(config({name: value}))) as job:
         assert repr(job.groups["group"]["taker"].told(name)) == made
 
 
 @pytest.mark.parametrize(("name", "value", "told"), WRONG, ids=lambda each: str(each)[:20])
-def test_what_is_a_mistake(name: str, value: Any, told: str) -> None:
+def test_wrong_options_are_reported_with_place(name: str, value: Any, told: str) -> None:
     """A wrong option is reported with its place."""
     (found,) = mistakes(config({name: value}))
     assert str(found).startswith(f"groups.group.roles.taker.with.{told}")

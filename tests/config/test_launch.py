@@ -63,7 +63,7 @@ def load(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     return load
 
 
-def test_everything_is_open_in_the_block_and_closed_after_it(load: Callable[..., Config]) -> None:
+def test_launch_closes_groups_after_block(load: Callable[..., Config]) -> None:
     with colocate.launch(load()) as job:
         assert job.runtime.seed == 3
         assert list(job.groups) == ["group"]
@@ -88,7 +88,7 @@ def test_the_graph_names_the_lines_of_the_config(load: Callable[..., Config]) ->
     assert "demo.yaml:5" in group
 
 
-def test_the_graph_names_the_option_that_made_something(load: Callable[..., Config]) -> None:
+def test_graph_names_source_option(load: Callable[..., Config]) -> None:
     """The graph names the option, not the line that read the option."""
     changes = ["+pools.second.slots=3", "pools.second.cpus=2", "groups.group.pool=second", "pools.main.slots=1"]
     with pytest.warns(UserWarning, match="no group uses"):
@@ -101,7 +101,7 @@ def test_the_graph_names_the_option_that_made_something(load: Callable[..., Conf
     assert "demo.yaml:5" in group
 
 
-def test_what_was_opened_is_closed_when_the_next_cannot_be(load: Callable[..., Config]) -> None:
+def test_failed_launch_closes_opened_resources(load: Callable[..., Config]) -> None:
     closed: list[str] = []
     with pytest.warns(UserWarning, match="no group uses"):
         config = load(set=["+pools.second={slots: 1, gpus: 99}"])
@@ -113,7 +113,7 @@ def test_what_was_opened_is_closed_when_the_next_cannot_be(load: Callable[..., C
     assert closed == []
 
 
-def test_a_run_leaves_its_record(load: Callable[..., Config], tmp_path: Path) -> None:
+def test_run_returns_record(load: Callable[..., Config], tmp_path: Path) -> None:
     config = load()
     with colocate.launch(config) as job:
         record = job.run(quiet=True)

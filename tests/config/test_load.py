@@ -63,7 +63,7 @@ def test_a_dict_is_a_config_too_and_is_left_alone(write: Write) -> None:
         *[("True", True), ("'2'", "2")],
     ],
 )
-def test_scalars_are_those_of_yaml_1_2(write: Write, text: str, value: object) -> None:
+def test_scalars_follow_yaml_1_2(write: Write, text: str, value: object) -> None:
     config = load_config(write(DEMO), set=[f"+groups.policy.roles.other.with.x={text}"])
     found = config.groups["policy"].roles["other"].with_["x"]
     assert found == value
@@ -81,7 +81,7 @@ def test_anchors_become_copies(write: Write) -> None:
 
 
 class TestChanges:
-    def test_the_executor_is_replaced_with_its_options(self, write: Write) -> None:
+    def test_executor_override_replaces_options(self, write: Write) -> None:
         config = load_config(write("executor: {use: other, with: {unknown: 1}}"), executor="local")
         assert config.executor == ExecutorConfig("local", {})
 

@@ -178,7 +178,7 @@ def test_aliases_are_bounded(write: Write) -> None:
     assert len(load_config(write("pools:\n  main: &main {slots: 1, host_memory: 1GiB}\n" + pools)).pools) == 501
 
 
-def test_what_is_not_in_a_file(write: Write, tmp_path: Path) -> None:
+def test_non_yaml_values_are_refused(write: Write, tmp_path: Path) -> None:
     """Values that YAML can't express are refused, and so is a file that isn't UTF-8 text."""
     assert "is no int" in only(write("name: a"), set=[f"seed={'9' * 5000}"])
     assert only({"pools": {"a": {"slots": 1, "env": {"A": b"x"}}}}).startswith(
@@ -195,7 +195,7 @@ def test_what_is_not_in_a_file(write: Write, tmp_path: Path) -> None:
     assert only({"pools": deep}) == "pools: more than 100 lists and mappings inside each other"
 
 
-def test_what_is_no_file_of_yaml(tmp_path: Path) -> None:
+def test_endless_and_huge_files_are_refused(tmp_path: Path) -> None:
     """Endless files, too large files and folders are refused; a pipe is read like a file."""
     for path in ("/dev/zero", "/dev/urandom"):
         with pytest.raises(ConfigError, match=f"{path} is no config: it has more than 1,000,000 bytes"):
@@ -315,7 +315,7 @@ class TestRoles:
         "given",
         ["lr: 1", "sizes: null", "sizes: []", "anything: {a: [b]}", "unknown: 3", "kind: value", "names: {a: b}"],
     )
-    def test_what_fits_or_cannot_be_judged_is_accepted(self, write: Write, given: str) -> None:
+    def test_valid_or_unknown_values_are_accepted(self, write: Write, given: str) -> None:
         load_config(write(f"{GROUP}        with: {{hidden: 1, {given}}}\n"))
 
     @pytest.mark.skipif(sys.version_info < (3, 12), reason="such statements are Python 3.12's")
@@ -356,7 +356,7 @@ class TestRoles:
         load_config(write(text))  # These slots have no GPU.
         assert "actor.sleep: role 'actor' says sleep=\"vmm\", which is for GPUs of NVIDIA" in only(write(on_gpus))
 
-    def test_a_mesh_that_does_not_fit_its_slots(self, write: Write) -> None:
+    def test_mesh_unfit_for_slots_is_refused(self, write: Write) -> None:
         (found,) = role(write, "with: {hidden: 1}\nmesh: {dp: 3}")
         assert found.startswith("line 9: groups.policy.roles.actor.mesh: ")
         assert "3" in found
@@ -423,7 +423,7 @@ class TestWhole:
             "'a-b' can't be a role's name: use letters, digits and _",
         ]
 
-    def test_a_pool_that_is_wrong_is_still_known_by_its_name(self, write: Write) -> None:
+    def test_invalid_pool_keeps_name_for_groups(self, write: Write) -> None:
         text = GROUP.replace("slots: 2", "slots: two") + "        with: {hidden: 1}\n        slots: [7]\n"
         assert only(write(text)) == "line 1: pools.main.slots: must be an integer, not the text 'two'"
 
@@ -436,7 +436,7 @@ class TestWhole:
 
 
 class TestChanges:
-    def test_a_mistake_names_the_option_that_made_it(self, write: Write) -> None:
+    def test_mistake_names_source_option(self, write: Write) -> None:
         assert only(write(GROUP + "        with: {hidden: 1}"), set=["groups.policy.roles.actor.with.lr=fast"]) == (
             "groups.policy.roles.actor.with.lr: must be a number, not the text 'fast' "
             "(from --set groups.policy.roles.actor.with.lr=fast)"
@@ -480,7 +480,7 @@ class TestChanges:
         assert config.pools["second"] == PoolConfig(slots=3, gpus=1)
         assert config.pools["main"] == PoolConfig(slots=2, env={"B": "c"})
 
-    def test_what_the_schema_and_signatures_say_needs_no_plus(self, write: Write) -> None:
+    def test_known_keys_are_set_without_plus(self, write: Write) -> None:
         text = GROUP + "        with: {hidden: 1}\n" + "job: config_roles:train"
         changes = ["pools.main.gpus=1", "groups.policy.roles.actor.with.lr=1e-3", "job.with.shuffle=true"]
         config = load_config(write(text), set=[*changes, "executor.with.processes=true", "call_timeout=5"])
@@ -507,7 +507,7 @@ class TestChanges:
         assert f"(from --set {change})" in text
 
     @pytest.mark.parametrize("change", ["seed=", "seed=x", "seed=[", "nothing.seed="])
-    def test_a_long_value_is_not_told_whole(self, write: Write, change: str) -> None:
+    def test_long_value_is_shortened(self, write: Write, change: str) -> None:
         text = only(write("seed: 1\npools: {main: {slots: 1}}"), set=[change + 5000 * "9"])
         assert f"(from --set {change}999" in text
         assert "… (5,0" in text
@@ -564,11 +564,11 @@ class TestWarnings:
             load_config(write(text + "        with: {hidden: 1}"))
         assert caught[0].filename == __file__
 
-    def test_pools_alone_are_for_code_that_spawns_its_own_groups(self, write: Write) -> None:
+    def test_config_with_only_pools_is_accepted(self, write: Write) -> None:
         assert list(load_config(write("pools: {main: {slots: 1}}")).pools) == ["main"]
 
 
-def test_what_roles_and_jobs_check_themselves(write: Write) -> None:
+def test_role_and_job_checks_report_lines(write: Write) -> None:
     """Mistakes that roles and jobs find have a line; after a wrong signature no check runs."""
     path = write(
         """\

@@ -96,7 +96,7 @@ def changed(change: Callable[[dict[str, Any]], object], where: str = "roles") ->
     return config
 
 
-def test_they_are_made(tmp_path: Path) -> None:
+def test_nested_options_are_constructed(tmp_path: Path) -> None:
     """Options are made inside objects, lists, mappings and unions, and the config itself stays plain."""
     config = colocate.load_config(CONFIG)
     assert colocate.load_config(config.to_dict()) == config
@@ -125,13 +125,13 @@ def test_they_are_made(tmp_path: Path) -> None:
         (lambda given: given["model"].update(layers=0), "model: Model refuses it: ValueError: no layers"),
     ],
 )
-def test_what_is_wrong_in_them(change: Callable[[dict[str, Any]], object], told: str) -> None:
+def test_nested_option_mistakes_are_reported_with_place(change: Callable[[dict[str, Any]], object], told: str) -> None:
     """A mistake inside an option is reported with its place."""
     with pytest.raises(ConfigError) as caught:
         colocate.load_config(changed(change))
     assert [str(mistake) for mistake in caught.value.mistakes] == [f"groups.group.roles.worker.with.{told}"]
 
 
-def test_what_is_wrong_in_a_jobs() -> None:
+def test_job_option_mistake_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"job\.with\.model\.optimizer: Optimizer needs 'lr'"):
         colocate.load_config(changed(lambda given: given["model"]["optimizer"].clear(), "job"))

@@ -53,13 +53,13 @@ def mistakes(path: Path, allow_import: bool = True) -> list[str]:
 
 @pytest.mark.usefixtures("with_acme")
 @pytest.mark.parametrize("allowed", ["", "    plugins: {allow: [acme]}", "    plugins: {allow: [other, acme]}"])
-def test_what_is_allowed_is_used(write: Write, allowed: str) -> None:
+def test_allowed_plugin_is_used(write: Write, allowed: str) -> None:
     config = load_config(write(PLUGINS + allowed))
     assert config.groups["policy"].roles["reward"].use == "acme.reward"
 
 
 @pytest.mark.usefixtures("with_acme")
-def test_what_is_not_allowed_is_not_imported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disallowed_plugin_is_not_imported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin that isn't allowed isn't imported; colocate's own always are allowed."""
     forget("acme", monkeypatch)
     (found,) = mistakes(write(PLUGINS + "    plugins: {allow: [other]}"))
@@ -109,7 +109,7 @@ def test_modules_can_be_refused(write: Write) -> None:
     ]
 
 
-def test_a_plugin_that_is_not_there_is_a_mistake_of_its_own(write: Write) -> None:
+def test_missing_plugin_is_reported_as_unknown(write: Write) -> None:
     (found,) = mistakes(write("    executor: nothing\n    plugins: {allow: []}\n"))
     assert "no executor is called 'nothing'" in found
 
@@ -179,7 +179,7 @@ class TestCodeThatIsNotNamed:
         said = "groups.policy.roles.rollout.with.child={python: /mine}"
         load_config(harmless, set=[said], allow_import=False)
 
-    def test_what_is_on_the_list_is_set(self) -> None:
+    def test_listed_variables_are_set(self) -> None:
         env = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         config = load_config({**PROCESSES, "pools": {"main": {"slots": 1, "env": env}}}, allow_import=False)
         assert config.pools["main"].env == env

@@ -59,7 +59,7 @@ def found(write: Write, *lines: str, **options: Any) -> dict[str, Any]:
         ("{{ JOB }}", "{{ JOB }}"),
     ],
 )
-def test_what_is_filled_in(write: Write, written: str, wanted: object) -> None:
+def test_variables_are_filled_in(write: Write, written: str, wanted: object) -> None:
     """A variable is filled in for a file and for a change, and the dumped config loads as the same config."""
     if written.startswith("{{"):
         written = f"'{written}'"
@@ -93,7 +93,7 @@ def test_in_every_part(write: Write) -> None:
         ("a ${ b", "${ names no environment variable"),
     ],
 )
-def test_what_is_a_mistake(write: Write, written: str, told: str) -> None:
+def test_invalid_variables_are_refused(write: Write, written: str, told: str) -> None:
     said = only(write(TOP + f"              x: {written}\n"))
     assert said.startswith(f"line 12: groups.policy.roles.other.with.x: {told}")
     assert told in only(write("name: a"), set=["+pools.p.slots=1", f"pools.p.strategy={written}"])
@@ -106,7 +106,7 @@ def test_inside_of_braces(write: Write) -> None:
     )
 
 
-def test_as_a_shell_would_write_it(write: Write) -> None:
+def test_shell_style_variable_stays_with_warning(write: Write) -> None:
     """`$NAME` as in a shell stays, with a warning if there is such a variable."""
     with pytest.warns(UserWarning, match=r"line 12: .*with\.x: \$PLACE isn't filled in; \$\{PLACE\} would be"):
         assert found(write, "x: $PLACE/x") == {"x": "$PLACE/x"}
@@ -124,7 +124,7 @@ def test_a_config_of_others_reads_none(write: Write) -> None:
     assert load_config(write("seed: 1"), set=["name=n-${JOB}"], allow_import=False).name == "n-42"
 
 
-def test_secrets_stay_where_they_are(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_written_as_variable_names(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     """A run has the values of secrets, and a written or shown config has the variables' names."""
     lines = ["url: https://me:${HF_TOKEN}@host", "many: [a, '${HF_TOKEN}']", "place: ${PLACE}"]
     path = write(TOP + "".join(f"              {line}\n" for line in lines))

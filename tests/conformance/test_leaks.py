@@ -11,7 +11,7 @@ from colocate.testing import leaks
 from colocate.testing.leaks import LeakWatch, share_between_tests
 
 
-def test_what_is_shared_is_no_leak() -> None:
+def test_shared_descriptors_are_no_leak() -> None:
     """Descriptors that `share_between_tests` encloses are no leak of the watched test."""
     outer = LeakWatch()
     with share_between_tests():
@@ -22,7 +22,7 @@ def test_what_is_shared_is_no_leak() -> None:
     outer.check_leaks()
 
 
-def test_what_a_gpu_needs_is_no_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_device_files_are_no_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """GPU device files are no leak: CUDA opens them at its first use, and closes them at the process's end."""
     watch = LeakWatch()
     with (tmp_path / "nvidia0").open("w"):
@@ -43,7 +43,7 @@ def test_the_plugin_loads_nothing() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_every_test_says_what_holds() -> None:
+def test_suite_tests_have_docstrings() -> None:
     """Each test of the executor suite has a docstring: a third party reads it when the test fails."""
     from tests.suite.whole import ExecutorSuite
 

@@ -28,6 +28,6 @@ class TestOutpost(Executor):
     last_words = "its post ended with exit code -9"
 
 
-def test_it_is_short() -> None:
+def test_outpost_source_is_short() -> None:
     lines = [line for file in (HERE / "outpost" / "outpost").glob("*.py") for line in file.read_text().splitlines()]
     assert len(lines) <= 240

@@ -120,7 +120,7 @@ def test_the_lead_is_stopped(
         everything_is_free(runtime)
 
 
-def test_nobody_comes(cluster: str, runtime: Runtime, name: str) -> None:
+def test_expired_detached_pool_is_freed(cluster: str, runtime: Runtime, name: str) -> None:
     """A detached pool whose time to live is over is freed for everybody."""
     pool = runtime.reserve(2, cpus=0, detachable=True)
     pool.detach(name, ttl=0.1)
@@ -128,7 +128,7 @@ def test_nobody_comes(cluster: str, runtime: Runtime, name: str) -> None:
     assert runtime.detached() == []
 
 
-def test_its_driver_is_nobody(cluster: str, runtime: Runtime, name: str) -> None:
+def test_detached_pool_outlives_client(cluster: str, runtime: Runtime, name: str) -> None:
     """A detached pool keeps its slots when the client that reserved it disconnects; others don't get them."""
     with colocate.connect("dask", address=cluster) as first:
         _, pids, _ = detached(first, name)

@@ -230,7 +230,7 @@ def test_with_a_client(other: Any, runtime: Runtime) -> None:
     everything_is_free(runtime, timeout=PATIENCE_S)
 
 
-def test_killed_while_it_waits(cluster: str, runtime: Runtime) -> None:
+def test_killed_waiting_driver_gets_no_slots(cluster: str, runtime: Runtime) -> None:
     """A driver that is killed while its request waits gets no slots when some become free: others do."""
     with runtime.reserve(5, cpus=0) as everything:
         driver = script(
@@ -267,7 +267,7 @@ def waiting(runtime: Runtime) -> int:
 
 
 @pytest.mark.long
-def test_hold_of_a_client_that_is_gone(
+def test_audit_lists_reservation_of_lost_client(
     cluster: str, runtime: Runtime, other: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A reservation of a client that is gone is in every driver's audit and in the command's, with its Dask worker."""
@@ -337,7 +337,7 @@ def test_workers_that_retire(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_logged_of_questions(tmp_path: Path) -> None:
+def test_repeated_requests_are_not_logged(tmp_path: Path) -> None:
     """A runtime's repeated requests, for leaving workers and for signs of life, leave no line in Dask's log."""
 
     async def slow(dask_scheduler: Any) -> None:

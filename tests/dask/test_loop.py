@@ -59,7 +59,7 @@ def waiter(loop: LoopThread, what: Callable[[], Coroutine[None, None, None]]) ->
     return told
 
 
-def test_a_fork_in_which_something_is_closed_already() -> None:
+def test_fork_with_closed_descriptor_gets_dev_null() -> None:
     """In a forked child, the loop's descriptor leads to /dev/null, even if it was closed before."""
     loop = LoopThread()
     (watched,) = (key.fd for key in loop._selector.get_map().values())
@@ -78,7 +78,7 @@ def test_a_fork_in_which_something_is_closed_already() -> None:
     loop.close()
 
 
-def test_a_worker_that_starts_as_its_cluster_is_closed(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_close_waits_for_starting_worker(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing a cluster waits for a worker that is starting, and then ends it."""
     loop = LoopThread()
     cluster = PrivateCluster(loop)

@@ -85,7 +85,7 @@ def test_logs_are_the_users(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     assert dasks.filters == []
 
 
-def test_no_address_of_pages_that_nobody_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_private_cluster_logs_no_dashboard_address(caplog: pytest.LogCaptureFixture) -> None:
     """Dask's log names no dashboard of a private cluster, which serves none; another cluster's line stays."""
     caplog.set_level(logging.INFO, "distributed")
     logger = logging.getLogger("distributed.scheduler")

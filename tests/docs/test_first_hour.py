@@ -62,7 +62,7 @@ def built(clone: Path) -> Path:
     return clone.parent
 
 
-def test_what_is_built(built: Path) -> None:
+def test_wheel_and_sdist_are_complete(built: Path) -> None:
     """A wheel has each package's types and the examples, an sdist has the site's config, and the metadata fits."""
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as found:
@@ -79,7 +79,7 @@ def test_what_is_built(built: Path) -> None:
 
 
 @pytest.mark.long
-def test_who_has_a_wheel(built: Path, tmp_path: Path) -> None:
+def test_installed_wheel_has_runnable_examples(built: Path, tmp_path: Path) -> None:
     """An installed wheel has examples to copy and run, and its hints name the packages of an extra."""
     (wheel,), site, work = built.glob("*.whl"), tmp_path / "site", tmp_path / "work"
     work.mkdir()

@@ -75,7 +75,7 @@ def pods(name: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 class TestManifests:
-    def test_they_are_as_their_operator_defines(self, name: str) -> None:
+    def test_manifests_match_operator_schema(self, name: str) -> None:
         assert problems(name, manifest(name)) == []
 
     def test_a_mistake_is_found(self, name: str) -> None:
@@ -120,7 +120,7 @@ def _containers(given: Any) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("name", ["rayjob.yaml", "daskjob.yaml"])
-def test_a_driver_has_less_time_than_its_pod(name: str) -> None:
+def test_driver_grace_is_shorter_than_pod_grace(name: str) -> None:
     """A driver's grace is shorter than its pod's: it could be killed while it writes."""
     pod = next(iter(pods(name).values()))
     told = {each["name"]: int(each["value"]) for each in pod["containers"][0]["env"]}

@@ -55,7 +55,7 @@ def test_all_are_known() -> None:
 
 
 @pytest.mark.parametrize(("place", "name"), SHOWN, ids=lambda value: value if isinstance(value, str) else value.stem)
-def test_what_is_shown(place: Path, name: str) -> None:
+def test_shown_metric_improves(place: Path, name: str) -> None:
     """Each config shows two numbers of its metric, and the second one is much better."""
     first, last = shown(place, name)
     assert last > first + 0.3
@@ -69,7 +69,7 @@ def shown(place: Path, name: str) -> tuple[float, float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("place", "name"), SHOWN, ids=lambda value: value if isinstance(value, str) else value.stem)
-def test_it_learns(place: Path, name: str, tmp_path: Path) -> None:
+def test_config_learns_as_shown(place: Path, name: str, tmp_path: Path) -> None:
     """Each config, as it stands, learns as much as is shown beside it."""
     for block in blocks_of(place) if place.is_file() else ():
         if block.file is not None and block.file.endswith(".py"):  # modules that a config names

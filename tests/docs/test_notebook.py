@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.docs.notebook import NOTEBOOK, run, untrue
 
 
-def test_it_is_true(tmp_path: Path) -> None:
+def test_notebook_outputs_are_true(tmp_path: Path) -> None:
     cells = run(NOTEBOOK, tmp_path)
     assert untrue(cells) == []
     assert [path.name for path in tmp_path.iterdir()] == [".home"]  # the kernel's own folder
@@ -18,6 +18,6 @@ def test_it_is_true(tmp_path: Path) -> None:
     assert len(untrue([(wrong, real)])) == 1
 
 
-def test_it_is_small() -> None:
+def test_notebook_is_short() -> None:
     """The notebook can be read in a minute."""
     assert NOTEBOOK.stat().st_size < 20_000

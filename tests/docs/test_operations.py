@@ -37,7 +37,7 @@ def test_the_batch_scripts_are_linted(script: str) -> None:
         subprocess.run(["shellcheck", str(FILES / script)], check=True)
 
 
-def test_what_the_dockerfile_copies_is_there() -> None:
+def test_dockerfile_sources_exist() -> None:
     for name, text in instructions():
         if name == "COPY" and not text.startswith(". "):
             for source in text.split()[:-1]:
@@ -45,7 +45,7 @@ def test_what_the_dockerfile_copies_is_there() -> None:
 
 
 @pytest.mark.long
-def test_their_commands(tmp_path: Path) -> None:
+def test_documented_commands_succeed(tmp_path: Path) -> None:
     """The commands of the Dockerfile, its container and the batch job succeed in a fresh environment."""
     (install,) = [text for name, text in instructions() if name == "RUN" and text.startswith("pip install ")]
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)

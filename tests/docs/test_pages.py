@@ -21,7 +21,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("README.md", "installs; tests/docs/test_first_hour.py does, in a fresh environment"): 2,
     ("README.md", "trains for about a minute; tests/docs/test_first_hour.py does"): 1,
     ("README.md", "trains for about a minute; the test test_the_commands_of_the_demo checks it"): 1,
-    ("README.md", "trains for a minute; the test test_it_learns does"): 1,
+    ("README.md", "trains for a minute; the test test_config_learns_as_shown does"): 1,
     ("configuration.md", "needs variables of Slurm's"): 1,
     ("dask.md", "needs a cluster"): 4,
     ("ray.md", "needs a cluster"): 3,
@@ -68,7 +68,7 @@ def test_page_is_true(page: Path, tmp_path: Path, forks: Forks) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_what_is_not_run_is_known() -> None:
+def test_skipped_blocks_have_listed_reasons() -> None:
     """A block that isn't run gives a reason, which is in the list of this file."""
     found = Counter((page.name, block.not_run) for page in PAGES for block in blocks_of(page) if block.not_run)
     assert dict(found) == NOT_RUN

@@ -34,7 +34,7 @@ def tables(page: Path) -> dict[str, list[list[str]]]:
     return {heading: rows for heading, rows in found.items() if rows}
 
 
-def test_what_a_job_gets_is_listed() -> None:
+def test_run_attributes_are_listed() -> None:
     listed = [
         name.partition("(")[0] for row in tables(DOCS / "first-job.md")["What a job gets"] for name in code(row[0])
     ]
@@ -113,7 +113,7 @@ def test_the_changelog_has_this_version() -> None:
     assert colocate.__version__ in headings or ".dev" in colocate.__version__
 
 
-def test_what_contributors_are_told_to_run_is_there() -> None:
+def test_contributing_references_exist() -> None:
     """The tests, make targets, commands and functions that CONTRIBUTING names exist."""
     named = code(CONTRIBUTING.read_text(encoding="utf-8"))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -139,7 +139,7 @@ def test_what_contributors_are_told_to_run_is_there() -> None:
         ("own config", "verl.md"),
     ],
 )
-def test_what_newcomers_search_for_is_a_heading(words: str, page: str) -> None:
+def test_common_search_words_are_headings(words: str, page: str) -> None:
     headings = re.findall(r"^##? (.+)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
     assert any(words in heading for heading in headings)
 
@@ -167,7 +167,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_field_note_has_its_test() -> None:
+def test_field_notes_have_tests() -> None:
     for rows in tables(DOCS / "internals" / "field-notes.md").values():
         for name, file in (code(row[-1]) for row in rows[1:]):
             assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")

@@ -54,7 +54,7 @@ def test_every_public_name_has_an_entry(entries: set[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", SURFACE)
-def test_what_users_may_use_has_an_entry(entries: set[str], kind: str) -> None:
+def test_public_names_have_entries(entries: set[str], kind: str) -> None:
     cls = CLASSES[kind]
     home = f"colocate.{cls}" if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
     assert {f"{home}.{name}" for name in SURFACE[kind]} <= entries

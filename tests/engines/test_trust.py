@@ -32,7 +32,7 @@ def documented(executor: str) -> set[Listening]:
 @pytest.mark.parametrize(
     "executor", [each if "local" in each else pytest.param(each, marks=pytest.mark.long) for each in MEASURED]
 )
-def test_the_page_is_what_is_measured(executor: str) -> None:
+def test_trust_page_matches_measured_listeners(executor: str) -> None:
     """The page lists who listens, on what kind of socket, and for whom."""
     assert MEASURED[executor]() == documented(executor)
 

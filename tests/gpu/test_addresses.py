@@ -139,7 +139,7 @@ def taken() -> int:
 
 class TestAddresses:
     @needs_cuda
-    def test_what_other_threads_have_made(self) -> None:
+    def test_weights_of_other_threads_are_refused(self) -> None:
         """`sleep="vmm"` refuses weights that another thread has made, but not gradients."""
         with connect() as runtime, runtime.reserve() as pool:
             with pytest.raises(colocate.RoleStartError, match=r"4 MiB of weights and buffers on cuda:0 would"):
@@ -242,7 +242,7 @@ class TestAddresses:
                 assert DRY or kept.addresses() == places
 
     @needs_cuda
-    def test_what_a_constructor_lets_go_of(self) -> None:
+    def test_memory_freed_by_constructor_is_returned(self) -> None:
         """Memory that a constructor frees goes back to the GPU."""
         with connect() as runtime:
             role = colocate.role(Wasteful).on(sleep="vmm")

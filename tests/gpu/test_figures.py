@@ -117,7 +117,7 @@ class TestOverhead:
         )
 
     @needs_cuda
-    def test_a_fetch_waits_for_nobody(self) -> None:
+    def test_fetch_does_not_wait_for_lane(self) -> None:
         """A complete result is fetched while the lane computes another call."""
         with connect() as runtime:
             busy = runtime.reserve().spawn({"busy": colocate.role(Busy)}).role("busy", Busy)
@@ -193,7 +193,7 @@ class TestPinning:
     """Pinned memory of the host, as a role's first sleep needs it."""
 
     @needs_cuda
-    def test_how_long_it_takes(self, record_property: Any) -> None:
+    def test_copy_to_pinned_memory_is_exact(self, record_property: Any) -> None:
         """A device copy into memory pinned for a sleep is exact; the time is recorded beside torch's own pinning."""
         size = 2 * 2**30
         torch.cuda.init()
@@ -261,7 +261,7 @@ class TestSpinning:
     """A kernel that doesn't end."""
 
     @needs_cuda
-    def test_it_is_given_up(self, record_property: Any) -> None:
+    def test_endless_kernel_times_out(self, record_property: Any) -> None:
         """A call with an endless kernel times out, its group closes, and the GPU is free for another group."""
         with connect() as runtime:
             group = runtime.reserve().spawn({"busy": colocate.role(Busy)}, name="spinning")

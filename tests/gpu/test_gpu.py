@@ -128,7 +128,7 @@ class TestChildren(ExecutorCase):
     """A child of a role on a GPU."""
 
     device: ClassVar[str] = DEVICE
-    test_weights_reach_it = Children.test_weights_reach_it
+    test_weights_reach_child = Children.test_weights_reach_child
 
     def connect(self, **more: Any) -> Runtime:
         return connect(**more)
@@ -183,7 +183,7 @@ class TestBackground(Background):
         return connect(**more)
 
     @needs_cuda
-    def test_nobody_waits_for_it(self) -> None:
+    def test_main_lane_ignores_background_kernel(self) -> None:
         """Calls of the main lane, and fetches and releases of their results, don't wait for a background kernel."""
         roles = {"train": colocate.role(Spinner), "roll": colocate.role(Spinner).on(background=True)}
         with spawned(roles) as group:
@@ -427,10 +427,10 @@ def processes() -> Iterator[ColocatedGroup]:
 
 class TestDevices:
     @needs_cuda
-    def test_a_slot_sees_its_own_device_only(self, processes: ColocatedGroup) -> None:
+    def test_slot_sees_one_device(self, processes: ColocatedGroup) -> None:
         assert processes.role("maker", Maker).device() == [("cuda:0", 1)]
 
-    def test_a_resident_stays_where_it_is(self, processes: ColocatedGroup) -> None:
+    def test_resident_is_shared_within_slot(self, processes: ColocatedGroup) -> None:
         """A resident is the same memory for two roles of a slot, and arrives on the driver's CPU."""
         maker, user = processes.role("maker", Maker), processes.role("user", User)
         kept = maker.make.keep(8)
@@ -439,7 +439,7 @@ class TestDevices:
         assert fetched.is_cpu
         assert torch.equal(fetched, torch.arange(8.0))
 
-    def test_digests_are_those_of_the_host(self) -> None:
+    def test_gpu_and_host_digests_match(self) -> None:
         """Digests of tensors, also of converted ones, are equal on a GPU and on the host."""
         from colocate.features.weights.digests import TensorDigests
 
@@ -456,7 +456,7 @@ class TestDevices:
                 assert told["device"].content == told["host"].content
                 assert told["device, converted"].content == told["host, converted"].content
 
-    def test_arguments_arrive_where_they_are_used(self, group: ColocatedGroup) -> None:
+    def test_arguments_arrive_on_slot_device(self, group: ColocatedGroup) -> None:
         """Arguments arrive on the slot's device, by value, by `.ref`, and after a fetch."""
         maker, user = group.role("maker", Maker), group.role("user", User)
         out = maker.forward(torch.ones(6, 4))
@@ -723,13 +723,13 @@ class TestProfiles(Profiling):
     """The suite of profiles with a GPU, and tests that only kernels allow."""
 
     device: ClassVar[str] = DEVICE
-    test_what_cant_be_profiled = None  # On a GPU memory can be profiled.
+    test_invalid_profile_arguments_are_refused = None  # On a GPU memory can be profiled.
 
     def connect(self, **more: Any) -> Runtime:
         return connect(**more)
 
     @needs_cuda
-    def test_kernels_lie_in_their_calls(self) -> None:
+    def test_kernels_count_for_own_call(self) -> None:
         """Kernels that run on after their method has returned count for their own call, in place and in time."""
         with spawned({"kernels": colocate.role(Kernels)}, name="gpu") as group:
             kernels = group.role("kernels", Kernels)
@@ -836,7 +836,7 @@ class TestTurns:
             before = one.digest(), two.digest()
             assert (one.digest(), two.digest()) == before
 
-    def test_more_than_it_may(self) -> None:
+    def test_role_beyond_budget_fails(self) -> None:
         """A role beyond its budget fails with an error that lists its memory, and calls succeed after a sleep."""
         with spawned({"one": colocate.role(Dozing, 8).on(device_memory="24MiB")}) as group:
             with pytest.raises(colocate.MemoryBudgetError, match=r"one 32 MiB \(parameters 8 MiB, gradients 8 MiB"):
@@ -1046,7 +1046,7 @@ class TestErrors:
             assert torch.equal(other.role("maker", Maker).make(3).cpu(), torch.arange(3.0))
 
     @needs_cuda
-    def test_it_is_restarted(self) -> None:
+    def test_group_restarts_after_device_assert(self) -> None:
         roles = {"spoiler": colocate.role(Spoiler)}
         with spawned(roles, name="spoiled", on_failure="restart") as group:
             spoiler = group.role("spoiler", Spoiler)
@@ -1076,7 +1076,7 @@ class TestErrors:
                 assert torch.equal(each.fetch()[0].cpu(), torch.full((1024,), 2.0 * value))
 
     @needs_cuda
-    def test_what_others_do_while_one_captures(self, tmp_path: Path) -> None:
+    def test_graph_is_captured_beside_other_processes(self, tmp_path: Path) -> None:
         """A graph is captured while the driver and another process fetch results, and memory is reported."""
         with connect() as runtime:
             roles = {"spoiler": colocate.role(Spoiler), "maker": colocate.role(Maker)}
@@ -1277,7 +1277,7 @@ class TestWork:
         assert torch.equal(maker.make(3).cpu(), torch.arange(3.0))
 
     @needs_cuda
-    def test_a_killed_worker_gives_its_memory_back(self) -> None:
+    def test_killed_worker_frees_gpu_memory(self) -> None:
         """Most of the GPU's memory is free again after a worker was killed, five times."""
         _, total = torch.cuda.mem_get_info()
         amount = 0.6 * total / 2**30

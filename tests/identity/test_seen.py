@@ -151,7 +151,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     )
 
 
-def test_class_whose_name_is_anothers(program: Program) -> None:
+def test_class_with_reused_name_stays_same(program: Program) -> None:
     """A class whose name in its module is now another class's stays the same class in a worker."""
     program(
         """

@@ -176,7 +176,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert "COUNT" not in told.partition("RuntimeWarning")[2]
 
 
-def test_what_workers_have_otherwise(program: Program) -> None:
+def test_option_classes_and_reimports_are_warned_of(program: Program) -> None:
     """A class with options for a module's base, and a module imported anew, are warned of, the latter once.
 
     The base is notified of the script's classes in the workers, too, but not of the options in their statements.
@@ -278,7 +278,7 @@ with CONNECT as runtime, runtime.reserve(1, env={"PYTHONPATH": HERE + "/there"})
     assert "project/calendar.py" in told
 
 
-def test_module_that_connects_when_it_is_imported(program: Program) -> None:
+def test_connect_at_import_is_refused_in_worker(program: Program) -> None:
     """A worker that imports a module with a `connect` at the top starts no workers, and the error names the line."""
     told = program(
         "import train\n",

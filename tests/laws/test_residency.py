@@ -106,7 +106,7 @@ def pairs(draw: Any, roles: dict[str, int]) -> Sequence[Step]:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_resident_is_as_good_as_its_value(executor: str, examples: dict[str, int]) -> None:
+def test_resident_values_match_sent_values(executor: str, examples: dict[str, int]) -> None:
     """Random chains of role methods give the same results whether values travel or stay in the workers."""
     slots = 4 if executor == "threads" else 3
     with Reused(lambda stack: spawn(stack, executor, slots)) as spawned:

@@ -63,7 +63,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "core/colocate/worker/serving/host.py",
             "if not standing.wait_for_lanes():",
             "if False:",
-            _on_threads("test_what_concerns_all_roles"),
+            _on_threads("test_sync_and_restore_span_all_roles"),
         ),
         Mutant(
             "as-they-come",
@@ -111,7 +111,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "core/colocate/features/pipelines/driver.py",
             "        draft.bodies = [snapshots[id(body)] for body in draft.bodies]\n",
             "",
-            _on_processes("test_pipeline_arguments_as_they_were"),
+            _on_processes("test_pipeline_arguments_keep_call_time_values"),
         ),
         Mutant(
             "draws-anew",
@@ -153,7 +153,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _USES,
             "return part.source.key in self._aligned",
             "return True",
-            "tests/laws/test_residency.py::test_a_resident_is_as_good_as_its_value[threads]",
+            "tests/laws/test_residency.py::test_resident_values_match_sent_values[threads]",
         ),
         Mutant(
             "any-slots",
@@ -169,7 +169,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             f"{_WORKER}/residents/peers.py",
             "return source.group, source.slot(rank), source.generation",
             "return source.group, source.slot(rank), 0",
-            _on_processes("test_what_was_pending_is_told_once"),
+            _on_processes("test_pending_calls_fail_with_one_error"),
         ),
         Mutant(
             "written-and-used",
@@ -267,7 +267,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             "core/colocate/features/checkpoints/driver.py",
             "self._restored_tag = None if checkpoint is None else checkpoint.tag",
             "self._restored_tag = self._restored_tag if checkpoint is None else None",
-            _on_processes("test_it_goes_on_from_its_checkpoint"),
+            _on_processes("test_roles_continue_from_last_checkpoint"),
         ),
         Mutant(
             "written-by-one",
@@ -285,7 +285,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _SLEEP,
             '        users["residents"] = _collect_keys(lying.values())\n',
             "",
-            _on_processes("test_sleep_of_what_others_hold"),
+            _on_processes("test_sleep_spares_used_memory"),
         ),
         Mutant(
             "one-rank-awake",
@@ -301,7 +301,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _SLEEP,
             "needed = _collect_keys([*others, *(",
             "needed = _collect_keys([*(",
-            _on_processes("test_discard_of_what_others_hold"),
+            _on_processes("test_discard_spares_used_contents"),
         ),
         Mutant(
             "awake-after-a-checkpoint",
@@ -317,7 +317,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _TURNS,
             "tags = _ALL if spec.awake is None else spec.awake",
             "tags = _ALL",
-            _on_processes("test_only_what_is_needed_wakes"),
+            _on_processes("test_method_wakes_only_needed_memory"),
         ),
         Mutant(
             "next-one-goes",
@@ -325,7 +325,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             _TURNS,
             "key=lambda role: (-places.get(role, len(turns)), role)",
             "key=lambda role: (places.get(role, len(turns)), role)",
-            _on_processes("test_who_makes_room"),
+            _on_processes("test_farthest_or_least_recent_role_makes_room"),
         ),
         Mutant(
             "fails-and-wakes",
@@ -407,7 +407,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
             f"{_DEFINITIONS}/names.py",
             "return (name, path) if target is thing else None",
             "return (name, path) if target is not MISSING else None",
-            "tests/identity/test_seen.py::test_class_whose_name_is_anothers",
+            "tests/identity/test_seen.py::test_class_with_reused_name_stays_same",
         ),
     ),
 }

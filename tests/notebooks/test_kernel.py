@@ -147,7 +147,7 @@ def test_the_button_ends_an_await(started: Kernel) -> None:
     assert started.shows("ticks.cancel()\nawait writer.write.submit(['a', 'b'])") == "['A', 'B']"
 
 
-def test_cells_are_called_by_their_numbers(started: Kernel) -> None:
+def test_cells_are_named_by_number(started: Kernel) -> None:
     """The graph, errors and tracebacks name a cell by number and line."""
     first = int(started.shows("len(In)")) - 2
     assert re.search(rf"group demo \(ready, \d+ s, Cell In\[{first}\]:27\)", started.shows("print(runtime.graph)"))
@@ -160,7 +160,7 @@ def test_cells_are_called_by_their_numbers(started: Kernel) -> None:
     assert f"group 'demo' was closed by group.close() at Cell In[{first + 5}]:1" in shown
 
 
-def test_what_is_evaluated_is_shown_as_html(started: Kernel) -> None:
+def test_values_are_shown_as_html(started: Kernel) -> None:
     for name in ("runtime", "runtime.graph", "pool", "group", "writer.write.keep(['a', 'b'])"):
         (output,) = started.run(name).outputs
         assert 'class="colocate"' in html_of(output)

@@ -21,7 +21,7 @@ def command(tmp_path: Path, installed: Installed, forks: Forks) -> CommandLine:
     return CommandLine(tmp_path, installed, forks)
 
 
-def test_it_is_told_of_a_run_and_of_what_goes_on(command: CommandLine) -> None:
+def test_installed_observer_gets_run_events(command: CommandLine) -> None:
     command.write("demo.yaml", SCRIBE)
     done = command("run", "demo.yaml", distributions=("acme",))
     assert (done.returncode, done.stderr) == (0, "")

@@ -55,7 +55,7 @@ def in_a_run(runtime: colocate.Runtime, folder: Path, *observe: object, fails: b
     return run
 
 
-def test_what_they_are_told(tmp_path: Path) -> None:
+def test_observers_get_events_in_order(tmp_path: Path) -> None:
     """Observers get events in order, from before the block to after the report, and none later."""
     notes = Notes()
     with colocate.connect("local") as runtime:
@@ -335,7 +335,7 @@ class Misspelt:
         (None, "is given None, which has none"),
     ],
 )
-def test_what_is_no_observer(tmp_path: Path, observer: object, words: str) -> None:
+def test_invalid_observer_is_refused(tmp_path: Path, observer: object, words: str) -> None:
     """An object without valid hooks is refused as an observer."""
     with colocate.connect("local") as runtime:
         with pytest.raises(colocate.ConfigError, match=f"^runtime.observe.*{words}"):
@@ -347,7 +347,7 @@ def test_what_is_no_observer(tmp_path: Path, observer: object, words: str) -> No
             pass
 
 
-def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_observers_may_be_limited_to_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config may name a class of a module, but neither that nor an address if it may name plugins only."""
     config: dict[str, Any] = {"name": "demo", "pools": {"main": {"slots": 1}}}
     module = {"use": f"{__name__}:Notes", "with": {"raises_in": "noop"}}
@@ -363,7 +363,7 @@ def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert changed.observe[0].with_ == {"port": 0}
 
 
-def test_what_can_not_be_recorded(tmp_path: Path) -> None:
+def test_invalid_runtime_and_folder_are_refused(tmp_path: Path) -> None:
     """An object that is no runtime is refused, and so is a folder that can't be made."""
     (tmp_path / "file").write_text("")
     with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:

@@ -467,7 +467,7 @@ def test_an_endpoint_that_is_none(tmp_path: Path, endpoint: str) -> None:
         run_some(tmp_path, {"use": "opentelemetry", "with": {"endpoint": endpoint}})
 
 
-def test_a_config_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_names_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config names trackers with options, and mistakes are reported before anything starts."""
     monkeypatch.chdir(tmp_path)
     config: Mapping[str, Any] = {

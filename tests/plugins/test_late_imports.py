@@ -55,7 +55,7 @@ def test_audit_imports_no_executor(installed: Installed) -> None:
     assert run(installed, AUDIT)[-1] == ""
 
 
-def test_a_refused_capability_imports_no_executor_but_its_own(installed: Installed) -> None:
+def test_refused_capability_imports_no_other_executor(installed: Installed) -> None:
     """A refused capability imports no other executor, and its error still names the executors that have it."""
     pytest.importorskip("ray")
     pytest.importorskip("distributed")
@@ -64,7 +64,7 @@ def test_a_refused_capability_imports_no_executor_but_its_own(installed: Install
     assert loaded == ""
 
 
-def test_versions_are_those_of_the_engines_that_executors_name(installed: Installed) -> None:
+def test_engine_versions_need_no_executor_import(installed: Installed) -> None:
     """The versions of engines in `--version` and in a run's record come from executor plugins, without their import."""
     pytest.importorskip("ray")
     executors, recorded, loaded = run(installed, VERSION)

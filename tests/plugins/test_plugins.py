@@ -215,7 +215,7 @@ def test_messages(with_distributions: Put, looked_for: tuple[str, Callable[[str]
     assert message(lambda: find(name).load()) == told.replace("{folder}", str(folder))
 
 
-def test_messages_that_name_what_is_installed(with_distributions: Put) -> None:
+def test_lookup_errors_name_installed_plugins(with_distributions: Put) -> None:
     with_distributions("acme", "broken")
     for find, name, begins, ends in (
         (find_role, "acmee.reward", "no role plugin is called 'acmee' (installed: acme", "; did you mean 'acme'?"),
@@ -250,7 +250,7 @@ def test_messages_that_name_what_is_installed(with_distributions: Put) -> None:
     assert fault.message.startswith("role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported")
 
 
-def test_what_an_error_says_beside_its_message(with_distributions: Put) -> None:
+def test_plugin_error_has_attributes(with_distributions: Put) -> None:
     """A PluginError has its cause, the plugin's name and distribution, and a hint as attributes."""
     folder, *_ = with_distributions("broken", "acme", "acme_rival")
     with pytest.raises(PluginError) as caught:
@@ -303,7 +303,7 @@ def test_one_broken_plugin_does_not_break_the_next(with_distributions: Put) -> N
         find_role("misspelt.reward")
 
 
-def test_what_a_plugin_needs_by_its_extra(with_distributions: Put) -> None:
+def test_needed_returns_versions_of_extra(with_distributions: Put) -> None:
     """`needed` returns the libraries of a plugin's extra with their installed version, or None."""
     with_distributions("broken", "acme")
     (needy,) = plugins_named("needy")
@@ -314,7 +314,7 @@ def test_what_a_plugin_needs_by_its_extra(with_distributions: Put) -> None:
     assert plugins_named("local")[0].needed() == {}
 
 
-def test_no_line_installs_what_is_called_colocate_elsewhere() -> None:
+def test_no_line_installs_foreign_colocate() -> None:
     """No line says `pip install colocate`: on the public index the name is another project's."""
     root = Path(__file__).parents[2]
     said = [path for top in ("core", "executors", "plugins", "docs") for path in (root / top).rglob("*")]

@@ -76,7 +76,7 @@ def test_from_two_ranks(problems: Problems, tmp_path: Path, slots: int) -> None:
     torch.testing.assert_close(written_again, first, rtol=0, atol=0)
 
 
-def test_what_was_not_written_by_it(tmp_path: Path) -> None:
+def test_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(colocate.ConfigError, match=r"has written nothing there that is complete$"):
         Actor(**SMALL).restore(str(tmp_path))
 

@@ -98,7 +98,7 @@ class Strict(GroupActor):
 
 @pytest.mark.in_make_test("several")
 @pytest.mark.parametrize("case", ["several", "others", "stop"])
-def test_engine_with_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_engine_uses_end_tokens_of_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A job's engine ends answers where the actor does, though the engine's own model folder names no end token."""
     monkeypatch.chdir(tmp_path)
     eos, stop = CASES[case]

@@ -105,7 +105,7 @@ def test_the_first_update_is_the_local_one(run: Run, local: Callable[[int], Upda
     ],
     ids=lambda layout: "-".join(map(str, layout.values())),
 )
-def test_it_does_not_depend_on_the_layout(
+def test_results_are_the_same_in_every_layout(
     run: Run, local: Callable[[int], Update], executor: Any, layout: dict[str, Any]
 ) -> None:
     """Losses, weights and moments are the same in every layout, to float tolerance."""
@@ -114,7 +114,7 @@ def test_it_does_not_depend_on_the_layout(
     torch.testing.assert_close(found.tensors, expected.tensors, rtol=1e-3, atol=2e-5)
 
 
-def test_bfloat16_is_near_to_it(run: Run, local: Callable[[int], Update], executor: Any) -> None:
+def test_bfloat16_is_near_float32(run: Run, local: Callable[[int], Update], executor: Any) -> None:
     """In bfloat16 value loss and policy gradient norm are within 10 % of float32's, but not equal."""
     expected = local(2).numbers
     for parallel in ("none", "fsdp2"):

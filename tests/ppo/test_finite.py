@@ -109,7 +109,7 @@ def learn(actor: Any, problems: Problems, advantages: torch.Tensor, number: int)
 @pytest.mark.in_make_test("nan-none", "nan-ddp", "inf-fsdp2")
 @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
-def test_no_update_by_what_is_not_finite(parallel: str, bad: float, problems: Problems) -> None:
+def test_bad_advantage_fails_update(parallel: str, bad: float, problems: Problems) -> None:
     """A bad advantage in one row fails the update; weights stay finite, and the next update succeeds."""
     good = torch.tensor([1.0, -1.0] * 4)
     spoiled = good.clone()

@@ -43,7 +43,7 @@ def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: Problems) -> 
         assert answers.tokens[row][answers.mask[row]].tolist() == expected
 
 
-def test_after_its_end_an_answer_is_padding(actor: Actor, problems: Problems) -> None:
+def test_answer_is_padded_after_end(actor: Actor, problems: Problems) -> None:
     ends, pad = actor.tokenizer.ends, actor.tokenizer.pad
     (end,) = ends
     generator = torch.Generator().manual_seed(0)

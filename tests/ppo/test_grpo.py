@@ -159,7 +159,7 @@ def two_ranks() -> Iterator[colocate.ColocatedGroup]:
         yield group
 
 
-def test_two_ranks_learn_what_one_learns(two_ranks: colocate.ColocatedGroup, problems: Problems) -> None:
+def test_two_ranks_learn_like_one_rank(two_ranks: colocate.ColocatedGroup, problems: Problems) -> None:
     """Two ranks with FSDP2 shards, and rows balanced by tokens, learn what one rank learns."""
     alone = GroupActor(**SMALL)
     weights = alone.weights()
@@ -192,7 +192,7 @@ def test_every_step_is_logged(tiny: Recorder) -> None:
     assert [row["kl"] > 1e-7 for row in tiny.rows[1:]] == [any(learned[:step]) for step in range(4)]
 
 
-def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path) -> None:
+def test_resumed_run_logs_same_numbers(tiny: Recorder, tmp_path: Path) -> None:
     """A resumed run, whose engine has no weights yet, logs the same numbers to the last bit."""
     changes = [*TINY, *OWN, *KL]
     first = run(changes, tmp_path, stop_after=7)
@@ -254,7 +254,7 @@ def test_grpo_improves(tmp_path: Path, changes: list[str]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [["job.with.rollout=actor"], LARGER], ids=["actor", "engine"])
-def test_with_shuffled_rewards_it_does_not(tmp_path: Path, changes: list[str]) -> None:
+def test_shuffled_rewards_keep_score_low(tmp_path: Path, changes: list[str]) -> None:
     control = run([*TRAINED, *changes, "+job.with.shuffle_rewards=true"], tmp_path)
     assert control.rows[-1]["eval_score"] < control.rows[0]["eval_score"] + 0.1
     assert control.rows[-1]["eval_accuracy"] < 0.35
@@ -316,7 +316,7 @@ def test_roles_that_do_not_fit() -> None:
         colocate.load_config(EXAMPLES / "grpo.yaml", set=changes)
 
 
-def test_train_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_train_refuses_unfit_options(tmp_path: Path) -> None:
     """`train` refuses options that don't fit when it is called without a config."""
     config = colocate.load_config(EXAMPLES / "grpo.yaml", set=TINY[:1])
     with colocate.launch(config) as job:

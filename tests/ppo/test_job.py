@@ -115,7 +115,7 @@ def test_nothing_in_between(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_with_shuffled_rewards_it_does_not(warmed: Recorder, tmp_path: Path) -> None:
+def test_shuffled_rewards_keep_accuracy_low(warmed: Recorder, tmp_path: Path) -> None:
     """With shuffled rewards the accuracy stays low."""
     changes = [*TRAINED, "job.with.shuffle_rewards=true"]
     control = run("ppo-small.yaml", changes, tmp_path, resumed=warmed.resumed)
@@ -134,7 +134,7 @@ def test_every_step_is_logged(tiny: Recorder) -> None:
 
 @pytest.mark.in_make_test("true")
 @pytest.mark.parametrize("waits", ["true", "false"])
-def test_a_curve_goes_on_where_it_was_left(tiny: Recorder, tmp_path: Path, waits: str) -> None:
+def test_stopped_run_resumes_with_same_numbers(tiny: Recorder, tmp_path: Path, waits: str) -> None:
     """A run stopped in its warm-up and again in PPO resumes with the same numbers."""
     changes = [*TINY, f"+job.with.checkpoint_waits={waits}"]
     first = run("ppo-small.yaml", changes, tmp_path, stop_after=3)
@@ -153,7 +153,7 @@ def test_another_seed_gives_another_curve_and_so_do_shuffled_rewards(
     assert run("ppo-small.yaml", [*TINY, change], tmp_path).rows != tiny.rows
 
 
-def test_a_group_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_unknown_group_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         colocate.ConfigError, match=r"job\.with\.group: must name the group to train in; the config has policy"
     ):

@@ -68,7 +68,7 @@ def test_kl_estimators_are_the_published_ones() -> None:
     torch.testing.assert_close(maths.kl_estimate(*logs, "k3"), (ratio - 1) - ratio.log())
 
 
-def test_an_unknown_estimator_is_refused_with_those_there_are() -> None:
+def test_unknown_estimator_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'k4'.*k1, k2 and k3"):
         maths.kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), "k4")  # type: ignore[arg-type]
 
@@ -79,7 +79,7 @@ def test_the_score_is_paid_on_the_last_token() -> None:
     torch.testing.assert_close(rewards, torch.tensor([[-0.2, 0.8, 0.0], [-0.2, -0.2, 0.3]]))
 
 
-def test_log_probs_and_entropy_are_those_of_torch() -> None:
+def test_log_probs_and_entropy_match_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4, 7, generator=generator)
     tokens = torch.randint(7, (3, 4), generator=generator)

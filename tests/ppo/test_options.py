@@ -153,7 +153,7 @@ def test_engine(name: str, value: Any) -> None:
     assert re.match("must be a whole number from 1|Sampling refuses it", only_mistake("grpo", "engine", name, value))
 
 
-def test_what_means_no_bound() -> None:
+def test_infinity_means_no_limit() -> None:
     """Options that limit something accept infinity, which means no limit."""
     job = {"clip": math.inf, "importance_cap": math.inf}
     parts = {"actor": "{max_grad_norm: .inf}", "engine": "{engine: transformers, role: actor}", "critic": "{}"}

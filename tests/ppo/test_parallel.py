@@ -104,7 +104,7 @@ def two_ranks() -> Iterator[Team]:
     ("rows", "minibatch"),
     [(12, 4), (11, 4), (3, 1)],  # Equal parts; unequal parts; a rank without rows in some minibatches.
 )
-def test_two_ranks_learn_what_one_learns(two_ranks: Team, problems: Problems, rows: int, minibatch: int) -> None:
+def test_two_ranks_learn_like_one_rank(two_ranks: Team, problems: Problems, rows: int, minibatch: int) -> None:
     alone = Team(Actor(**SMALL), Critic(), Reference(), Reward(), two_ranks.scope)
     weights = alone.actor.weights()
     expected = learn(alone, problems[:rows], weights, minibatch)
@@ -139,7 +139,7 @@ def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: Problems) ->
     assert unordered == pytest.approx(ordered)
 
 
-def test_gradients_under_ddp_lie_in_its_buckets() -> None:
+def test_ddp_gradients_lie_in_one_bucket() -> None:
     """All gradients under DDP lie in one bucket, without memory of their own."""
     with colocate.connect() as runtime, runtime.reserve() as pool:
         group = pool.spawn({"actor": colocate.role(Actor, **SMALL, parallel="ddp")})

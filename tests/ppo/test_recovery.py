@@ -68,7 +68,7 @@ def test_a_part_is_done_again_so_often() -> None:
         ("retry", 3, mistake),
     ],
 )
-def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: Callable[[str], RoleError]) -> None:
+def test_failed_part_is_not_retried(how: OnStepFailure, limit: int, error: Callable[[str], RoleError]) -> None:
     """A failed part isn't retried if `how`, the limit or the error forbids it."""
     run: Any = FakeRun()
     do, called = failing(1, error)
@@ -77,7 +77,7 @@ def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: Callable[[s
     assert len(called) == 1
 
 
-def test_a_checkpoint_is_gone_back_to_so_often() -> None:
+def test_checkpoint_restores_are_limited() -> None:
     run: Any = FakeRun()
     recovery, error, restored = Recovery("restore", 2), RoleError("no"), list[int]()
     for _ in range(2):  # A new checkpoint resets the count.
@@ -93,7 +93,7 @@ def test_a_checkpoint_is_gone_back_to_so_often() -> None:
     ("how", "step", "error"),
     [("retry", 7, RoleError), ("restore", None, RoleError), ("restore", 7, RenewalError), ("restore", 7, mistake)],
 )
-def test_nothing_is_gone_back_to(how: OnStepFailure, step: int | None, error: Callable[[str], RoleError]) -> None:
+def test_no_checkpoint_is_restored(how: OnStepFailure, step: int | None, error: Callable[[str], RoleError]) -> None:
     """No checkpoint is restored if there is none, or if `how` or the error forbids it."""
     run: Any = FakeRun(step)
     with pytest.raises(RoleError) as caught:

@@ -58,7 +58,7 @@ def parameters(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
-def test_log_probs_are_those_of_each_answer_by_itself(case: Case) -> None:
+def test_log_probs_are_independent_of_batch(case: Case) -> None:
     """An answer's log-probabilities depend neither on padding nor on other rows."""
     rollout, model = case.rollout, case.actor.model
     width = rollout["mask"].shape[1]
@@ -72,7 +72,7 @@ def test_log_probs_are_those_of_each_answer_by_itself(case: Case) -> None:
     assert case.log_probs.shape == (12, width)
 
 
-def test_the_reference_is_the_actor_as_it_was(case: Case) -> None:
+def test_reference_keeps_initial_actor(case: Case) -> None:
     before = case.reference.log_probs(case.rollout)
     torch.testing.assert_close(before, case.log_probs)
     assert case.reference.kl(case.rollout, case.log_probs, before) == pytest.approx(0.0, abs=1e-6)
@@ -113,7 +113,7 @@ def test_an_update_of_the_actor_makes_good_answers_likelier(case: Case) -> None:
     assert metrics["entropy"] > 0
 
 
-def test_before_its_first_step_the_actor_is_as_it_was(case: Case) -> None:
+def test_actor_is_unchanged_before_first_step(case: Case) -> None:
     """Before the first step the ratio is 1 and the loss 0, and an update with learning rate 0 changes no weight."""
     before = parameters(case.actor.model.module)
     metrics = case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=12, lr_scale=0.0)
@@ -189,7 +189,7 @@ def test_gradient_checkpointing_computes_each_layer_twice(case: Case, anew: bool
     assert passes_of_layers(critic.model.module, lambda: critic.values(case.rollout)) == [1, 1]
 
 
-def test_an_update_of_the_critic_brings_it_nearer_to_the_returns(case: Case) -> None:
+def test_critic_update_approaches_returns(case: Case) -> None:
     actor_before = parameters(case.actor.model.module)
     mask, returns = case.rollout["mask"], case.estimates["returns"]
     before = (case.values - returns)[mask].square().mean()
@@ -216,7 +216,7 @@ def test_warm_up_learns_the_demonstrations(actor: Actor, problems: Problems) -> 
     assert losses[-1] < losses[0] / 4
 
 
-def test_scores_are_those_of_the_task(problems: Problems) -> None:
+def test_scores_match_task(problems: Problems) -> None:
     problem = attrs.evolve(problems[0], answer="dcba", entry={**problems[0].entry, "answer": "dcba"})
     answers = ["dcba", "dcab", "", "abcd"]
     rollout: Rollout = {
@@ -233,7 +233,7 @@ def test_scores_are_those_of_the_task(problems: Problems) -> None:
     assert reward.summary(rollout, scores) == {"reward": 0.375, "accuracy": 0.25, "length": 2.5}
 
 
-def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
+def test_restored_roles_make_same_step(case: Case, tmp_path: Path) -> None:
     """Restored roles make the same next step as the saved roles, to the last bit."""
 
     def step(actor: Actor, critic: Critic) -> tuple[Tensor, Tensor, Rollout]:

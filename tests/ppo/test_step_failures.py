@@ -85,7 +85,7 @@ def test_nothing_fails(expected: Trained) -> None:
 
 
 @pytest.mark.long
-def test_what_is_planned_is_what_they_hold(expected: Trained, tmp_path: Path, forks: Forks) -> None:
+def test_plan_predicts_held_memory(expected: Trained, tmp_path: Path, forks: Forks) -> None:
     """`colocate plan` predicts the memory of a sharded actor and of whole models; tests/cli has the other layouts."""
     changes = [part for change in SMALL for part in ("--set", change)]
     done = forks.run(("plan", str(EXAMPLE), "--json", *changes), tmp_path, os.environ)

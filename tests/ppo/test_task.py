@@ -54,7 +54,7 @@ def test_held_out_problems_are_the_same_for_every_seed() -> None:
     assert len({*found.questions}) == len(found)
 
 
-def test_a_stream_goes_on_at_its_position() -> None:
+def test_stream_resumes_at_position() -> None:
     whole, first, second = Task(options=SHORT), Task(options=SHORT), Task(options=SHORT)
     head = [*first.demonstrate(7, flawed=0.5), *first.draw(5)]
     second.position = first.position
@@ -107,7 +107,7 @@ def test_a_task_of_ones_own() -> None:
         (lambda: Task().held_out(0), r"no held-out problem \(asked for 0\)"),
     ],
 )
-def test_what_is_refused(make: Callable[[], object], told: str) -> None:
+def test_invalid_tasks_and_options_are_refused(make: Callable[[], object], told: str) -> None:
     with pytest.raises(colocate.ConfigError, match=told):
         make()
 
@@ -196,7 +196,7 @@ def test_generated_rows() -> None:
 
 
 @pytest.mark.parametrize("job", ["ppo", "grpo"])
-def test_a_resumed_run_has_its_rows(job: str, tmp_path: Path) -> None:
+def test_resumed_run_needs_same_rows(job: str, tmp_path: Path) -> None:
     """A resumed run whose rows have another order is refused, unless `same_rows` is false."""
 
     def go(kind: str, **how: Any) -> test_job.Recorder:

@@ -81,7 +81,7 @@ def _command(pid: int) -> str:
 
 
 @pytest.mark.long
-def test_placement_group_of_nobody(
+def test_audit_reports_orphaned_placement_group(
     cluster: Any, runtime: Runtime, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A placement group and actor of a driver that is gone are in another driver's audit and in the command's."""

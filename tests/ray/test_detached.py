@@ -85,7 +85,7 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
         pass
 
 
-def test_driver_is_killed_before_it_knows_its_owner(cluster: Any) -> None:
+def test_envoy_ends_unconnected_owner(cluster: Any) -> None:
     """The envoy ends an owner that its killed driver hasn't connected to."""
     assert owners(cluster) == []
     driver = script(
@@ -129,7 +129,7 @@ def test_owner_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
     everything_is_free(runtime)
 
 
-def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> None:
+def test_name_of_dead_owner_is_reusable(runtime: Runtime, cluster: Any, name: str) -> None:
     """A name that a dead owner left in the table can be used again."""
     _, owner = detached(runtime, cluster, name)
     owner.kill()

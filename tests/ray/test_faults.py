@@ -119,7 +119,7 @@ def test_driver_and_envoy(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("tracks", [supervisor.is_tracker, janitor._is_tracker], ids=["supervisor", "janitor"])
-def test_trackers_are_known_from_their_start(tracks: Callable[[int], bool]) -> None:
+def test_resource_trackers_are_recognized_from_start(tracks: Callable[[int], bool]) -> None:
     """A resource tracker is recognized from its start, even before the kernel has executed its program."""
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})

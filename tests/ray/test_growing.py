@@ -59,7 +59,7 @@ def test_from_none_to_two(runtime: Runtime, detachable: bool) -> None:
 
 
 @pytest.mark.long
-def test_more_than_it_makes(runtime: Runtime) -> None:
+def test_error_has_autoscaler_reason(runtime: Runtime) -> None:
     """The error has the autoscaler's reason; with `grow=False`, a pool that doesn't fit is refused at once."""
     words = (
         r"within 1 s \(Ray's autoscaler has 1 ray\.head\.default, and makes no more: of its types of nodes none would"
@@ -84,7 +84,7 @@ def test_where_an_owner_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Nodes().choose_answering(stays=True) == f"{50:032}"
 
 
-def test_what_autoscalers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autoscaler_reports_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """`read_autoscaler` reads the reports of both autoscaler generations, and returns None without an autoscaler."""
     from ray._private import worker
     from ray.autoscaler._private.autoscaler import AutoscalerSummary

@@ -65,7 +65,7 @@ def test_nodes(runtime: Runtime) -> None:
 
 @pytest.mark.long  # test_private.py covers the ranks of a private Ray
 @pytest.mark.parametrize("ids", [("0", "1"), ("5", "3")])
-def test_gpus_when_ray_does_not_show_them(cluster: Any, ids: tuple[str, str]) -> None:
+def test_ranks_see_assigned_gpus(cluster: Any, ids: tuple[str, str]) -> None:
     """Each rank sees the GPU that Ray gave its actor, by its name on that node, even if Ray sets no variable."""
     variables = {f"RAY_EXPERIMENTAL_NOSET_{VARIABLE}": "1"}
     if ids != ("0", "1"):
@@ -165,7 +165,7 @@ def test_ranks_are_sorted(runtime: Runtime) -> None:
         assert visible == [str(devices[0]) for _, devices in places]
 
 
-def test_killed_while_it_waits(cluster: Any, runtime: Runtime) -> None:
+def test_driver_killed_while_waiting_gets_no_slots(cluster: Any, runtime: Runtime) -> None:
     """A driver that is killed while its request waits gets no slots, even if its forked child lives on."""
     with runtime.reserve(3, cpus=1) as everything:
         driver = script(
@@ -375,7 +375,7 @@ def _raylets(cluster: Any) -> set[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("grow", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path, grow: bool) -> None:
+def test_node_lost_before_keepers_is_replaced(cluster: Any, tmp_path: Path, grow: bool) -> None:
     """If a node leaves before its keepers start, the request waits for another; with `grow=False` it never fits."""
     before = _raylets(cluster)
     cluster.tell("add")
@@ -403,7 +403,7 @@ def test_a_node_that_goes_before_its_keepers_stand(cluster: Any, tmp_path: Path,
 
 
 @pytest.mark.long
-def test_what_a_lost_node_leaves(cluster: Any, runtime: Runtime) -> None:
+def test_groups_keep_slots_after_node_loss(cluster: Any, runtime: Runtime) -> None:
     """Groups on the other slots of a pool that lost a node keep their slots: nobody else gets them."""
     before = {node.name for node in runtime._node.services.executor.nodes()}
     cluster.tell("add")

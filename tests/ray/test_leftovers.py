@@ -48,7 +48,7 @@ def found(pid: int) -> list[str]:
     return [each.kind for each in find_leftovers() if each.pid == pid]
 
 
-def test_envoy_without_its_driver(gone: int) -> None:
+def test_envoy_without_driver_is_found(gone: int) -> None:
     with pretending("-m", SERVICE, "3", str(gone)) as pid:
         (stray,) = (each for each in find_leftovers() if each.pid == pid)
         assert stray.kind == "Ray envoy"
@@ -57,7 +57,7 @@ def test_envoy_without_its_driver(gone: int) -> None:
         assert found(pid) == []
 
 
-def test_processes_without_their_envoy() -> None:
+def test_processes_without_envoy_are_found() -> None:
     """Processes without their envoy are found by their folder or by their mark; a janitor isn't one of them."""
     folder = f"{tempfile.gettempdir()}/{PREFIX}{uuid.uuid4().hex[:8]}"
     with pretending(f"--session-dir={folder}/r/session_1") as pid:
@@ -70,7 +70,7 @@ def test_processes_without_their_envoy() -> None:
         assert found(pid) == []
 
 
-def test_folder_that_nobody_uses() -> None:
+def test_unused_folder_is_found() -> None:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
         assert str(folder) in {each.id for each in find_leftovers()}

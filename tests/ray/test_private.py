@@ -132,7 +132,7 @@ def test_killed_driver() -> None:
 
 
 @pytest.mark.long
-def test_killed_while_it_starts() -> None:
+def test_driver_killed_during_start_leaves_no_process() -> None:
     """A driver that is killed while its private Ray starts leaves no process."""
     with driver("colocate.connect('ray')") as process:
         wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 2, "Ray is being started")
@@ -143,7 +143,7 @@ def test_killed_while_it_starts() -> None:
 
 
 @pytest.mark.long
-def test_nobody_else_gets_in(runtime: Runtime) -> None:
+def test_private_ray_refuses_other_driver(runtime: Runtime) -> None:
     """A private Ray refuses another driver on this machine, which has no token."""
     with pytest.raises(ConnectionError, match="refuses this driver's token"):
         colocate.connect("ray", address=_address(runtime))
@@ -201,7 +201,7 @@ def test_one_that_does_not_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_whose_envoy_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_envoy_exit_during_start_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A private Ray whose envoy ends during the start raises ClusterError with Ray's logs, and leaves no files."""
 
     others = psutil.Process().children()

@@ -78,7 +78,7 @@ def toy(no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     toy.proxy.close()
 
 
-def test_called_and_heard(toy: Toy) -> None:
+def test_proxy_calls_and_delivers_notifications(toy: Toy) -> None:
     """A proxy calls methods by name, delivers notifications before the next answer, and calls `leave` at its end.
 
     An engine's error, and the error of a missing method, arrive as text.
@@ -141,7 +141,7 @@ def test_one_that_is_stopped(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_it_ends_with_the_driver(toy: Toy, tmp_path: Path, stopped: bool) -> None:
+def test_proxy_ends_with_driver(toy: Toy, tmp_path: Path, stopped: bool) -> None:
     """The proxy process ends when its driver is killed; if it is stopped, its janitor kills it."""
     script = f"""
         from colocate_ray.proxy import DriverProxy

@@ -25,7 +25,7 @@ def _answer(server: socket.socket) -> None:
         connection.send(b"settings")
 
 
-def test_who_answers(server: socket.socket) -> None:
+def test_only_answering_server_counts(server: socket.socket) -> None:
     """Only a server that answers counts: not one that merely accepts, one that refuses, or an unreachable machine."""
     thread = threading.Thread(target=_answer, args=(server,))
     thread.start()
@@ -42,7 +42,7 @@ def test_who_answers(server: socket.socket) -> None:
     thread.join()
 
 
-def test_it_is_remembered(server: socket.socket) -> None:
+def test_silent_server_is_remembered(server: socket.socket) -> None:
     """A server that was silent gets less time at the next check, until it answers."""
     silence, servers = SilentNodes(), {"one": server.getsockname()}
     began = time.monotonic()

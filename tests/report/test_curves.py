@@ -30,7 +30,7 @@ class TestWhichAreLarge:
         found = headline_series(collect_series([dict.fromkeys(names, 0.5) | {"step": 1}]))
         assert [each.name for each in found] == ["eval_accuracy", "eval_score", "reward", "accuracy"]
 
-    def test_fractions_share_an_axis_from_0_to_1_and_others_have_their_own(self) -> None:
+    def test_fractions_share_axis_from_0_to_1(self) -> None:
         found = drawn(*({"step": n, "eval_accuracy": n / 10, "accuracy": n / 20, "return": n * 40} for n in range(10)))
         assert [labels(chart) for chart in found.large] == [["Held-out accuracy", "Accuracy"], ["Return"]]
         assert [label for _, label in found.large[0].y_ticks] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
@@ -38,13 +38,13 @@ class TestWhichAreLarge:
 
 
 class TestLines:
-    def test_a_line_goes_through_its_points(self) -> None:
+    def test_line_goes_through_points(self) -> None:
         (chart,) = drawn({"step": 0, "loss": 0.0}, {"step": 5, "loss": 1.0}, {"step": 10, "loss": 0.5}).large
         (line,) = chart.lines
         assert places(line.path) == places(line.dots) == [(0, HEIGHT), (WIDTH // 2, 0), (WIDTH, HEIGHT // 2)]
         assert chart.summary == "Steps 0 to 10: Loss from 0 to 0.5."
 
-    def test_what_is_no_number_is_a_gap(self) -> None:
+    def test_nonfinite_value_is_gap(self) -> None:
         """A value that isn't finite is a gap in the line, and as a last value isn't replaced by an earlier one."""
         for bad in (None, math.nan, math.inf, -math.inf):
             values = [0.0, 1.0, bad, 0.5, 0.0]
@@ -61,7 +61,7 @@ class TestLines:
             assert all(0 < y < HEIGHT for _, y in places(chart.lines[0].path))
             assert all(0 <= at <= 100 for at, _ in (*chart.x_ticks, *chart.y_ticks))
 
-    def test_many_points_become_a_mean_and_its_range(self) -> None:
+    def test_many_points_become_mean_and_range(self) -> None:
         rows = [{"step": n, "loss": 5.0 if n == 777 else n % 2} for n in range(20_000)]
         (chart,) = drawn(*rows).large
         (line,) = chart.lines

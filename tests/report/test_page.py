@@ -24,7 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(tmp_path_factory.mktemp("report"), record())
 
 
-def test_it_needs_nothing_but_itself(page: Page) -> None:
+def test_page_is_self_contained(page: Page) -> None:
     """The page loads and runs nothing, and its content security policy says so."""
     tags = {element.tag for element in page.root.iter()}
     assert not tags & {"script", "link", "img", "image", "iframe", "object", "embed", "base", "use", "audio", "video"}
@@ -37,7 +37,7 @@ def test_it_needs_nothing_but_itself(page: Page) -> None:
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_all_parts_are_there_in_their_order(page: Page) -> None:
+def test_page_has_all_sections_in_order(page: Page) -> None:
     """The page has all sections in order, and the key figures in its header."""
     assert [section.get("id") for section in page.root.iter("section")] == PARTS
     assert page.root.findtext("./head/title") == "demo \u2013 run report"
@@ -53,7 +53,7 @@ def test_all_parts_are_there_in_their_order(page: Page) -> None:
     }
 
 
-def test_every_picture_says_in_words_what_it_shows(page: Page) -> None:
+def test_every_picture_has_text(page: Page) -> None:
     pictures = [element for element in page.root.iter() if element.get("role") == "img"]
     assert len(pictures) >= 5
     for picture in pictures:
@@ -113,7 +113,7 @@ def test_labels_of_a_nearly_constant_metric(tmp_path: Path) -> None:
         assert plot.get("style") == f"--letters:{longest}"
 
 
-def test_the_config_and_what_it_ran_on(page: Page) -> None:
+def test_page_shows_config_and_environment(page: Page) -> None:
     """The page shows the config and the environment, without host names and folders."""
     assert (page.section("setup").findtext(".//pre") or "").startswith("name: demo\nseed: 7\n")
     facts = [(each.findtext("dt"), each.findtext("dd")) for each in page.section("setup").iterfind(".//dl/div")]
@@ -124,7 +124,7 @@ def test_the_config_and_what_it_ran_on(page: Page) -> None:
 
 
 @pytest.mark.parametrize("key", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "password", "api_key", "auth"])
-def test_what_calls_itself_a_secret_is_hidden(key: str) -> None:
+def test_secrets_are_hidden(key: str) -> None:
     config = f"name: demo\nseed: 7\npools:\n  main:\n    env:\n      {key}: sesame\n      MODE: open\n"
     shown = config_text(config + "job:\n  with:\n    max_new_tokens: 5\n")
     assert "sesame" not in shown
@@ -136,7 +136,7 @@ def test_what_calls_itself_a_secret_is_hidden(key: str) -> None:
 HOSTILE = "</td><script>alert('x')</script>&amp;<!-- \"]]>{{ 7*7 }}{% raw %}"
 
 
-def test_hostile_text_is_text_wherever_it_comes_from(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     span = Span(HOSTILE, 0, HOSTILE, HOSTILE, 1_700_000_001.0, 1_700_000_002.0)
     spans = [span, *(Span(HOSTILE, 1, HOSTILE, HOSTILE, 1_700_000_000.0 + n, 1_700_000_000.5 + n) for n in range(9))]
     answer = "a\x00b\x1b[31mc\x7f\x85\ud800\ufffed\n\te"  # characters that no page can contain become visible
@@ -225,7 +225,7 @@ def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("empty", "said"), [(50 << 20, True), (None, False)], ids=["processes", "threads"])
-def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> None:
+def test_page_shows_processes_saved_by_fusing(tmp_path: Path, empty: int | None, said: bool) -> None:
     """Two slots with two roles each save two processes on an executor with processes; on threads nothing is claimed."""
     roles = tuple(RoleMemory(name, 0, {"parameters": 1}, {}, 0, 0, None, True) for name in ("actor", "critic"))
     slots = tuple(SlotMemory(slot, "a", "cpu", roles, empty, empty, 0, None) for slot in range(2))
@@ -255,7 +255,7 @@ def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> Non
     assert (f"{text} 50 MiB, and 400 MiB of its GPU, a context." in page) is said
 
 
-def test_what_fusing_saves_of_copies(tmp_path: Path) -> None:
+def test_page_shows_copies_saved_by_fusing(tmp_path: Path) -> None:
     """The page shows the copies that fusing saved, also if nobody waited."""
     over = [Handover("policy", "actor", "critic", 3 << 20), Handover("policy", "", "reward", 1 << 20)]
     text = (

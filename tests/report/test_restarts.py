@@ -23,11 +23,11 @@ from colocate_run.environment import describe_origin
         (RoleError(""), "group policy failed"),
     ],
 )
-def test_what_a_group_was_lost_by(cause: WorkerDied, words: str) -> None:
+def test_group_loss_is_described(cause: WorkerDied, words: str) -> None:
     assert describe_loss("policy", cause) == words
 
 
-def test_what_was_done_since_the_last_checkpoint_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_since_last_checkpoint_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("colocate_report.calls.time.time", lambda: clock[-1])
     log = CallLog(lambda group, role, rank: rank)

@@ -25,7 +25,7 @@ def heights(area: str, columns: int = 10) -> list[int]:
     return found
 
 
-def test_a_group_that_was_lost_is_marked_on_its_lanes() -> None:
+def test_lost_group_is_marked_on_lanes() -> None:
     spans = [span("actor", 0.0, 10.0), Span("other", 0, "critic", "work", 0.0, 10.0)]
     lost = Restart("policy", "worker 0 was killed", at=2.0, ready=3.0, since=1.0)
     found = make_timeline(spans, ROLES, 0.0, 10.0, [lost])
@@ -43,7 +43,7 @@ def test_the_height_is_the_busy_part_of_the_time() -> None:
     assert found.busy == "22%"
 
 
-def test_calls_that_overlap_make_it_no_higher_than_full() -> None:
+def test_overlapping_calls_stay_within_full_height() -> None:
     found = drawn(span("actor", 0.0, 1.0), span("critic", 0.0, 1.0), span("actor", 0.0, 1.0))
     assert [(role, heights(area)[0]) for role, area in found.areas] == [(1, 100), (0, 67)]
     assert found.busy == "10%"

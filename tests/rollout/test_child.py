@@ -94,7 +94,7 @@ def _child(runtime: colocate.Runtime) -> int:
     return found
 
 
-def test_its_end(runtime: colocate.Runtime) -> None:
+def test_child_failure_is_error_with_reason(runtime: colocate.Runtime) -> None:
     """The exit, hang or exception of a child is an error with the reason, and a dead child is replaced."""
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn({"odd": odd(hung_after=1.0)})
@@ -117,7 +117,7 @@ def test_its_end(runtime: colocate.Runtime) -> None:
 
 
 @pytest.mark.long
-def test_a_cancelled_call_whose_engine_hangs(runtime: colocate.Runtime) -> None:
+def test_timed_out_call_ends_hanging_child(runtime: colocate.Runtime) -> None:
     """A timed-out call in a hanging child ends the child, and the group isn't restarted."""
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn({"odd": odd()})
@@ -127,7 +127,7 @@ def test_a_cancelled_call_whose_engine_hangs(runtime: colocate.Runtime) -> None:
         assert group.generation == 0
 
 
-def test_the_group_may_fail_of_it(runtime: colocate.Runtime) -> None:
+def test_child_exit_restarts_group(runtime: colocate.Runtime) -> None:
     """With `fails="group"` the exit of a child restarts the group."""
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn({"odd": odd(fails="group")}, on_failure="restart")

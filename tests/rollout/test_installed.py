@@ -57,7 +57,7 @@ def colocate(tmp_path: Path, installed: Installed, forks: Forks) -> CommandLine:
     return command
 
 
-def test_a_config_names_it(colocate: CommandLine) -> None:
+def test_config_names_installed_engine(colocate: CommandLine) -> None:
     """`doctor` finds an installed engine that a config names, and `run` uses the engine."""
     done = colocate("doctor", "demo.yaml", distributions=("acme",))
     assert (done.returncode, done.stderr) == (0, "")
@@ -69,7 +69,7 @@ def test_a_config_names_it(colocate: CommandLine) -> None:
     assert record["rows"] == 12
 
 
-def test_plugins_show_it(colocate: CommandLine) -> None:
+def test_plugins_command_shows_engine(colocate: CommandLine) -> None:
     """`colocate plugins` shows the engine and its options, and reports a hook that returns no engine."""
     listed = colocate("plugins", distributions=("acme",)).stdout
     assert ["dice", "engine", "acme", "1.0.0", "acme.dice"] in [line.split() for line in listed.splitlines()]
@@ -84,7 +84,7 @@ def test_plugins_show_it(colocate: CommandLine) -> None:
     assert "its hook colocate_engine() returned 7 (int), not a class of engines" in done.stderr
 
 
-def test_what_a_config_gets_wrong(colocate: CommandLine) -> None:
+def test_config_mistakes_are_reported(colocate: CommandLine) -> None:
     """`check` and `doctor` report a config's unknown engine, unknown option and wrong value."""
     where = "line 9: groups.policy.roles.rollout.with"
     for change, said in (
@@ -103,7 +103,7 @@ def test_what_a_config_gets_wrong(colocate: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("command", ["check", "doctor", "run"])
-def test_it_may_not_be_allowed(colocate: CommandLine, command: str) -> None:
+def test_engine_not_allowed_is_refused(colocate: CommandLine, command: str) -> None:
     """An engine whose plugin isn't in `plugins.allow` is refused by `check`, `doctor` and `run`."""
     colocate.write("demo.yaml", DICE.replace("[dice]", "[acme]"))
     done = colocate(command, "demo.yaml", distributions=("acme",))

@@ -121,7 +121,7 @@ class TestVllm(ModelSuite):
         self._assert_as_forward(role._engine, model, 1)
         role.close()
 
-    def test_what_it_manages(self, role: EngineRole) -> None:
+    def test_managed_memory_is_reported(self, role: EngineRole) -> None:
         """`managed` reports the bytes of weights and cache, and on a CPU only the cache can sleep."""
         engine = role._engine
         whole = {"weights": WEIGHTS * 4, "cache": CACHE}

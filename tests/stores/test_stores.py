@@ -138,7 +138,7 @@ def test_another_checkpoint_of_the_same_step(
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_as_it_replaces_one(tmp_path: Path) -> None:
+def test_kill_during_replacement_keeps_checkpoint(tmp_path: Path) -> None:
     """A kill during a replacement leaves the old checkpoint or the new one, and the next upload cleans up."""
     kills = killed_at_each_step(tmp_path, "stored")
     texts = [kill["brought"]["5"] for kill in kills]
@@ -149,7 +149,7 @@ def test_a_process_that_is_killed_as_it_replaces_one(tmp_path: Path) -> None:
         assert len(kill["names"]) == 2
 
 
-def test_whose_run_it_is(url: str, tmp_path: Path) -> None:
+def test_download_gets_run_of_exact_name(url: str, tmp_path: Path) -> None:
     """A download gets the run of exactly this name, if any, and keeps later local checkpoints."""
     store = Store(url)
     for name, steps in {"demo": (1,), "demo-2": (5,)}.items():
@@ -252,7 +252,7 @@ def test_a_run_goes_on_on_another_machine(url: str, tmp_path: Path, monkeypatch:
     ("wrong", "words"),
     [("nowhere://bucket/x", "nowhere"), ("s3:bucket", "must be the address of a folder in a store"), (3, "address")],
 )
-def test_what_is_no_store(wrong: Any, words: str) -> None:
+def test_invalid_store_is_refused(wrong: Any, words: str) -> None:
     def begin() -> None:
         load_config({"name": "demo", "checkpoints": wrong})
         Store(wrong)

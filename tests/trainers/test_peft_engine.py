@@ -103,7 +103,7 @@ def spawned(kinds: list[str], **options: Any) -> Any:
     return colocate.spawn(roles, **options)
 
 
-def test_adapters_as_they_are() -> None:
+def test_rows_agree_with_peft_forward_pass() -> None:
     """Rows agree with PEFT's own forward pass without dropout, for adapters of each kind; the model trains on."""
     kinds = ["plain", "no_task", "bfloat16", "dora", "disabled", "merged", "compiled"]
     with spawned(kinds) as group:
@@ -119,7 +119,7 @@ def test_several_ranks() -> None:
 
 
 @pytest.mark.parametrize(("kind", "said"), [("prompts", "PROMPT_TUNING"), ("aLoRA", "aLoRA")])
-def test_what_is_not_in_layers(kind: str, said: str) -> None:
+def test_adapters_outside_layers_are_refused(kind: str, said: str) -> None:
     """A model with adapters outside its layers is refused when the engine is made."""
     with pytest.raises(
         RoleStartError, match=f"the model of role '{kind}' has adapters of the kind {said}, which aren't"

@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused(what: str) -> None:
+def test_unmergeable_adapters_are_refused(what: str) -> None:
     """Adapters that the model doesn't use, or that weights can't contain, are refused by name."""
     make, words = REFUSED[what]
     assert_as_peft(make(), refuses=words)
@@ -303,7 +303,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", AROUND)
-def test_what_is_around_it(what: str) -> None:
+def test_names_match_original_model(what: str) -> None:
     """Names are the original model's, whatever wraps the model and however adapters were added."""
     prefix = "pretrained_model." if what == "in another module" else ""
     wanted = {f"{prefix}{name}": each for name, each in state(lora(llama(), **QUERIES).merge_and_unload()).items()}

@@ -73,7 +73,7 @@ class Waiting(Role):
         del self.group
 
 
-def test_who_waits_in_it_is_freed_by_an_abort() -> None:
+def test_abort_ends_wait_in_backend() -> None:
     """An abort, on a thread of its own between a group's start and end, ends the wait of a rank in the backend."""
     with colocate.connect(processes=True) as runtime:
         spec = colocate.role(Waiting).on(default_group=True)

@@ -66,7 +66,7 @@ def collected(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> Callabl
         gc.enable()
 
 
-def test_what_is_kept_there_is_sent_later(group: ColocatedGroup, collected: Any) -> None:
+def test_call_kept_in_del_is_sent_later(group: ColocatedGroup, collected: Any) -> None:
     """A call that a `__del__` keeps doesn't overtake, on any slot, a call that is sent only in part.
 
     A call that uses the resident is refused: it would wait in the worker for a call queued behind it.
@@ -90,7 +90,7 @@ def test_what_is_kept_there_is_sent_later(group: ColocatedGroup, collected: Any)
     assert "would be sent before notes.note" in refused[0]
 
 
-def test_what_would_wait_there_is_refused(group: ColocatedGroup, collected: Any, tmp_path: Path) -> None:
+def test_blocking_call_in_del_is_refused(group: ColocatedGroup, collected: Any, tmp_path: Path) -> None:
     """A blocking call in such a `__del__` is refused with the reason; the call that was being sent completes."""
     notes = group.role("notes", Notes)
     kept = notes.note.keep("kept")

@@ -54,7 +54,7 @@ def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(final) == {"final": "old"}
 
 
-def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_rename_leaves_complete_folder(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during the rename is raised when the complete new folder is the only one there."""
     rename, at_it, may = Path.rename, threading.Event(), threading.Event()
 

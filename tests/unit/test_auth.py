@@ -69,7 +69,7 @@ def test_another_key_is_refused_and_says_so(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
+def test_listener_without_the_key_is_refused(kind: Kind) -> None:
     """A listener that reflects the dialler's proof is refused, and never sees the key."""
     listener = listen(kind)
     seen = bytearray()
@@ -98,7 +98,7 @@ def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
     [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\x80\x05cos\nsystem\n." * 100],
     ids=["nothing", "http", "zeros", "a pickle"],
 )
-def test_a_stranger_is_turned_away_and_its_bytes_are_never_unpickled(
+def test_unauthenticated_bytes_are_never_unpickled(
     server: Server, garbage: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any, **__: Any) -> None:

@@ -55,14 +55,14 @@ def test_sets_stay_together_and_order_is_restored(costs: list[int], count: int, 
     assert largest(costs, parts) <= -(-sum(costs) // count) + of * max(costs)
 
 
-def test_what_is_even_as_it_lies_stays_there() -> None:
+def test_balanced_rows_stay_in_place() -> None:
     assert all(
         balance_rows(costs, count) is None for costs, count in (([7] * 6, 3), ([], 2), ([0] * 3, 3), ([9, 2], 1))
     )
     assert balance_rows([18, 18, 2], 2) == [[0], [1, 2]]
 
 
-def test_what_is_no_partition_of_the_rows_is_refused() -> None:
+def test_invalid_partition_is_refused() -> None:
     with pytest.raises(DispatchError, match="another axis"):
         invert_partition([[0, 2], [0, 2]], [2, 2], [0, 1])
     with pytest.raises(DispatchError, match="rank 3 was given 1 row that"):

@@ -104,7 +104,7 @@ def test_parts_of_several_devices() -> None:
     assert batch.concat([TensorDict({"a": x}, [2], device=x.device) for x in tensors], "x")["a"].is_meta
 
 
-def test_what_is_whole_is_handed_on_as_it_is() -> None:
+def test_single_rank_batches_are_not_copied() -> None:
     """A group of one rank passes its batches on without a copy."""
     value = {"a": torch.ones(3), "b": [1, 2, 3]}
     part = split(value, [3])[0]
@@ -126,7 +126,7 @@ def test_what_is_whole_is_handed_on_as_it_is() -> None:
         (object(), "colocate.register_batch"),
     ],
 )
-def test_values_without_rows_are_refused_with_their_path(value: Any, message: str) -> None:
+def test_error_for_values_without_rows_has_path(value: Any, message: str) -> None:
     with pytest.raises(DispatchError) as caught:
         batch.get_row_count(value, "batch")
     assert message in str(caught.value)
@@ -195,7 +195,7 @@ def test_leaves_of_several_devices() -> None:
     assert not parts[1].leaf.is_meta
 
 
-def test_a_value_that_is_its_own_leaf() -> None:
+def test_self_leaf_value_is_refused() -> None:
     """A value that is its own leaf can't be sent, and the error says so."""
     value = Leafy("ab")
     value.leaf = value

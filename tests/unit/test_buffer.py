@@ -32,7 +32,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(3, 5), st.integers(0, 2))
-def test_what_is_given(steps: list[tuple[str, int]], capacity: int, staleness: int) -> None:
+def test_get_returns_requested_fresh_items(steps: list[tuple[str, int]], capacity: int, staleness: int) -> None:
     """`get` returns as many items as requested, in order and none too stale; all others are counted or buffered."""
     buffer: Buffer[tuple[int, int]] = Buffer(capacity, staleness)
     there: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ def test_threads() -> None:
         assert sorted(item for each in takes for item in each.result(PATIENCE_S)) == [*range(600)]
 
 
-def test_what_is_dropped_makes_room() -> None:
+def test_dropped_stale_items_make_room() -> None:
     """A `put` that waits for room continues when stale items are dropped, and `get` returns the new items."""
     buffer: Buffer[str] = Buffer(2, max_staleness=0)
     buffer.put("old", 0)
@@ -111,7 +111,7 @@ def test_the_end() -> None:
     assert waiting.get() == []
 
 
-def test_an_error_is_told_often() -> None:
+def test_repeated_errors_keep_one_traceback() -> None:
     """Each `get` from a failed buffer raises the error with the same traceback, which ends where the error arose."""
     buffer: Buffer[int] = Buffer(1)
     try:
@@ -123,7 +123,7 @@ def test_an_error_is_told_often() -> None:
         with pytest.raises(ValueError, match="the generator has failed") as caught:
             buffer.get()
         told.append([line.name for line in traceback.extract_tb(caught.value.__traceback__)])
-    assert told[0][-1] == "test_an_error_is_told_often"
+    assert told[0][-1] == "test_repeated_errors_keep_one_traceback"
     assert told[0] == told[1] == told[2]
 
 

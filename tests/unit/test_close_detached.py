@@ -39,7 +39,7 @@ class Interrupted:
         """Accept: the cluster is open."""
 
 
-def test_ctrl_c_in_it_gives_back_what_it_has_taken() -> None:
+def test_interrupted_close_detached_returns_reservations() -> None:
     """Ctrl-C during `close_detached` is raised, and each reservation that was granted is given back."""
     cluster = Interrupted()
     with pytest.raises(KeyboardInterrupt):

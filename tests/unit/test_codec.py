@@ -38,7 +38,7 @@ def test_tensors(dtype: torch.dtype) -> None:
     assert torch.equal(result.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_what_lies_in_memory_once_goes_once() -> None:
+def test_overlapping_tensors_are_sent_once() -> None:
     """Expanded tensors and overlapping windows are sent once, and arrive with their shapes and strides."""
     few, line = torch.arange(3.0), torch.arange(float(LARGE))
     for tensor, most in (

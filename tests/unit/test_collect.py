@@ -66,7 +66,7 @@ def test_results_that_cannot_be_joined(results: list[Any], message: str) -> None
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_comes_out_does_not_depend_on_the_number_of_ranks(world: int) -> None:
+def test_result_type_is_independent_of_rank_count(world: int) -> None:
     """A reduction's result has the same type on one rank as on many."""
     ranks = Ranks(world)
 
@@ -89,7 +89,7 @@ def test_what_comes_out_does_not_depend_on_the_number_of_ranks(world: int) -> No
             all_ranks("mean", wrong)
 
 
-def test_what_was_not_a_number_stays_so() -> None:
+def test_nan_stays_nan() -> None:
     for values in ([math.nan, 1.0], [1.0, math.nan]):
         for operation in ("max", "min", "sum", "mean"):
             for kind in (float, np.array, torch.tensor):
@@ -141,7 +141,7 @@ def test_results_that_cannot_be_reduced(results: list[Any], message: str) -> Non
     assert message in str(caught.value)
 
 
-def test_the_results_given_stay_as_they_are() -> None:
+def test_reduction_does_not_modify_results() -> None:
     for make in (torch.ones, np.ones):
         results = [make(2), make(2) * 2]
         for operation in ("mean", "sum", "max", "min"):

@@ -65,7 +65,9 @@ class Gpu:
     ],
 )
 @pytest.mark.parametrize("has_books", [True, False], ids=["torch's allocator", "another"])
-def test_who_has_it(groups: list[Any], nccl: int, has_books: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_memory_is_counted_beside_context(
+    groups: list[Any], nccl: int, has_books: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory that a backend reports is counted beside the context, which has the rest.
 
     Without the statistics of torch's allocator nothing is guessed: the rest counts with the context.

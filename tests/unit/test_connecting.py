@@ -32,7 +32,7 @@ def test_before_the_rest_is_imported() -> None:
 @pytest.mark.parametrize(
     ("kind", "maker"), [("Runtime", "colocate.connect"), ("Pool", "runtime.reserve"), ("ColocatedGroup", "pool.spawn")]
 )
-def test_nothing_is_made_by_its_class(kind: str, maker: str) -> None:
+def test_uncallable_class_error_names_the_function(kind: str, maker: str) -> None:
     """A class that can't be called by users names the function that makes its objects."""
     with pytest.raises(TypeError, match=rf"a {kind} is made by {maker}\(\.\.\.\), not by its class"):
         getattr(colocate, kind)("local")

@@ -21,7 +21,7 @@ LANE = [
 ]
 
 
-def test_who_is_in_the_way() -> None:
+def test_contention_names_the_blocking_role() -> None:
     assert measure_contention({("policy", 0): reversed(LANE)}, {("policy", "critic"): (2, 7)}) == [
         RoleUse("policy", "actor", 3.0, {"critic": 0.5}, 0),
         RoleUse("policy", "critic", 2.0, {"actor": 1.5}, 7, moves=2),
@@ -61,7 +61,7 @@ def test_how_long_a_role_is_awake() -> None:
     assert naps.awake_seconds(20.0) == {("policy", "actor"): 8.0 + 10.0, ("policy", "critic"): 5.0 + 2.0}
 
 
-def test_moves_are_told() -> None:
+def test_moves_are_reported_as_spans() -> None:
     """Each move is a span of its slot and no call; a move that a call waits for is a part of the call."""
     calls = CallLog(lambda group, role, rank: rank + 1)
     calls.colocate_memory_moved(move("actor", 0, 11.0, 12.0, True))
@@ -79,7 +79,7 @@ def test_moves_are_told() -> None:
     }
 
 
-def test_what_a_slot_does_adds_up() -> None:
+def test_busy_seconds_of_slot_add_up() -> None:
     """A slot's busy seconds add up: no second counts twice, neither in a call nor in a move for it."""
     lane = [
         BusySpan(0.0, 4.0, "critic", 0.0),
@@ -111,7 +111,7 @@ class Second(colocate.Role):
 
 
 @pytest.mark.parametrize("depends", [False, True])
-def test_what_a_call_uses_is_no_contention(tmp_path: Path, depends: bool) -> None:
+def test_wait_for_used_result_is_no_contention(tmp_path: Path, depends: bool) -> None:
     """A wait for another role's result isn't contention; the same wait of a call that doesn't use the result is."""
     with colocate.connect("local") as runtime, Gate() as gate:
         group = runtime.reserve(1).spawn({"first": colocate.role(First), "second": colocate.role(Second)})

@@ -70,7 +70,7 @@ def test_one_after_the_other(copies: list[tuple[int, str]], chunks: int, data: A
         assert cuda.pinned == (chunks * CHUNK if copies else 0)
 
 
-def test_it_comes_after_what_the_thread_has_begun(cuda: Cuda) -> None:
+def test_copy_follows_earlier_work_of_thread(cuda: Cuda) -> None:
     """A copy comes after the work that its thread has begun, which may still use the target's memory."""
     ring, order = Ring("cuda:0", CHUNK, 3), []
     cuda.current_stream().queue.append(lambda: order.append("computed"))
@@ -83,7 +83,7 @@ def test_it_comes_after_what_the_thread_has_begun(cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize(("fails_at", "device"), [(1, "cuda:0"), (5, "cuda:0"), (5, "cpu")])
-def test_an_error_amid_it(cuda: Cuda, fails_at: int, device: str) -> None:
+def test_copy_succeeds_after_failed_copy(cuda: Cuda, fails_at: int, device: str) -> None:
     """After a failed copy no bytes are under way any more, and the next copy succeeds."""
     ring, source = Ring("cuda:0", CHUNK, 3), numbers(7 * CHUNK)
     cuda.fails_at = fails_at

@@ -50,7 +50,7 @@ class Heavy(Role):
         """Restore nothing."""
 
 
-def test_error_told_often() -> None:
+def test_reraised_error_traceback_does_not_grow() -> None:
     """An error that is raised again has a traceback of the same length: it keeps no earlier frames."""
     with colocate.connect("local") as runtime:
         heavy = runtime.reserve(1).spawn({"heavy": colocate.role(Heavy)}).role("heavy", Heavy)

@@ -206,7 +206,7 @@ def _dropped_handles(group: ColocatedGroup, count: int) -> None:
 
 
 @pytest.mark.parametrize("give", [_given_modules, _given_globals, _dropped_handles])
-def test_what_was_sent_costs_calls_nothing(give: Callable[[ColocatedGroup, int], None]) -> None:
+def test_call_cost_is_independent_of_earlier_sends(give: Callable[[ColocatedGroup, int], None]) -> None:
     """A call runs about as many functions after 300 modules, globals of the script or kept calls as after 5."""
     with colocate.connect("local") as runtime, Gate() as gate, ThreadPoolExecutor(1) as thread:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
@@ -233,7 +233,7 @@ class Unreadable(PendingCall):
         raise colocate.ColocateError("a module of the driver's is another one")
 
 
-def test_a_wake_whose_answer_can_not_be_read() -> None:
+def test_unreadable_wake_answer_is_ignored() -> None:
     """A wake whose answer can't be read raises nothing when it is handled, and its role keeps its marks."""
     sleepers = Sleepers()
     sleepers.add_marks("actor", TAGS, until_woken=False)

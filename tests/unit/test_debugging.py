@@ -30,7 +30,7 @@ def test_on_threads() -> None:
         (False, "ray.util.rpdb._driver_set_trace", None),  # Ray sets this in a driver that it was connected from.
     ],
 )
-def test_what_workers_are_told(
+def test_workers_receive_settings_only_while_debugging(
     monkeypatch: pytest.MonkeyPatch, debug: bool, hook: str | None, told: tuple[bool, str] | None
 ) -> None:
     """Workers get debugging settings only if the driver debugs; `debug=True` makes the collective timeout a day."""
@@ -44,7 +44,7 @@ def test_what_workers_are_told(
 
 
 @pytest.mark.parametrize("how", ["closed", "detached"])
-def test_who_has_left_is_given_no_stop(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_closed_terminal_gets_no_stops(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A terminal that has closed or detached gets no more stops: the next stop waits for another terminal."""
     monkeypatch.setattr(desks, "_find_screen", lambda: None)
     desk, announced, told = Desk(), list[str](), list[Any]()

@@ -79,7 +79,7 @@ def test_two_threads_load_a_bundle_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == seen_there == (here.KEPT, here.Batch)
 
 
-def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_is_notified_before_peer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker notifies its driver of a class, and waits for the answer, before a peer may ask for the class."""
     script = Script(monkeypatch, "class Batch:\n    pass\n")
     said: list[type[Message]] = []
@@ -99,7 +99,7 @@ def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="such statements are Python 3.12's")
 @pytest.mark.parametrize("text", ["type Tree[T] = T | list[Tree[T]]", "class Tree[T: Tree]: pass"])
-def test_what_is_made_of_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_self_referring_definition_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A definition that refers to itself is refused when it is sent: no worker could make it."""
     script = Script(monkeypatch, text)
     definitions = Definitions(lambda question: None, lambda message, body: None, in_process=False)

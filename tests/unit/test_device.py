@@ -115,14 +115,14 @@ def group(gpu: Gpu) -> Iterator[ColocatedGroup]:
         yield runtime.reserve(1).spawn({"one": colocate.role(Worker), "other": colocate.role(Worker)}, name="played")
 
 
-def test_a_call_ends_with_its_work(group: ColocatedGroup, gpu: Gpu) -> None:
+def test_call_ends_with_device_work(group: ColocatedGroup, gpu: Gpu) -> None:
     with group.pipeline():
         group.role("one", Worker).begin.submit()
         found = group.role("other", Worker).unfinished.submit()
     assert found.result() == [0]
 
 
-def test_an_error_is_that_of_the_call_that_has_caused_it(group: ColocatedGroup, gpu: Gpu) -> None:
+def test_device_error_belongs_to_causing_call(group: ColocatedGroup, gpu: Gpu) -> None:
     """An error on the device belongs to the call that caused it, and later calls succeed."""
     one, other = group.role("one", Worker), group.role("other", Worker)
     with group.pipeline():

@@ -69,7 +69,7 @@ def _changed(name: str) -> Any:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_differs_is_told(was: Any, now: Any, words: str) -> None:
+def test_each_difference_is_reported(was: Any, now: Any, words: str) -> None:
     found = _difference(was, now)
     assert found.count == 1
     assert found.first is not None
@@ -106,7 +106,7 @@ def test_arrays_are_compared_without_torch(is_there: bool, monkeypatch: pytest.M
     assert _difference(decimal.Decimal("NaN"), decimal.Decimal("NaN")).first is None
 
 
-def test_how_far_what_is_no_number_is() -> None:
+def test_nan_differs_infinitely() -> None:
     for was, now in ((1.0, math.nan), (torch.tensor(1.0), torch.tensor(math.nan)), (math.inf, 1.0)):
         assert (_difference(was, now, 0.5).absolute, _difference(was, now, 0.5).relative) == (math.inf, math.inf)
 
@@ -132,6 +132,6 @@ def test_how_far_what_is_no_number_is() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_arguments_of_all_kinds_are_told_apart(one: Any, other: Any) -> None:
+def test_arguments_of_all_kinds_are_distinguished(one: Any, other: Any) -> None:
     assert find_difference(digest_arguments({"x": one}), digest_arguments({"x": other})) is not None
     assert find_difference(digest_arguments({"x": one}), digest_arguments({"x": copy.deepcopy(one)})) is None

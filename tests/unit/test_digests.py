@@ -60,7 +60,7 @@ def by_hand(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_digest_is_what_it_is_defined_as(dtype: torch.dtype) -> None:
+def test_digest_follows_the_definition(dtype: torch.dtype) -> None:
     """Each dtype and size has the digest of the definition: no version of torch, nor a device, may change it."""
     for size in SIZES:
         tensor = drawn(size, dtype)
@@ -80,7 +80,7 @@ def test_each_bit_counts(dtype: torch.dtype) -> None:
     assert digest(tensor).value == before
 
 
-def test_what_sums_would_miss() -> None:
+def test_digest_detects_changes_that_sums_miss() -> None:
     """Digests notice swapped elements, halves and rows, paired signs, and amounts moved between elements."""
     tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     found = [tensor, tensor.flip(0), tensor.t(), -tensor, tensor.roll(1, 0), tensor.roll(1, 1), tensor.roll(2, 1)]
@@ -119,7 +119,7 @@ def test_conversions() -> None:
     assert digest(torch.arange(3), torch.float32).dtype == "int64"
 
 
-def test_what_has_no_bits_here() -> None:
+def test_tensor_without_plain_bits_is_refused() -> None:
     """A tensor without plain bits on this machine is refused."""
     words = r"named_weights of policy\.actor: one is {}.*its bits can't be compared"
     with pytest.raises(ConfigError, match=words.format("without memory")):

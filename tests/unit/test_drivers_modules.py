@@ -78,7 +78,7 @@ def test_path(driver: DriverModuleFinder, file: Path, there: str | None) -> None
 
 
 @pytest.mark.parametrize("there", [None, "x = 1\n"])
-def test_file_beside_it(driver: DriverModuleFinder, file: Path, there: str | None) -> None:
+def test_missing_data_file_error_is_explained(driver: DriverModuleFinder, file: Path, there: str | None) -> None:
     """The error for a data file that wasn't sent says so, however it is read; other errors stay as they are."""
     if there is not None:
         file.write_text(there)
@@ -110,7 +110,7 @@ def test_the_receiver_may_need_importlibs_lock(driver: DriverModuleFinder, monke
     assert driver.find_spec(NAME, None) is not None  # The finder alone doesn't take the lock.
 
 
-def test_what_features_need_nobody_asks_for() -> None:
+def test_feature_imports_skip_driver() -> None:
     """A thread that imports a feature doesn't ask the driver: a lane that receives would wait for its own answer."""
     asked: list[str] = []
     finder = DriverModuleFinder(lambda name: asked.append(name) or {})  # type: ignore[func-returns-value]

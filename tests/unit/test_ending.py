@@ -49,7 +49,7 @@ class Role(colocate.Role):
 
 
 @pytest.mark.parametrize("env", [{}, {"PYTHONHASHSEED": "0"}], ids=["fork", "interpreter"])
-def test_what_an_interpreter_does(
+def test_worker_exit_flushes_and_runs_handlers(
     env: dict[str, str], colocate_processes: Runtime, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A worker waits for threads, calls exit handlers, and flushes the buffers of files and libraries."""

@@ -17,7 +17,7 @@ ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubcl
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_each_comes_back_as_it_was(cls: type[ColocateError]) -> None:
+def test_errors_survive_pickling(cls: type[ColocateError]) -> None:
     """Each error survives pickling, and a copy has the very cause, even one that can't be pickled."""
     error = cls("what happened", group="policy", rank=1)
     error.__cause__ = ValueError("why")
@@ -32,7 +32,7 @@ def test_each_comes_back_as_it_was(cls: type[ColocateError]) -> None:
     assert again.__cause__ is error.__cause__
 
 
-def test_what_only_follows_is_not_told_of_a_start() -> None:
+def test_start_error_omits_consequential_failures() -> None:
     """The error for a failed start leaves out a rank that was stopped only by another rank's failure."""
     follows, cause = (
         errors.RoleError("was given up", rank=0),

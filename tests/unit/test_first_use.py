@@ -147,7 +147,7 @@ def test_the_driver_has_no_descriptor_for_a_first_message() -> None:
 
 
 @pytest.mark.parametrize("mode", ["threads", "processes"])
-def test_files_that_are_gone(tmp_path: Path, mode: str) -> None:
+def test_features_import_after_file_deletion(tmp_path: Path, mode: str) -> None:
     """Features are first imported from memory, in the driver and in its workers, after their files were deleted."""
     copy = tmp_path / "copy"
     shutil.copytree(CORE, copy, ignore=shutil.ignore_patterns("testing"))

@@ -16,7 +16,7 @@ WAIT_S = 20
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_strangers_hold_up_nobody(encrypted: bool, cluster: Tls) -> None:
+def test_silent_strangers_delay_no_peer(encrypted: bool, cluster: Tls) -> None:
     """Silent strangers, who don't speak TLS, displace only each other, and a peer with the key connects."""
     taken: list[socket.socket] = []
     tls = cluster if encrypted else None
@@ -32,7 +32,7 @@ def test_strangers_hold_up_nobody(encrypted: bool, cluster: Tls) -> None:
         sock.close()
 
 
-def test_who_is_turned_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_dialler_retries_until_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dialler that was turned away tries again until its timeout, whose error says why."""
     attempts = iter([TurnedAway("flooded"), TurnedAway("flooded"), None])
 

@@ -59,7 +59,7 @@ def test_the_least_loaded_one_comes_first() -> None:
     assert flow.assign_rows() == [(7, 4)]
 
 
-def test_rows_leave_a_slot_on_which_they_fail() -> None:
+def test_rows_avoid_failing_slot() -> None:
     """A slot on which a row fails gets none until a row ends there otherwise, or all slots have failed rows."""
     flow = RowFlow(range(20), [0, 1], 1, keys={row: row % 2 for row in range(20)})
     assert flow.assign_rows() == [(0, 0), (1, 1)]

@@ -78,7 +78,7 @@ def test_a_template_with_two_threads_refuses() -> None:
 
 
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "3"}], ids=["forked", "by itself"])
-def test_an_end_that_nobody_knows(runtime: Runtime, env: dict[str, str]) -> None:
+def test_unknown_exit_status_is_reported(runtime: Runtime, env: dict[str, str]) -> None:
     """A worker whose exit status the kernel drops, as SIGCHLD is ignored, is reported without an exit code."""
     with runtime.reserve(1, cpus=0, env=env) as pool:
         group = pool.spawn(ROLES)
@@ -91,7 +91,7 @@ def test_an_end_that_nobody_knows(runtime: Runtime, env: dict[str, str]) -> None
         assert (caught.value.exitcode, caught.value.signal) == (None, None)
 
 
-def test_what_a_fork_has_of_its_starter(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_inherits_starter_state(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork has its starter's current folder, umask, limits and CPUs, not those at the template's start."""
     monkeypatch.chdir(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -125,7 +125,7 @@ def test_a_template_of_ones_own(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
         assert not psutil.pid_exists(template.pid)
 
 
-def test_what_forks_have_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_fork_reuses_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later fork has what others have imported, here to look up the version of a role's distribution."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # A new template: other tests' workers report other modules.
 
@@ -172,7 +172,7 @@ def test_transformers_is_shared(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
     assert found == [(False, True), (True, True), (False, False)]
 
 
-def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_forks_without_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template whose folder is gone still forks, even when an import asks for the folder."""
 
     def tell(_: colocate.Context) -> bool:
@@ -199,7 +199,7 @@ def test_where_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.long
-def test_what_many_forks_share() -> None:
+def test_shared_fork_memory_uses_large_pages() -> None:
     """Memory that many forks share is in large pages, as each fork copies the entries of all pages."""
     child = fork()
     if not child:

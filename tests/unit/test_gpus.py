@@ -34,7 +34,7 @@ UUIDS = ("GPU-11aa", "GPU-22bb", "GPU-33cc", "GPU-33dd")
         ("MIG-1-2,MIG-GPU-11aa/3/0,GPU-11aa", ("MIG-1-2", "MIG-GPU-11aa/3/0")),
     ],
 )
-def test_what_the_variable_names(text: str | None, names: tuple[str, ...] | None) -> None:
+def test_variable_names_gpus_like_cuda(text: str | None, names: tuple[str, ...] | None) -> None:
     """The variable names the GPUs that CUDA would read from it, on a machine with four GPUs."""
     environ = {} if text is None else {gpus.VARIABLE: text}
     assert gpus.list_visible_gpus(environ, UUIDS) == names

@@ -50,7 +50,7 @@ def test_one_could_not(ranks: list[Any], pool: ThreadPoolExecutor, late: bool) -
     assert not any(wait_all_ready(store, "one", rank, RANKS) for rank, (store, _) in enumerate(ranks))  # a second try
 
 
-def test_it_is_the_same_for_all(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
+def test_ranks_agree_on_group_making(ranks: list[Any], pool: ThreadPoolExecutor) -> None:
     """All ranks agree on whether a group is made, in whatever order they come and withdraw."""
     seen = set()
     for number in range(200):

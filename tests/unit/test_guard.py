@@ -91,7 +91,7 @@ def test_handlers_of_before_and_of_later_are_guarded_and_come_back(handler: Set)
     assert not isinstance(signal.getsignal(signal.SIGINT), guard._Guarded)
 
 
-def test_it_stays_until_the_last_runtime_is_closed(handler: Set) -> None:
+def test_guard_stays_until_last_runtime_closes(handler: Set) -> None:
     handler(interrupt)
     first = colocate.connect()
     with colocate.connect():
@@ -101,7 +101,7 @@ def test_it_stays_until_the_last_runtime_is_closed(handler: Set) -> None:
     assert signal.getsignal(signal.SIGUSR1) is interrupt
 
 
-def test_amid_our_own_code_it_is_put_off(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_is_deferred_in_core_code(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler amid core's own code runs after that has sent the whole call."""
     with colocate.spawn({"echo": colocate.role(Echo)}) as group:
         echo = group.role("echo")
@@ -129,7 +129,7 @@ def guarded(function: Any) -> Any:
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
-def test_in_a_wait_it_runs_at_once_and_may_call(handler: Set) -> None:
+def test_handler_in_wait_runs_and_calls(handler: Set) -> None:
     """A handler in a wait runs at once, may submit a call, and ends the wait by an exception."""
     with colocate.spawn({"echo": colocate.role(Echo)}) as group:
         echo, sent = group.role("echo"), list[Any]()
@@ -147,7 +147,7 @@ def test_in_a_wait_it_runs_at_once_and_may_call(handler: Set) -> None:
         assert sent[0].result(PATIENCE_S) == "by the handler"
 
 
-def test_what_hangs_is_ended(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_runs_late_in_hanging_core(handler: Set, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler still runs, if late, where core's own code hangs."""
     monkeypatch.setattr(guard, "AT_LATEST_S", 0.2)
     lock = threading.Lock()
@@ -208,7 +208,7 @@ def test_hundreds_of_alarms(handler: Set, processes: bool) -> None:
         assert not group._node.order.pending
 
 
-def test_a_forked_child_has_its_handlers() -> None:
+def test_forked_child_runs_handlers_at_once() -> None:
     """A child that the driver forks isn't a driver: a handler runs in it at once."""
     code = """
         import os, signal, colocate

@@ -56,7 +56,7 @@ class Loading(dict[str, Any]):
         raise AssertionError("asked")
 
 
-def test_where_it_is_found() -> None:
+def test_memory_is_found_in_nested_objects() -> None:
     """Memory is found in containers, attributes, slots and cycles, without a call of users' code."""
     module = nn.Module()
     module.cache = torch.zeros(1)
@@ -78,7 +78,7 @@ def test_where_it_is_found() -> None:
     assert counted(places) == {"tensors": 9 * FLOAT}
 
 
-def test_what_is_not_looked_into() -> None:
+def test_search_skips_roles_classes_and_locks() -> None:
     """The search leaves out another role, classes, locks and properties."""
 
     class Asked(Holder):
@@ -116,7 +116,7 @@ def test_as_many_as_are_looked_at(monkeypatch: pytest.MonkeyPatch, most: int, fo
     assert len(pieces[Purpose.TENSORS]["cpu"]) == 1 + found
 
 
-def test_while_it_changes() -> None:
+def test_search_tolerates_concurrent_changes() -> None:
     """A search raises nothing while another thread changes the role, even in torch's own objects."""
     holder = Holder(cache={}, items=[], net=nn.Identity(), of_torch=WeakTensorKeyDictionary())
     keys = [torch.zeros(1) for _ in range(200)]

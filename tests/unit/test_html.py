@@ -88,7 +88,7 @@ def group(runtime: Runtime) -> ColocatedGroup:
     return runtime.reserve(slots=2, name="main").spawn(roles, name="demo")
 
 
-def test_a_group_shows_its_roles_and_what_it_owns(group: ColocatedGroup) -> None:
+def test_group_page_shows_roles_and_residents(group: ColocatedGroup) -> None:
     kept = group["writer"].write.keep(["a", "b", "c"])
     kept.fetch()
     shown = page(group)
@@ -121,7 +121,7 @@ def test_a_resident(group: ColocatedGroup) -> None:
     assert "ValueError: <script>alert('x')</script>" in page(failed).text
 
 
-def test_nobody_is_asked_and_nothing_is_waited_for(runtime: Runtime, group: ColocatedGroup) -> None:
+def test_page_renders_without_answers_or_locks(runtime: Runtime, group: ColocatedGroup) -> None:
     """A page needs no answer and no lock: it is rendered while lanes are busy and the group's locks are held."""
     over = threading.Event()
     call = group["writer"].hold.submit(over)
@@ -139,7 +139,7 @@ def test_nobody_is_asked_and_nothing_is_waited_for(runtime: Runtime, group: Colo
     call.result()
 
 
-def test_what_is_closed_says_by_what(runtime: Runtime, group: ColocatedGroup) -> None:
+def test_closed_page_names_closer(runtime: Runtime, group: ColocatedGroup) -> None:
     kept = group["writer"].write.keep(["a", "b"])
     kept.fetch()
     pool = group.owner

@@ -65,7 +65,7 @@ class Sleeper(colocate.Role):
         time.sleep(seconds)
 
 
-def test_who_looks_sees_it_too() -> None:
+def test_glance_shows_waiting_rank() -> None:
     """A glance shows that rank 0, whose part has ended, waits for rank 1."""
     with colocate.connect() as runtime, runtime.reserve(2) as pool:
         sleeper = pool.spawn({"sleeper": colocate.role(Sleeper)}).role("sleeper", Sleeper)
@@ -84,7 +84,7 @@ def test_who_looks_sees_it_too() -> None:
     ]
 
 
-def test_a_run_says_what_its_slots_waited_for(tmp_path: object) -> None:
+def test_run_reports_slot_waits(tmp_path: object) -> None:
     """A run's record and report say that rank 0 waited for rank 1, and both for the driver."""
     with colocate.connect() as runtime, runtime.reserve(2) as pool:
         group = pool.spawn({"sleeper": colocate.role(Sleeper)}, name="policy")

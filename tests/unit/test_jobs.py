@@ -83,7 +83,7 @@ def test_jobs_after_the_end(faults: list[BaseException]) -> None:
     assert ran[-1] == "unused"
 
 
-def test_closed_while_another_thread_starts_it(faults: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_during_start_in_another_thread(faults: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """While another thread starts it, a close without a wait returns False; one that waits sees the job run."""
     jobs = JobThread("test-jobs", faults.append)
     amid, go_on = threading.Event(), threading.Event()

@@ -79,7 +79,7 @@ def kept(keepers: Keepers) -> Iterator[KeeperPair]:
     kept.keeper.close()
 
 
-def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepers) -> None:
+def test_worker_dies_before_reading_keeper_message(keepers: Keepers) -> None:
     """A worker that dies before it reads a message of its keeper's has an ordinary exit."""
     kept = KeeperPair(keepers, env={}, detachable=True)
     _host, heard = kept.launch()
@@ -92,7 +92,7 @@ def test_a_worker_dies_before_it_has_read_what_its_keeper_told_it(keepers: Keepe
     kept.keeper.close()
 
 
-def test_nobody_listens(keepers: Keepers) -> None:
+def test_launch_without_listening_keeper_fails(keepers: Keepers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     stuck = threading.Event()
@@ -149,7 +149,7 @@ def test_a_stranger_and_a_second_driver_are_turned_away(kept: KeeperPair, keeper
     assert not kept.ended.is_set()
 
 
-def test_processes_that_nobody_knows_are_listed(kept: KeeperPair, keepers: Keepers) -> None:
+def test_unknown_processes_are_listed(kept: KeeperPair, keepers: Keepers) -> None:
     """A process that runs under a keeper's name is listed, even if the keeper doesn't know it."""
     assert keepers.running() == []
     words = ["-m", "colocate.worker", "3", str(os.getpid()), "waits", kept.keeper.label]

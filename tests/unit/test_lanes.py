@@ -40,7 +40,7 @@ def test_messages_both_ways(ends: tuple[End, End], size: int) -> None:
         assert got["y"][1] == "text"
 
 
-def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.socket], event_loop: EventLoop) -> None:
+def test_send_snapshots_memory_without_blocking(half: tuple[End, socket.socket], event_loop: EventLoop) -> None:
     """A sender may change its memory right after a send, which blocks nobody, even if nothing could be written yet."""
     end, other = half
     array = np.zeros(LARGE)
@@ -56,7 +56,7 @@ def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.s
     assert end.lane.drain(WAIT_S)
 
 
-def test_a_broadcast_is_one_copy_and_each_receiver_has_its_own(event_loop: EventLoop) -> None:
+def test_broadcast_receivers_have_separate_copies(event_loop: EventLoop) -> None:
     pairs = [[End(event_loop, sock) for sock in socket_pair(kind)] for kind in ("unix", "unix", "tcp")]
     array = np.zeros(LARGE)
     with encode(("all",), pack(array)) as frame:
@@ -87,7 +87,7 @@ def test_closing_tells_both_sides_once(ends: tuple[End, End]) -> None:
         assert end.ends.empty()
 
 
-def test_what_was_sent_before_closing_still_arrives(ends: tuple[End, End]) -> None:
+def test_messages_sent_before_close_arrive(ends: tuple[End, End]) -> None:
     one, other = ends
     for i in range(50):
         one.lane.send((i,), pack(np.arange(LARGE // 4)))
@@ -119,7 +119,7 @@ def test_garbage_ends_the_lane(half: tuple[End, socket.socket]) -> None:
     assert [report.exc_type for report in reported] == [ValueError]
 
 
-def test_a_callback_that_raises_ends_its_lane_only(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raising_callback_ends_only_one_lane(event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     bad, good = ([End(event_loop, sock) for sock in socket_pair("unix")] for _ in range(2))
@@ -138,7 +138,7 @@ def test_a_callback_that_raises_ends_its_lane_only(event_loop: EventLoop, monkey
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(kind: str) -> None:
+def test_finished_lane_delivers_arrived_messages(kind: str) -> None:
     """A finished lane gives all arrived messages, even if a dead process's child holds the other end open."""
     event_loop = EventLoop("test", own_thread=False)
     low, other = socket_pair(kind)

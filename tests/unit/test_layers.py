@@ -21,7 +21,7 @@ def test_every_module_is_in_a_layer() -> None:
     assert {layers.layer_of(name) for name in layers.modules()} == set(layers.LAYERS)
 
 
-def test_the_page_has_them() -> None:
+def test_architecture_page_lists_layers() -> None:
     page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     rows = [line.removesuffix(" |").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert rows[: len(layers.LAYERS)] == [[f"| `{name}`", what] for name, what in layers.LAYERS.items()]
@@ -43,7 +43,7 @@ def test_features_on_features() -> None:
     assert folders == set(features.FEATURES)
 
 
-def test_a_feature_is_called_as_it_says() -> None:
+def test_feature_table_matches_messages_and_calls() -> None:
     """The table lists exactly the messages and calls that each feature has."""
     for name, feature in features.FEATURES.items():
         assert {features.import_messages(kind) for kind in feature.messages} <= {name}
@@ -104,11 +104,11 @@ BUILT_ON_CORE = ("executors", "plugins", "docs/examples", *(f"core/{name}" for n
 
 
 @pytest.mark.parametrize("folder", BUILT_ON_CORE)
-def test_what_is_built_on_core_imports_public_names_only(folder: str) -> None:
+def test_core_dependents_import_public_names_only(folder: str) -> None:
     assert [f"{importer} imports {name}" for importer, name in layers.private(ROOT / folder)] == []
 
 
-def test_what_core_has_from_packages_beside_it() -> None:
+def test_core_imports_from_neighbours_are_limited() -> None:
     """Core imports these names alone from the packages beside it, and only for their users."""
     assert {arrow.importer: arrow.imported for arrow in layers.beside()} == {
         "_api.runtime": "colocate_report.trace.Trace",

@@ -81,7 +81,7 @@ def test_a_stranger_is_turned_away(side: Side) -> None:
         )
 
 
-def test_what_is_detached_is_listed(side: Side) -> None:
+def test_detached_keepers_are_listed(side: Side) -> None:
     """A keeper that answers is listed as such, a silent one as registered, and an absent one not at all."""
     side.keepers.patience = Patience(dial_s=0.2)
     lease = attrs.evolve(LEASE, about={"slots": 1})
@@ -94,7 +94,7 @@ def test_what_is_detached_is_listed(side: Side) -> None:
     assert [(each["name"], each["answers"], each["slots"]) for each in found] == [("name", True, 1), ("two", False, 1)]
 
 
-def test_not_retained_by_who_has_lost_it(side: Side) -> None:
+def test_fenced_driver_retains_no_keepers(side: Side) -> None:
     """A fenced driver can't retain the pool's other keepers, so the next owner can take them."""
     ended = threading.Event()
     other = Keeper(side.key, detachable=True, on_end=ended.set)

@@ -34,7 +34,7 @@ def test_without_a_node(ledger: Ledger) -> None:
     assert [place.node for place in ledger.reserve(Request(2, timeout=0)).places] == [left, left]
 
 
-def test_who_waits_for_a_node_that_is_gone(ledger: Ledger) -> None:
+def test_unfittable_request_fails_on_node_removal(ledger: Ledger) -> None:
     """A request that waits fails at once when a node's removal means that it can never fit."""
     held = ledger.reserve(Request(1))
     told: list[PlacementError] = []

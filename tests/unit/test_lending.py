@@ -80,7 +80,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     two.cuda.end()
 
 
-def test_from_where_it_lies(two: Two) -> None:
+def test_value_is_copied_between_devices(two: Two) -> None:
     """A value is copied from device to device, complete on any stream, and not by the host."""
     x = two.keep(two.cuda.ones(4, ROW))
     found, taken = two.part()

@@ -57,7 +57,7 @@ def example(kind: Any) -> Message:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_each_arrives_as_it_was_sent(kind: type[Message]) -> None:
+def test_messages_arrive_equal(kind: type[Message]) -> None:
     """A message pickles without colocate's classes, and arrives equal."""
     sent = example(kind)
     data = pickle.dumps(sent.head())
@@ -72,7 +72,7 @@ BY_PLACES = re.compile(r"\b(head|head\(\)|message)\[|\*(head|message)\b(?!\.)|^[
 
 
 @pytest.mark.parametrize("folder", [CORE, EXECUTORS], ids=lambda folder: folder.name)
-def test_nobody_else_reads_a_head_by_its_places(folder: Path) -> None:
+def test_heads_are_indexed_only_by_protocol(folder: Path) -> None:
     """Code outside `_protocol` and `wire` never indexes or unpacks a head."""
     assert all(map(BY_PLACES.search, ["head[0]", "x.head()[1:]", "what, number = head", "f(*message)"]))
     found = [
@@ -85,7 +85,7 @@ def test_nobody_else_reads_a_head_by_its_places(folder: Path) -> None:
     assert found == []
 
 
-def test_a_module_whose_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reimported_module_replaces_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module imported again replaces its messages; a message of another module can't have the same name."""
     monkeypatch.setattr(message, "_kinds", dict(message._kinds))
 

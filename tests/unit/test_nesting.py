@@ -39,7 +39,7 @@ class User(colocate.Role):
         }[how]()
 
 
-def test_a_reference_in_an_object_says_what_it_is_when_it_is_used() -> None:
+def test_nested_reference_used_as_value_raises() -> None:
     """A reference inside an object raises a TypeError with the reason when role code uses it as a value."""
     with colocate.connect("local") as runtime, runtime.reserve(1, cpus=0) as pool:
         view = pool.spawn({"user": colocate.role(User)}).role("user", User)

@@ -20,7 +20,7 @@ def cell(replace: bool) -> colocate.ColocatedGroup:
     return runtime.reserve(slots=2, name="main").spawn(roles, name="policy")
 
 
-def test_a_cell_that_is_run_again_replaces_what_it_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_replacing_connect_closes_earlier_runtimes(caplog: pytest.LogCaptureFixture) -> None:
     """A connect with `replace=True`, and no other, closes all earlier runtimes and logs their failures."""
     first, beside = cell(replace=True), cell(replace=False)
     other = colocate.connect("local", strict=True)

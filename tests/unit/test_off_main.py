@@ -16,7 +16,7 @@ from colocate.testing.waiting import wait_until
 PATIENCE_S = 10.0
 
 
-def test_interruption_waits_for_what_undoes_the_work() -> None:
+def test_interruption_waits_for_undo() -> None:
     """Ctrl-C during deferred work raises after the undo has completed, even if the work ended earlier."""
     main = threading.main_thread().ident
     assert main is not None
@@ -41,7 +41,7 @@ def test_interruption_waits_for_what_undoes_the_work() -> None:
     assert undone.is_set()
 
 
-def test_those_that_work_at_once_end() -> None:
+def test_idle_threads_end_after_burst() -> None:
     """At most three idle threads remain after a burst of work; a thread whose child process runs stays too."""
     before, goes_on = _couriers(), threading.Event()
     processes: list[subprocess.Popen[bytes]] = []

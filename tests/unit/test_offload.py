@@ -189,7 +189,7 @@ def test_any_order_at_the_same_addresses(segments: Segments, monkeypatch: pytest
     run_state_machine_as_test(KeptAddresses, settings=SETTINGS)
 
 
-def test_a_copy_of_something_that_is_gone(place: str) -> None:
+def test_dead_storage_leaves_no_copy(place: str) -> None:
     """A dead storage leaves no copy behind, and each new or grown storage wakes with its own contents."""
     offload = Offload("cpu")
     for seed in range(20):
@@ -204,7 +204,7 @@ def test_a_copy_of_something_that_is_gone(place: str) -> None:
     assert not offload._copies
 
 
-def test_an_array_of_what_sleeps() -> None:
+def test_sleeping_tensor_with_array_cannot_wake() -> None:
     """A tensor of which an array was made in its sleep can't wake; the error says so."""
     tensor = torch.randn(1000)
     offload, chosen = Offload("cpu"), storages(tensor)
@@ -245,7 +245,7 @@ class PinningDriver:
         del self.now[address]
 
 
-def test_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_pinned_until_last_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory stays pinned until its last region is freed."""
     played = PinningDriver()
     monkeypatch.setattr(offload_module, "get_driver", lambda device: played)

@@ -130,7 +130,7 @@ def test_an_abort(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
     store.ready.set()
 
 
-def test_closing_the_asking_side_wakes_its_requests(store: Store) -> None:
+def test_closing_asking_side_wakes_requests(store: Store) -> None:
     with PeerChannel(KEY, store) as answering:
         asking = PeerChannel(KEY, store)
         waiting = Asking(asking, answering.address, ("hold", 1))
@@ -145,9 +145,7 @@ def test_closing_the_asking_side_wakes_its_requests(store: Store) -> None:
         store.ready.set()
 
 
-def test_closing_the_answering_side_fails_what_waits_for_it(
-    peers: tuple[PeerChannel, PeerChannel], store: Store
-) -> None:
+def test_closing_answering_side_fails_waiting_requests(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
     answering, asking = peers
     address = answering.address
     asking.request(address, ("x", 1))

@@ -76,7 +76,7 @@ with colocate.connect("local", processes=True) as runtime:
 """
 
 
-def test_output_that_nobody_reads() -> None:
+def test_unread_output_blocks_nothing() -> None:
     """Four megabytes of output to an unread stderr pipe block no call, no close and no exit."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
@@ -90,7 +90,7 @@ def test_output_that_nobody_reads() -> None:
             driver.kill()
 
 
-def test_what_takes_long_is_told_and_again_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_start_is_reported_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colocate._system.printer.CONNECTING_S", 0.01)
     monkeypatch.setattr(sys, "stderr", read := io.StringIO())
     with report_when_slow("reserve(name='main')"):

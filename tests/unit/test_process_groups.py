@@ -49,7 +49,7 @@ class Asking:
         return None
 
 
-def test_who_is_back_knows_of_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returning_rank_reports_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that enters a hold reports every group that was cut, even if its call ends during the cut."""
     monkeypatch.setattr(books, "count_operations", lambda: {"policy/actor/*": (1, 2)})
     monkeypatch.setattr(books, "cut_groups", lambda names: None)
@@ -198,7 +198,7 @@ class Own(Role):
         return self.ctx.process_group().size()
 
 
-def test_a_default_group_of_somebody_else() -> None:
+def test_foreign_default_group_is_refused() -> None:
     """`ctx.process_group()` is refused if role code has made torch's default group."""
     with colocate.connect(processes=True) as runtime:
         group = runtime.reserve(1).spawn({"own": colocate.role(Own)})
@@ -206,7 +206,7 @@ def test_a_default_group_of_somebody_else() -> None:
             group.role("own", Own).make()
 
 
-def test_what_was_raised_in_a_backward_pass() -> None:
+def test_backward_pass_errors_are_recognized() -> None:
     """An error raised in a backward pass is recognized, also as the cause of another error."""
 
     def fail(gradient: torch.Tensor) -> None:

@@ -86,7 +86,7 @@ def test_a_trace_is_read_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         list(read_events(file))
 
 
-def test_a_trace_without_its_clock(tmp_path: Path) -> None:
+def test_trace_without_clock_is_refused(tmp_path: Path) -> None:
     """A trace that lacks a clock range is refused: its times mean nothing."""
     path = written(tmp_path, [])
     path.write_text(path.read_text().replace(CLOCK, "another", 1))
@@ -119,13 +119,13 @@ def test_kernels_that_communicate(tmp_path: Path) -> None:
     ]
 
 
-def test_sends_of_devices_are_nobody_elses(tmp_path: Path) -> None:
+def test_device_sends_match_no_other_rank(tmp_path: Path) -> None:
     """A device's send is matched with no other rank's: no number identifies it on both ranks."""
     arrived, _ = found_in(tmp_path, [nccl(1.0, 2.0, kind="SendRecv")])
     assert [*arrived] == [("device 0 [0, 1] of slot 0", 0)]
 
 
-def test_what_the_option_says() -> None:
+def test_valid_profile_options_are_parsed() -> None:
     assert ProfileRequest.parse("steps=3:5,roles=actor") == ProfileRequest(3, 5, ("actor",))
     assert ProfileRequest.parse("py-spy,roles=reward") == ProfileRequest(0, sys.maxsize, ("reward",), sampler="py-spy")
     assert ProfileRequest.parse("steps=3:5,py-spy") == ProfileRequest(3, 5, sampler="py-spy")
@@ -147,7 +147,7 @@ def test_what_the_option_says() -> None:
         ("steps=1,actor", "'actor' says nothing"),
     ],
 )
-def test_what_it_cant_say(text: str, why: str) -> None:
+def test_invalid_profile_options_are_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         ProfileRequest.parse(text)
 

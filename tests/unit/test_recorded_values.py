@@ -191,7 +191,7 @@ def test_jagged_tensors_with_lengths_are_compared_row_by_row() -> None:
     assert _difference(short, jagged(between, offsets=offsets, lengths=torch.tensor([1, 2]))) is None
 
 
-def test_others_read_it() -> None:
+def test_safetensors_reads_recorded_values() -> None:
     load = pytest.importorskip("safetensors.torch").load
     assert torch.equal(load(_written({"x": torch.ones(3)}))["0"], torch.ones(3))
 
@@ -219,7 +219,7 @@ def test_others_read_it() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_not_recorded(value: Any) -> None:
+def test_unrecordable_values_are_refused(value: Any) -> None:
     with pytest.raises(UnrecordableError):
         encode_document(value, {})
 
@@ -319,7 +319,7 @@ def test_values_are_made_without_code(node: Any) -> None:
     assert not RAN
 
 
-def test_a_record_is_made_without_its_code() -> None:
+def test_record_skips_constructor_and_setters() -> None:
     """Recording and reading a record call neither its constructor nor its `__setstate__` and `__setattr__`."""
     given = object.__new__(Runs)
     vars(given)["name"] = "x"
@@ -329,7 +329,7 @@ def test_a_record_is_made_without_its_code() -> None:
     assert not RAN
 
 
-def test_a_class_in_a_lazy_module_is_no_reason_to_import_it(tmp_path: Path) -> None:
+def test_class_search_imports_no_lazy_module(tmp_path: Path) -> None:
     """A search for a class imports no lazy module, neither by its name nor as an attribute of another module."""
     (tmp_path / "lazy.py").write_text("print('ran')\nclass Error(Exception):\n    pass\n")
     (tmp_path / "others.py").write_text("import sys\nlazy = sys.modules['lazy']\nclass Has:\n    lazy = lazy\n")
@@ -352,7 +352,7 @@ def test_a_class_in_a_lazy_module_is_no_reason_to_import_it(tmp_path: Path) -> N
 _ABOUT: dict[str, Any] = {"method": "it", "call": 0, "place": 0, "seq": 1, "begun": 1.0, "ended": 1.0, "digest": {}}
 
 
-def test_files_turn_over_and_what_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_rotate_and_torn_entry_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full file is followed by another one, and a torn entry at the end is left out until it is whole."""
     monkeypatch.setattr("colocate.features.recordings.files._FILE_BYTES", 2000)
     writer = Writer(tmp_path, 0, None, pytest.fail)
@@ -421,7 +421,7 @@ def _document(number: int) -> bytes:
     return b"".join(map(bytes, seal_document(pieces)))
 
 
-def test_a_disk_that_is_full_ends_it_with_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_failure_ends_recording_with_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     writer = Writer(tmp_path / "isn't there", 3, None, said.append)
     for _ in range(3):
@@ -513,7 +513,7 @@ def _all_of(folder: Path) -> Any:
 
 @pytest.mark.in_make_test("role.json")
 @pytest.mark.parametrize("name", ["role.json", "ended.txt", "rows.jsonl", "steps.jsonl", "rank-0.0000.calls"])
-def test_a_damaged_byte_is_told(recorded: Path, name: str, tmp_path: Path) -> None:
+def test_damaged_byte_is_reported(recorded: Path, name: str, tmp_path: Path) -> None:
     """A changed bit in any byte of a file is an error that names the file and a byte, or changes no value."""
     whole, other = _all_of(recorded), tmp_path / "it"
     shutil.copytree(recorded, other)
@@ -535,7 +535,7 @@ def test_a_damaged_byte_is_told(recorded: Path, name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["role.json", "ended.txt", "rows.jsonl", "rank-0.0000.calls"])
 @pytest.mark.parametrize("what", ["pipe", "folder", "device", "words", "lists"])
-def test_somebody_elses_words(recorded: Path, name: str, what: str, tmp_path: Path) -> None:
+def test_foreign_content_is_refused(recorded: Path, name: str, what: str, tmp_path: Path) -> None:
     """A path that is no file blocks no reader, and foreign content is an error with the path."""
     shutil.copytree(recorded, other := tmp_path / "it")
     (file,) = other.rglob(name)

@@ -70,7 +70,7 @@ def test_ranks_are_whatever_counts(group: ColocatedGroup) -> None:
                 each.ranks.options(ranks=wrong)
 
 
-def test_a_group_and_its_roles(group: ColocatedGroup) -> None:
+def test_invalid_group_roles_are_refused(group: ColocatedGroup) -> None:
     """A group is no sequence of roles; roles are given as a dict by name, and each is a class, not a union."""
     with pytest.raises(ConfigError, match=r"a role's name, or for its class, not for 0"):
         group[0]  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -88,7 +88,7 @@ def test_a_group_and_its_roles(group: ColocatedGroup) -> None:
         colocate.role(union)
 
 
-def test_what_is_no_role_method() -> None:
+def test_invalid_role_methods_are_refused() -> None:
     """`@method` refuses generators without a dispatch, and objects that are no functions."""
 
     def rows(self: Any) -> Iterator[int]:
@@ -109,7 +109,7 @@ def test_what_is_no_role_method() -> None:
         declared(concurrency="2")(lambda self: 1)
 
 
-def test_what_has_no_rows_of_its_own() -> None:
+def test_unfit_row_method_options_are_refused() -> None:
     """Methods with `rows=` or a `yield` are refused at the class declaration if their options don't fit."""
 
     def batch(self: Any, rows: list[int]) -> list[int]:

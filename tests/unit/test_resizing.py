@@ -97,7 +97,7 @@ def machines(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, request: pytest.
     return Machines(runtime, monkeypatch, request.param)
 
 
-def test_fewer_slots_and_all_of_them_again(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
+def test_loss_and_regrowth_fit_ranks(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
     """After a loss and a regrowth, views, batches, generators and restored state fit the number of ranks."""
     pytest.importorskip("torch")
     pool = runtime.reserve(slots=(2, 3), regrow_timeout=0.2)
@@ -141,7 +141,7 @@ def test_not_fewer_than_the_least(runtime: Runtime, machines: Machines) -> None:
     assert "too few machines" in caught.value.__notes__[0]
 
 
-def test_what_is_refused(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
+def test_unworkable_slot_ranges_are_refused(runtime: Runtime, machines: Machines, tmp_path: Path) -> None:
     """Ranges of slots that can't work are refused, for a pool, roles and checkpoints."""
     for slots in [(3, 2), (0, 2), (1, 2, 3), ("1", 2)]:
         with pytest.raises(ConfigError, match="the least and the most"):
@@ -342,7 +342,7 @@ def silent_job(run: Any) -> None:
         run.log(step, slots=len(sizes(group)))
 
 
-def test_a_job_whose_cluster_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_outlives_silent_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job whose cluster doesn't answer continues with its remaining slots."""
     monkeypatch.chdir(tmp_path)
     config = resizable("tests.unit.test_resizing:silent_job")

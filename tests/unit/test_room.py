@@ -43,7 +43,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return machine
 
 
-def test_what_limits_leave(machine: Machine) -> None:
+def test_free_memory_respects_group_limits(machine: Machine) -> None:
     """Free memory is the least that the own control group and those around it leave; file caches count as free."""
     machine.limit(machine.mine, "max" if machine.unified else "9223372036854771712", 30 * MIB, 0)
     assert read_free_memory() > 100 * MIB

@@ -30,7 +30,7 @@ def test_a_size() -> None:
 @pytest.mark.parametrize(
     "size", ["", "much", "-1GiB", "1e9", "20G", "0bananas", "\uff11GiB", -1, 4096.0, True, 1 << 61, "2000000TiB"]
 )
-def test_what_is_no_size(size: Any) -> None:
+def test_invalid_sizes_are_refused(size: Any) -> None:
     with pytest.raises(ConfigError, match=r"^device_memory=.* is no size; write it like '20GiB', '512MB' or a number"):
         parse_bytes(size, "device_memory")
 

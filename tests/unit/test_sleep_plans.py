@@ -39,7 +39,7 @@ def objects(*pieces: Any) -> Objects:
     immovable=KEYS,
     lost=KEYS,
 )
-def test_what_goes(
+def test_pieces_move_or_stay_with_reason(
     tags: Any, places: Any, sizes: Any, device: str, away: Any, users: Any, immovable: Any, lost: Any
 ) -> None:
     """Each piece is moved or stays for a reason; pieces in use stay, and discarded pieces aren't copied."""
@@ -68,7 +68,7 @@ def test_what_goes(
     discard=st.sets(st.sampled_from(["grads", "cache"])),
     trained=KEYS,
 )
-def test_what_nobody_needs(found: Any, others: Any, discard: Any, trained: Any) -> None:
+def test_unneeded_pieces_are_discarded(found: Any, others: Any, discard: Any, trained: Any) -> None:
     """A piece is discarded if this role alone holds it, for discarded purposes, untrained; each has one tag."""
     holdings = {purpose: objects(*keys) for purpose, keys in found.items()}
     for pieces in holdings.values():

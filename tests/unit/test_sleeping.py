@@ -99,7 +99,7 @@ def test_a_host_without_room(worker: Any) -> None:
     assert sleeper.sleep_on_all("model", ALL, (), 1).refusal is None
 
 
-def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
+def test_backward_pass_on_discarded_memory_raises(worker: Any) -> None:
     """A backward pass that needs discarded memory raises an error."""
     role = worker.add("model", types.SimpleNamespace(cache=torch.ones(1000)))
     role.weights = torch.ones(1000, requires_grad=True)
@@ -111,7 +111,7 @@ def test_discard_of_what_a_backward_pass_needs(worker: Any) -> None:
         loss.backward()
 
 
-def test_a_role_that_can_not_say_what_it_holds(worker: Any) -> None:
+def test_unknown_holdings_refuse_sleep(worker: Any) -> None:
     """A sleep is refused, with the error, if another role can't say what it holds."""
 
     def device_state() -> None:
@@ -151,7 +151,7 @@ class TestKeptAddresses:
         net.weight = torch.nn.Parameter(weights.view(torch.float32).view(1, -1).fill_(7))
         return types.SimpleNamespace(net=net, cache=cache.fill_(5), later=torch.ones(1000))
 
-    def test_what_a_graph_writes(self, arena: Arena, worker: Any) -> None:
+    def test_graph_memory_stays_awake(self, arena: Arena, worker: Any) -> None:
         """A CUDA graph's own memory stays awake if a role of the worker keeps addresses: the graph is replayed."""
         role, other = (worker.add(name, self.graphed(arena)) for name in ("role", "other"))
         private = {role.later.data_ptr(), role.cache.data_ptr(), other.later.data_ptr()}

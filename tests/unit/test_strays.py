@@ -69,7 +69,7 @@ def test_living_workers() -> None:
         assert found(process.pid) == found(child) == []
 
 
-def test_what_a_role_has_left(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphaned_marked_process_is_stray(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with a worker's mark is a stray if the starter in the mark has exited."""
     for starter, kinds in ((gone, ["process of a role"]), (os.getpid(), [])):
         monkeypatch.setenv(MARK, f"{starter} here-{starter}-1/group/0")

@@ -71,7 +71,7 @@ def below(pid: int) -> Processes:
     ("code", "status"),
     [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -signal.SIGKILL), ("os.abort()", -signal.SIGABRT)],
 )
-def test_it_ends_as_the_worker(code: str, status: int) -> None:
+def test_supervisor_exits_like_worker(code: str, status: int) -> None:
     """A supervisor exits with its worker's code or signal, and the worker inherits a limit of real-time CPU."""
     told = f"""
 import os, resource, sys
@@ -90,7 +90,7 @@ print(resource.getrlimit(resource.RLIMIT_RTTIME)[0], flush=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, "9000000\n", "")
 
 
-def test_a_worker_and_its_supervisors() -> None:
+def test_worker_leads_session_under_supervisors() -> None:
     """A worker leads a session and blocks no signal; supervisors hold nothing open, reap orphans and ignore signals."""
     code = """
 import subprocess, signal
@@ -126,7 +126,7 @@ def blocked(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0], 16)
 
 
-def test_its_starter_may_read_its_memory() -> None:
+def test_starter_may_read_worker_memory() -> None:
     """A worker allows its starter to read its memory, which Yama would refuse: stack dumps need it."""
     code = """if True:
         import os, sys
@@ -216,7 +216,7 @@ def test_one_that_is_looked_at_is_found_without_the_others(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("has_files", [True, False])
-def test_what_is_below_is_found(monkeypatch: pytest.MonkeyPatch, has_files: bool) -> None:
+def test_descendants_are_found(monkeypatch: pytest.MonkeyPatch, has_files: bool) -> None:
     """Descendants are found, also those of threads; if the kernel lists children, without a look at other processes."""
     listed, exists = os.listdir, os.path.exists
 

@@ -68,7 +68,7 @@ def test_surface(things: dict[str, Any], kind: str) -> None:
         assert inspect.getdoc(inspect.getattr_static(type(things[kind]), name)), name
 
 
-def test_they_are_the_same_as_long_as_they_live(things: dict[str, Any]) -> None:
+def test_owned_objects_keep_identity(things: dict[str, Any]) -> None:
     runtime, pool, group = things["runtime"], things["pool"], things["group"]
     assert pool.groups[group.name] is group is runtime.groups[group.name]
     assert (group.owner, pool.owner, runtime.owner) == (pool, runtime, None)

@@ -75,7 +75,7 @@ class Tap:
         self._thread.join()
 
 
-def test_what_goes_in_comes_out(server: Server, cluster: Tls) -> None:
+def test_messages_arrive_intact_and_encrypted(server: Server, cluster: Tls) -> None:
     """Messages arrive intact, and a wiretap finds no plain text of them."""
     assert server.address.startswith("tls:127.0.0.1:")
     tap = Tap(server)
@@ -94,7 +94,7 @@ def test_what_goes_in_comes_out(server: Server, cluster: Tls) -> None:
     assert b"a secret" not in tap.heard
 
 
-def test_who_is_not_let_in(server: Server, cluster: Tls, stranger: Tls) -> None:
+def test_unauthorized_clients_are_refused(server: Server, cluster: Tls, stranger: Tls) -> None:
     """A server refuses another cluster, a missing certificate, and plain text; a silent client delays nobody."""
     with pytest.raises(ConnectionRefusedError, match="isn't trusted"):
         connect(server.address, KEY, tls=stranger)

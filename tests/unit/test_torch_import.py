@@ -54,7 +54,7 @@ def run(script: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_once_it_is_whole(tmp_path: Path) -> None:
+def test_callback_runs_once_torch_is_loaded(tmp_path: Path) -> None:
     """A callback for torch runs once, when all of torch is loaded, and at once later; no import hook is left."""
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
     (tmp_path / "torch" / "__init__.py").write_text("from torch import distributed, last\n")

@@ -235,7 +235,7 @@ def test_memory_and_a_worker_that_dies(tmp_path: Path) -> None:
     assert ran == [("mortal.end", 0), ("mortal.end", 1)]
 
 
-def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:
+def test_unfinished_trace_has_all_events(tmp_path: Path) -> None:
     """An unfinished trace has all events in its file, and lacks its end bracket only."""
     path = tmp_path / "trace.json"
     with colocate.connect() as runtime, runtime.reserve(2, cpus=0) as pool:
@@ -249,7 +249,7 @@ def test_a_trace_that_nobody_has_ended(tmp_path: Path) -> None:
     trace.close()
 
 
-def test_bytes_on_their_way(tmp_path: Path) -> None:
+def test_transfers_have_rows_and_byte_counts(tmp_path: Path) -> None:
     """Bytes from another worker have a row beside the slot's, and calls on the driver have byte counts."""
     path, count = tmp_path / "trace.json", 1 << 20
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(2, cpus=0) as pool:
@@ -285,7 +285,7 @@ def test_bytes_on_their_way(tmp_path: Path) -> None:
     assert received == [0, 0, 1, 0, 1]
 
 
-def test_what_overlaps(tmp_path: Path) -> None:
+def test_overlapping_calls_have_separate_rows(tmp_path: Path) -> None:
     """Overlapping calls of async methods have a row each, which later calls use again."""
     path = tmp_path / "trace.json"
 

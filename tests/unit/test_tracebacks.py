@@ -73,7 +73,7 @@ def test_lines_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         colocate.library("built_on_nothing")
 
 
-def test_what_stands_between_them_belongs_to_them() -> None:
+def test_contextlib_frames_belong_to_context_owner() -> None:
     """A contextlib frame belongs to the framework in its context managers, and to the user otherwise."""
     config = colocate.load_config({"pools": {"main": {"slots": 1}}})
     with pytest.raises(OSError, match="mine") as caught, colocate.launch(config):
@@ -89,7 +89,7 @@ def test_what_stands_between_them_belongs_to_them() -> None:
     assert "colocate" not in format_exception(theirs.value).replace(__file__, "")
 
 
-def test_without_users_frames_all_of_them_are_shown() -> None:
+def test_traceback_without_user_frames_is_complete() -> None:
     """A traceback without user frames shows all frames."""
     with pytest.raises(colocate.ConfigError) as caught:
         colocate.load_config({"seed": "x"})
@@ -101,7 +101,7 @@ def test_without_users_frames_all_of_them_are_shown() -> None:
     assert "read_config" in format_exception(error)
 
 
-def test_what_is_out_of_memory() -> None:
+def test_allocator_errors_are_out_of_memory() -> None:
     """Errors of torch's allocators, of CUDA and of its libraries are out-of-memory errors; a budget's error isn't."""
     pytest.importorskip("torch")  # Without torch, only Python's own error is one.
     for is_one in (
@@ -119,7 +119,7 @@ def test_what_is_out_of_memory() -> None:
         assert not is_out_of_memory(is_none)
 
 
-def test_frames_of_an_executor_are_a_number_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_executor_frames_become_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor's frames become a count once its packages are declared."""
     monkeypatch.setattr(tracebacks, "_executors", set())
     with pytest.raises(ValueError, match="Expecting value") as caught:
@@ -153,7 +153,7 @@ with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
 
 
 @pytest.mark.parametrize("what", ["fail", "fale", "early", "own"])
-def test_what_ends_a_script(tmp_path: Path, what: str) -> None:
+def test_failed_script_shows_own_frames(tmp_path: Path, what: str) -> None:
     """A failed script shows its own frames, a count of colocate's, and one hint; its own errors are unchanged."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py", what], cwd=tmp_path, capture_output=True, text=True)
@@ -168,7 +168,7 @@ def test_what_ends_a_script(tmp_path: Path, what: str) -> None:
         assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
-def test_who_tells_errors_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_keeps_existing_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
     """`connect()` keeps an excepthook that is set already."""
     told: list[object] = []
     monkeypatch.setattr(sys, "excepthook", hook := lambda *error: told.append(error))

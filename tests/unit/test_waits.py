@@ -101,7 +101,7 @@ def _called(function: ast.expr) -> str:
     return ".".join(ast.unparse(function).split(".")[-2:])
 
 
-def test_what_can_wait() -> None:
+def test_waiting_modules_are_known() -> None:
     for line in ("Future[int]()", "concurrent.futures.wait([x])", "select.poll()", "self._sock.recv(1)", "ray.get(x)"):
         assert waits(ast.parse(line))
     assert not waits(ast.parse("process.poll()"))

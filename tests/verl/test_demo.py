@@ -85,7 +85,7 @@ class TestTrainers:
         (["--trainer", "v0", "--executor", "local", "--set", "data.batch=1"], "Could not override 'data.batch'"),
     ],
 )
-def test_what_it_is_told_wrongly(options, told):
+def test_wrong_options_are_refused(options, told):
     """The demo refuses a wrong option with exit code 2 and the reason."""
     command = [sys.executable, "-m", "colocate_verl.demo", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

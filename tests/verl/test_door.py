@@ -39,7 +39,7 @@ class TestDoor:
             ("local", "0.8.0", "CapabilityError: .*for verl from 0.9 up to before 0.11, and verl 0.8.0 is installed"),
         ],
     )
-    def test_what_keeps_it_shut(self, executor, version, words):
+    def test_plugin_error_is_printed_and_raised(self, executor, version, words):
         """A plugin's error, which verl swallows, is printed, and the first worker group raises the error."""
         code = (
             "import importlib.metadata as m; of = m.version\n"
@@ -62,7 +62,7 @@ class TestDoor:
         assert done.stdout.split()[-2:] == ["verl.single_controller.ray.base", "colocate_verl.groups"], done.stderr
 
     @pytest.mark.parametrize("version", ["0.8.0", "0.11.0", "1.0"])
-    def test_a_verl_that_it_is_not_for(self, monkeypatch, version):
+    def test_unsupported_verl_version_is_refused(self, monkeypatch, version):
         monkeypatch.setattr("importlib.metadata.version", lambda name: version)
         with pytest.raises(colocate.CapabilityError, match=rf"for verl from 0\.9 up to before 0\.11.*verl {version}"):
             private.check_version()
@@ -127,7 +127,7 @@ class TestPrivateNames:
         for name in ("get_job_id", "get_accelerator_ids", "gcs_address", "namespace"):
             assert hasattr(ray.runtime_context.RuntimeContext, name)
 
-    def test_they_are_all_in_one_file(self):
+    def test_private_names_are_in_one_file(self):
         theirs = {"__ray_actor_class__", "_bind_worker_method", "_check_resource_available", "func_generator"}
         theirs |= {"_options", "_additional_resource", "fused_worker_dict", "get_ppo_ray_runtime_env"}
         for file in set(FOLDER.glob("*.py")) - {Path(private.__file__)}:

@@ -84,7 +84,7 @@ class TestCalls:
     def test_torch_finds_the_ranks(self, plain):
         assert plain.sum_of_ranks() == [1, 1]
 
-    def test_what_workers_find_in_their_environment(self, plain):
+    def test_workers_have_verl_environment(self, plain):
         found = {
             name: plain.execute_rank_zero_sync("variable", name) for name in ("WG_PREFIX", "WG_BACKEND", "OF_MINE")
         }
@@ -112,7 +112,7 @@ class TestSeveralClasses:
         pool = RayResourcePool([2], use_gpu=False)
         return RayWorkerGroup(pool, create_colocated_worker_cls(classes))
 
-    def test_parts_have_their_methods(self, both):
+    def test_parts_have_own_methods(self, both):
         parts = both.spawn({"actor", "critic"})
         assert parts["critic"].get() == [9, 10]
         assert parts["actor"].to_all(1) == [4, 5]
@@ -121,12 +121,12 @@ class TestSeveralClasses:
         assert parts["actor"].execute_all_sync("number") == [3, 4]
         assert parts["actor"].sub_cls_name == "actor"
 
-    def test_they_find_each_other_and_hold_nobody(self, both):
+    def test_colocated_parts_find_neighbours(self, both):
         assert both.spawn({"actor"})["actor"].beside() == [9, 9]
         graph = ENGINE.connect_runtime().graph.render("tree")
         assert "role critic rank 1/2 (Critic)" in graph
 
-    def test_they_have_verls_names(self, both, tmp_path):
+    def test_displays_use_verl_names(self, both, tmp_path):
         """Graph, `colocate top`, trace and errors have verl's names of calls, and memory has verl's names of roles."""
         runtime, trace = ENGINE.connect_runtime(), tmp_path / "trace.json"
         with runtime.trace(trace):
@@ -171,7 +171,7 @@ class TestPools:
         assert "no placement groups" in repr(whole.pgs)
         assert whole.local_rank_list() == [0, 0, 1]
 
-    def test_groups_share_its_slots(self):
+    def test_groups_share_pool_slots(self):
         pool = RayResourcePool([1], use_gpu=False, max_colocate_count=2)
         first = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 1), name_prefix="f")
         env = {"OMP_NUM_THREADS": "3"}  # A worker reads this at its start.
@@ -186,7 +186,7 @@ class TestPools:
         assert both.to_all(1) == [2, 3]
         assert both.execute_all_sync("number", [10, 20]) == [11, 22]
 
-    def test_workers_end_when_nobody_holds_them(self):
+    def test_unreferenced_workers_end(self):
         group = spawned(ray.remote(Plain), count=1, name_prefix="short")
         assert any(name.startswith("short") for name in ENGINE.connect_runtime().groups)
         del group
@@ -230,12 +230,12 @@ class TestRefused:
             with pytest.raises(colocate.CapabilityError, match=rf"ray\.{name}.*colocate's"):
                 getattr(ray, name)([subject] if name == "wait" else subject)
 
-    def test_what_lives_with_its_driver(self, plain):
+    def test_driver_objects_refuse_pickling(self, plain):
         for thing in (plain, plain.resource_pool, plain.later(1)[0]):
             with pytest.raises(colocate.CapabilityError, match="lives with its driver"):
                 pickle.dumps(thing)
 
-    def test_a_name_that_it_has_not(self, plain):
+    def test_unknown_method_name_is_refused(self, plain):
         with pytest.raises(AttributeError, match=r"RayWorkerGroup\.nothing"):
             plain.nothing()
         with pytest.raises(AttributeError, match="no method 'nothing'"):

@@ -20,7 +20,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(900)
-def test_the_example_goes_on_by_its_own_reward(tmp_path):
+def test_example_resumes_with_own_reward(tmp_path):
     """The example trains with its own reward, and a second run resumes from the newest checkpoint."""
     text = EXAMPLE.read_text()
     body = next(line for line in text.splitlines() if line.startswith("    return 1.0 if"))

@@ -29,7 +29,7 @@ def found():
     return run("on_ray.py")
 
 
-def test_a_worker_says_of_itself_what_an_actor_would(found):
+def test_worker_describes_itself_like_actor(found):
     assert found["workers"] == [found["driver"]] * 2
 
 

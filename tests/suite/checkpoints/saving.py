@@ -43,7 +43,9 @@ class SavingBeside(ExecutorCase):
         return make
 
     @mark_executor_part
-    def test_calls_go_on_while_it_is_written(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+    def test_calls_continue_during_checkpoint_write(
+        self, halved: Callable[..., ColocatedGroup], tmp_path: Path
+    ) -> None:
         """A checkpoint has the state of its request while calls continue, and exists once all ranks have written."""
         with Gate() as gate:
             group = halved(gate, slow=1)
@@ -64,7 +66,7 @@ class SavingBeside(ExecutorCase):
         assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
     @pytest.mark.parametrize("how", ["future", "thread", "attribute"])
-    def test_what_save_returns_goes_on(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
+    def test_calls_continue_while_save_finishes(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
         """A checkpoint waits for a future or thread of `save`, returned or in an attribute, while calls continue."""
         with Gate() as gate:
             group = spawn({"going": colocate.role(LateSaver, how, gate.address)})
@@ -92,7 +94,7 @@ class SavingBeside(ExecutorCase):
         assert len(files) >= 4
         assert spawn(roles, restore=tmp_path / "two").role("halved", HalfSaver).add(0) == [5, 5]
 
-    def test_random_numbers_go_on_from_it(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_random_states_match_request_time(self, spawn: Spawn, tmp_path: Path) -> None:
         """Random states are saved as of the checkpoint's request, whatever is drawn during the write."""
         pytest.importorskip("torch")
         with Gate() as gate:
@@ -138,7 +140,7 @@ class SavingBeside(ExecutorCase):
             assert restoring.result(PATIENCE_S) == 2
         assert read_tag(tmp_path / "two") == 3
 
-    def test_what_fails_is_told(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+    def test_failed_checkpoint_is_reported(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """A failed checkpoint keeps the earlier one, and is reported to a waiter, the next checkpoint or the close."""
         group = halved()
         role = group.role("halved", HalfSaver)
@@ -194,7 +196,7 @@ class SavingBeside(ExecutorCase):
         group.restore(tmp_path / "one")
         assert role.add() == [8, 8]
 
-    def test_closing_waits_for_it(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+    def test_close_waits_for_checkpoint(self, halved: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """A close waits for a checkpoint within its grace; then the checkpoint fails and the earlier one stays."""
         with Gate() as gate, ThreadPoolExecutor(1) as pool:
             group = halved(gate)

@@ -52,7 +52,7 @@ class Checkpoints(ExecutorCase):
         "how",
         ["future", "thread", "attribute", "several", "response", "coroutine", "tasks", "another loop"],
     )
-    def test_it_counts_when_what_save_returns_is_over(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
+    def test_checkpoint_waits_for_all_results_of_save(self, spawn: Spawn, tmp_path: Path, how: str) -> None:
         """A checkpoint waits for all futures, threads, coroutines and tasks of `save`, returned or in an attribute."""
         with Gate() as gate, ThreadPoolExecutor(1) as pool:
             group = spawn({"later": colocate.role(LaterSaver, how, gate.address)})
@@ -69,7 +69,7 @@ class Checkpoints(ExecutorCase):
         assert group.role("later", LaterSaver).add(0) == [3, 3]
 
     @mark_executor_part
-    def test_what_is_not_there_when_it_is_to_count(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_missing_files_fail_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
         """Missing or incomplete files fail the checkpoint with a role's error, and the earlier checkpoint stays."""
         group = spawn({"later": colocate.role(LaterSaver, "process")})
         later = group.role("later", LaterSaver)
@@ -92,7 +92,7 @@ class Checkpoints(ExecutorCase):
         group.restore(tmp_path / "one")
         assert later.add() == [1, 1]
 
-    def test_files_that_are_not_what_was_saved(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_changed_files_are_refused(self, spawn: Spawn, tmp_path: Path) -> None:
         """A restore and a start refuse changed or missing files, and name the file."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting), "empty": colocate.role(Drawing)}
         group = spawn(roles)
@@ -123,7 +123,7 @@ class Checkpoints(ExecutorCase):
         group.restore(tmp_path / "one")
         assert role.add() == [42, 42]
 
-    def test_what_a_checkpoint_never_replaces(
+    def test_checkpoint_refuses_foreign_folder(
         self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A checkpoint refuses a folder with other contents before changing anything, and says what is there."""
@@ -249,13 +249,13 @@ class Checkpoints(ExecutorCase):
         assert group.role("distributed", Distributed).add(0) == [5, 5, 5]
 
     @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0", "[" * 100_000], ids=lambda text: text[:9])
-    def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
+    def test_damaged_checkpoint_is_refused(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
         """A checkpoint file that is damaged, or of another program, is refused."""
         (tmp_path / "checkpoint.json").write_text(text)
         with pytest.raises(ConfigError, match="damaged, or something else's"):
             spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
 
-    def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_interrupted_replacement_is_found_and_replaced(self, spawn: Spawn, tmp_path: Path) -> None:
         """A checkpoint whose replacement was interrupted is found by readers, and replaced by the next writer."""
         roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
         group = spawn(roles)
@@ -289,7 +289,7 @@ class Checkpoints(ExecutorCase):
 
     @needs(OwnProcess)
     @mark_executor_part
-    def test_it_goes_on_from_its_checkpoint(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+    def test_roles_continue_from_last_checkpoint(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
         """After a death roles continue from the last checkpoint in new workers; an unsavable role starts anew."""
         group = lasting(more={"passing": colocate.role(PassingSaver)})
         role, passing = group.role("lasting", Lasting), group.role("passing", PassingSaver)

@@ -57,7 +57,7 @@ class Children(Scripted):
     @pytest.mark.parametrize("waits", ["wait", "ask"])
     @needs(OwnProcess)
     @mark_executor_part
-    def test_a_call_that_waits_fails_of_its_end(self, spawn: Spawn, waits: str) -> None:
+    def test_waiting_call_fails_when_child_dies(self, spawn: Spawn, waits: str) -> None:
         """A call that waits in Python fails at once when the role's child dies, and the worker stays alive."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter = get_starter(group)
@@ -81,7 +81,7 @@ class Children(Scripted):
         assert starter.ask(1) == ("the next", 1)
         assert starter.pid() == worker
 
-    def test_what_an_async_call_awaits_is_cancelled(self, spawn: Spawn) -> None:
+    def test_async_call_is_cancelled_when_child_dies(self, spawn: Spawn) -> None:
         """An async call fails when the child dies, also on threads: the event loop cancels the await."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
@@ -122,7 +122,7 @@ class Children(Scripted):
         starter.pid()
 
     @needs(OwnProcess)
-    def test_who_uses_the_role_fails_as_well(self, spawn: Spawn) -> None:
+    def test_call_of_other_role_fails_with_child(self, spawn: Spawn) -> None:
         """A call of another role that waits in this role's method fails when the child dies."""
         group = spawn({"starter": colocate.role(Starter), "user": colocate.role(User)}, slots=1)
         starter, user = get_starter(group), group.role("user", User)
@@ -136,7 +136,7 @@ class Children(Scripted):
             user.fine()
 
     @needs(OwnProcess)
-    def test_the_call_itself_may_start_it_again(self, spawn: Spawn) -> None:
+    def test_call_may_restart_dead_child(self, spawn: Spawn) -> None:
         """The call that receives ChildDied may start the child again and succeed."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
@@ -146,14 +146,14 @@ class Children(Scripted):
             os.kill(pid, signal.SIGKILL)
             assert call.result(PATIENCE_S) == ("again", "now")
 
-    def test_its_connection_tells_its_end(self, spawn: Spawn) -> None:
+    def test_broken_connection_raises_child_died(self, spawn: Spawn) -> None:
         """A broken connection raises ChildDied in the call, which may start the child again, also on threads."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.serve()
         assert starter.asks_again() == ("again", "now")
 
     @needs_feature("looking")
-    def test_a_call_that_ends_after_it_fails_of_it(self, spawn: Spawn) -> None:
+    def test_uninterruptible_call_fails_at_end(self, spawn: Spawn) -> None:
         """A call whose wait can't be interrupted fails with ChildDied at its end."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         starter, graph = get_starter(group), group.owner.owner.graph
@@ -182,7 +182,7 @@ class Children(Scripted):
         assert starter.pid() == worker
 
     @needs(OwnProcess)
-    def test_who_could_not_be_asked_does_not_hang(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_blocked_worker_does_not_make_child_hung(self, spawn: Spawn, tmp_path: Path) -> None:
         """A child isn't taken for hung if the worker itself was blocked for longer than `hung_after`."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         starter.serve(health=str(tmp_path / "ill"))
@@ -190,7 +190,7 @@ class Children(Scripted):
         assert starter.ask(1) == ("", 1)
 
     @needs(OwnProcess)
-    def test_the_group_may_fail_of_it(self, spawn: Spawn) -> None:
+    def test_child_death_may_fail_group(self, spawn: Spawn) -> None:
         """With `fails="group"` a child's death counts as a worker's: the group fails, or restarts."""
         roles = {"starter": colocate.role(Starter, "group")}
         group = spawn(roles, slots=1)
@@ -206,7 +206,7 @@ class Children(Scripted):
         again.wait_ready(PATIENCE_S)
         assert get_starter(again).ask(1) == ("made", 1)
 
-    def test_what_it_has_started_ends_with_it(self, spawn: Spawn) -> None:
+    def test_processes_started_by_child_end_with_child(self, spawn: Spawn) -> None:
         """Processes that a child has started end with the child, after a kill or a stop."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         for end in ("kill", "stop"):
@@ -219,7 +219,7 @@ class Children(Scripted):
                 processes.wait_all()
 
     @mark_executor_part
-    def test_what_a_batch_system_sends_is_the_drivers(self, spawn: Spawn) -> None:
+    def test_child_survives_batch_system_signals(self, spawn: Spawn) -> None:
         """A child survives the signals of a batch system, and ends by SIGTERM on a stop."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         pid = starter.serve()
@@ -250,7 +250,7 @@ class Children(Scripted):
         starter.command([PYTHON, "-c", FOREVER], name="other", line="^the la.* words$")
         assert starter.seen()[2] == "running"
 
-    def test_what_is_never_ready_is_told(self, spawn: Spawn) -> None:
+    def test_child_never_ready_raises_child_died(self, spawn: Spawn) -> None:
         """A child that doesn't get ready raises ChildDied with the reason, and the process ends."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with pytest.raises(ChildDied, match=r"wasn't ready within 0.5 s \(no line like 'never'\)") as caught:
@@ -291,7 +291,7 @@ class Children(Scripted):
             starter.start(what, **options)
         assert isinstance(caught.value.__cause__, ConfigError)
 
-    def test_times_and_what_is_asked_are_checked(self, spawn: Spawn) -> None:
+    def test_invalid_times_and_checks_are_refused(self, spawn: Spawn) -> None:
         """Wrong times and checks are refused, and don't disturb running children."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         wrong: Any
@@ -341,7 +341,7 @@ class Children(Scripted):
         assert all(f"child {child_name} (running" in shown for child_name in ("server", name, f"{name}-2"))
         assert starter.seen() == before
 
-    def test_a_command_to_its_end(self, spawn: Spawn) -> None:
+    def test_role_reads_exit_of_command(self, spawn: Spawn) -> None:
         """With `fails=None` an exit fails no call, and the role reads exit code and output itself."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         assert starter.run([PYTHON, "-c", "print(6 * 7); raise SystemExit(5)"]) == (5, "42")
@@ -360,7 +360,7 @@ class Children(Scripted):
         with pytest.raises(ChildDied, match="was killed by SIGKILL"):
             starter.pid()
 
-    def test_a_constructor_whose_child_dies(self, spawn: Spawn) -> None:
+    def test_constructor_without_child_fails_group_start(self, spawn: Spawn) -> None:
         """A constructor whose child can't start fails the group's start."""
         with pytest.raises(RoleStartError, match="'nothing' isn't found"):
             spawn({"starter": colocate.role(StartsNothing)}, slots=1)
@@ -392,7 +392,7 @@ class Children(Scripted):
         assert not [row for row in group.memory().rows() if row["role"] == "starter/server"]
 
     @needs_feature("memory")
-    def test_what_other_roles_have_is_not_its_own(self, spawn: Spawn) -> None:
+    def test_child_excludes_memory_of_other_roles(self, spawn: Spawn) -> None:
         """A role with a child isn't charged with other roles' memory."""
         pytest.importorskip("torch")
         group = spawn({"engines": colocate.role(Engines), "given": colocate.role(WeightGiver)}, slots=1)
@@ -401,7 +401,7 @@ class Children(Scripted):
         assert engines == 0 < given_bytes
 
     @needs_feature("memory")
-    def test_budgets_count_it(self, spawn: Spawn) -> None:
+    def test_child_memory_counts_towards_budget(self, spawn: Spawn) -> None:
         """A child's memory counts towards its role's host budget."""
         roles = {"starter": colocate.role(Starter).on(host_memory="256MiB")}
         starter = get_starter(spawn(roles, slots=1))
@@ -468,7 +468,7 @@ class Children(Scripted):
             assert not any(map(_exists, playing.seen()))
 
     @needs_feature("weights")
-    def test_weights_reach_it(self, spawn: Spawn) -> None:
+    def test_weights_reach_child(self, spawn: Spawn) -> None:
         """Weights reach a child through its connection, and a child that dies amid a sync fails the sync."""
         pytest.importorskip("torch")
         group = spawn({"given": colocate.role(WeightGiver), "engines": colocate.role(Engines)}, slots=1)
@@ -514,7 +514,7 @@ class Children(Scripted):
 
     @mark_executor_part
     @needs_feature("functions")
-    def test_closing_ends_them(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_close_ends_children_in_reverse_order(self, spawn: Spawn, tmp_path: Path) -> None:
         """A close ends children in reverse order after their role's `close()`, also after functions have run."""
         file = tmp_path / "ends"
         group = spawn({"recorded": colocate.role(FileRecorder, str(file))}, slots=1)
@@ -524,7 +524,7 @@ class Children(Scripted):
 
     @needs(OwnProcess)
     @mark_executor_part
-    def test_the_end_of_a_worker_ends_them(self, spawn: Spawn) -> None:
+    def test_children_end_when_worker_is_killed(self, spawn: Spawn) -> None:
         """Children and their own processes end when their worker is killed."""
         starter = get_starter(spawn({"starter": colocate.role(Starter)}, slots=1))
         with Processes([starter.serve(), starter.ask("spawn")]) as children:
@@ -533,7 +533,7 @@ class Children(Scripted):
 
     @pytest.mark.long
     @mark_executor_part
-    def test_the_end_of_the_driver_ends_them(self, scripts: Scripts) -> None:
+    def test_children_end_when_driver_is_killed(self, scripts: Scripts) -> None:
         """Children and their own processes end when the driver is killed."""
         driver = scripts.start_script(
             """
@@ -550,7 +550,7 @@ class Children(Scripted):
             children.wait_all()
 
     @mark_executor_part
-    def test_functions_of_a_script_and_beside_it(self, scripts: Scripts) -> None:
+    def test_child_runs_functions_of_script(self, scripts: Scripts) -> None:
         """A child can run a function of the script, and import modules beside the script."""
         (scripts.folder / "helper.py").write_text(
             "def answer():\n    return 42\n\nif __name__ == '__main__':\n    print(answer())\n"
@@ -576,7 +576,7 @@ class Children(Scripted):
         assert driver.wait_exit()[0] == 0
 
     @needs_feature("looking")
-    def test_audits_know_them(self, spawn: Spawn) -> None:
+    def test_audit_reports_no_child_as_leaked(self, spawn: Spawn) -> None:
         """An audit reports no child as leaked."""
         group = spawn({"starter": colocate.role(Starter)}, slots=1)
         get_starter(group).serve()
@@ -596,7 +596,7 @@ class Children(Scripted):
 
     @needs(OwnProcess)
     @mark_executor_part
-    def test_what_a_batch_system_sends(self, spawn: Spawn) -> None:
+    def test_processes_survive_batch_system_signals(self, spawn: Spawn) -> None:
         """No colocate process, nor a role's fork, ends on a batch system's signals, and a role's handler runs."""
         sent = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
         group = spawn({"limited": colocate.role(LimitedRole), "starter": colocate.role(Starter)}, slots=1)
@@ -617,7 +617,7 @@ class Children(Scripted):
 
     @pytest.mark.long
     @mark_executor_part
-    def test_what_the_driver_was_started_with(self, scripts: Scripts) -> None:
+    def test_children_and_workers_have_default_signals(self, scripts: Scripts) -> None:
         """Signals that the driver ignores or blocks have their defaults in children and workers."""
         driver = scripts.start_script(
             """

@@ -48,7 +48,7 @@ class Background(ExecutorCase):
         assert train.read() == [["beside", "blocked"]] * 2
 
     @mark_executor_part
-    def test_a_failure_is_of_its_lane(self, two_lanes: ColocatedGroup) -> None:
+    def test_failure_stays_in_one_lane(self, two_lanes: ColocatedGroup) -> None:
         """A failed or late call on one lane neither ends the other lane's running call nor waits for its end."""
         for name, other_name in (("train", "roll"), ("roll", "train")):
             role, other = two_lanes.role(name, Beside), two_lanes.role(other_name, Beside)
@@ -68,7 +68,7 @@ class Background(ExecutorCase):
 
     @needs_feature("weights")
     @needs_feature("checkpoints")
-    def test_what_concerns_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
+    def test_sync_and_restore_span_all_roles(self, two_lanes: ColocatedGroup, tmp_path: Path) -> None:
         """A sync runs between all roles' earlier and later calls; a restore drops calls after a checkpoint."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
@@ -128,7 +128,7 @@ class Background(ExecutorCase):
             both = train.give.submit(roll.give.keep(3).ref)
         assert both.result(PATIENCE_S) == [[3, 3]] * 2
 
-    def test_who_has_written(self, spawn: Spawn) -> None:
+    def test_write_error_names_concurrent_calls(self, spawn: Spawn) -> None:
         """An error about a write into a resident names both calls if two calls ran at the same time."""
         torch = pytest.importorskip("torch")
         group = spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, slots=1)
@@ -168,7 +168,7 @@ class Background(ExecutorCase):
             ("train", "'roll' is a background role of group"),
         ],
     )
-    def test_what_a_background_role_has_not(self, two_lanes: ColocatedGroup, what: str, why: str) -> None:
+    def test_background_role_limits_are_explained(self, two_lanes: ColocatedGroup, what: str, why: str) -> None:
         """A background role has no signal handlers, siblings or process groups, and each error says why."""
         with pytest.raises(RoleError, match=why):
             two_lanes.role("roll", Beside).ask(what)
@@ -179,7 +179,7 @@ class Background(ExecutorCase):
             two_lanes.role("roll", Beside).ask("group")
 
     @needs(OwnProcess)
-    def test_it_has_no_timers(self, two_lanes: ColocatedGroup) -> None:
+    def test_background_role_timers_are_refused(self, two_lanes: ColocatedGroup) -> None:
         """A background role can't set a timer, whose signal would interrupt another role's call."""
         with pytest.raises(RoleError, match=r"signal only works in main thread(.|\n)*background role has a thread"):
             two_lanes.role("roll", Beside).ask("timer")

@@ -191,7 +191,7 @@ class Converging(closing.Converging):
                 assert (pool.state, group.state) == ("closed", "closed")
 
     @pytest.mark.parametrize("closing", ["group", "pool"])
-    def test_while_it_spawns(self, runtime: Runtime, closing: str) -> None:
+    def test_close_ends_running_spawn(self, runtime: Runtime, closing: str) -> None:
         """A close by another thread ends a spawn whose constructor never returns; the spawn raises ClosedError."""
         pool = runtime.reserve(2, cpus=0)
         errors: list[BaseException] = []

@@ -145,7 +145,7 @@ class TorchSettings(TensorCase):
         return spawn({"first": plain, "changing": changing, "last": plain}, slots=1)
 
     @needs_feature("functions")
-    def test_a_constructor_sets_it_for_its_role(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
+    def test_constructor_settings_hold_for_one_role(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """A constructor's settings hold in its own role's methods, sync and async, and nowhere else."""
         for _ in range(2):
             for name, expected in (("first", USUAL), ("changing", changed), ("last", USUAL)):
@@ -167,7 +167,7 @@ class TorchSettings(TensorCase):
         assert first.read_settings() == [USUAL]
 
     @needs_feature("functions")
-    def test_a_method_sets_it_for_itself(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
+    def test_method_settings_end_with_the_call(self, group: ColocatedGroup, changed: dict[str, Any]) -> None:
         """Settings that a method leaves behind are dropped before the next call of any role, also after an error."""
         first = group.role("first", SettingsChanger)
         assert first.change_settings() == [changed]
@@ -224,7 +224,7 @@ class Devices(TensorCase):
         assert away.role("placed", DeviceReader).each([torch.ones(2, 2)] * 2) == [AWAY] * 2
 
     @needs_feature("kinds")
-    def test_in_what_it_is_nested(self, torch: Any, away: ColocatedGroup) -> None:
+    def test_nested_tensors_arrive_on_the_device(self, torch: Any, away: ColocatedGroup) -> None:
         """Tensors inside records, modules and TensorDicts arrive on the slot's device."""
         placed, devices = away.role("placed", DeviceReader), [AWAY] * 2
         assert placed.broadcast(Batch(torch.ones(1))) == devices

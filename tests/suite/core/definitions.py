@@ -177,7 +177,7 @@ class Serialization(definitions.Serialization):
             echo.first([Own("own")])
         assert caught.value.path == "value[0]"
 
-    def test_what_this_process_alone_has(self, copying: ColocatedGroup) -> None:
+    def test_process_bound_values_are_refused(self, copying: ColocatedGroup) -> None:
         """Values that only this process can use, such as pipes, locks and proxies, are refused with the reason."""
         echo, context = copying.role("echo", Echo), multiprocessing.get_context("fork")
         local_end, remote_end = context.Pipe()
@@ -209,7 +209,7 @@ class Serialization(definitions.Serialization):
             faulty.return_lock.submit().result()
         assert faulty.fine() == [0, 1]
 
-    def test_what_cannot_be_rebuilt(self, copying: ColocatedGroup) -> None:
+    def test_unrebuildable_value_error_names_the_call(self, copying: ColocatedGroup) -> None:
         """An argument or result that can't be rebuilt raises an error with its call, caused by the original error."""
         faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
         words = "can't be rebuilt on the driver: ValueError: it can't be read"
@@ -271,7 +271,7 @@ class Serialization(definitions.Serialization):
         assert echo.first(1) == 1
 
     @needs_feature("functions")
-    def test_what_cannot_go_with_a_definition(self, copying: ColocatedGroup) -> None:
+    def test_definition_with_unsendable_value_is_refused(self, copying: ColocatedGroup) -> None:
         """A class or function that holds an unsendable value is refused, and the error names the held value."""
         echo, lock = copying.role("echo", Echo), threading.Lock()
 

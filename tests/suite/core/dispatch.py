@@ -49,7 +49,7 @@ class Dispatching(dispatch.Dispatching):
             rows.zipped([1, 2, 3], [4, 5])
         assert caught.value.parameter == "right"
 
-    def test_what_does_not_fit(self, pair: ColocatedGroup) -> None:
+    def test_invalid_rows_and_lists_are_refused(self, pair: ColocatedGroup) -> None:
         """Too few rows, a leaf without rows or a list of a wrong length raises DispatchError with the parameter."""
         rows = pair.role("rows", Rows)
         for call, words, parameter in (

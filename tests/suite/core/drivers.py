@@ -70,7 +70,7 @@ class Drivers(drivers.Drivers):
         assert driver.read_answer() == [[33, 33], [-33, -33], [42, 42]]
         assert driver.wait_exit() == (0, "")
 
-    def test_nobody_closed(self, scripts: Scripts) -> None:
+    def test_interpreter_exit_closes_open_runtime(self, scripts: Scripts) -> None:
         """Interpreter exit closes an open runtime, and warns once with the line that made the runtime."""
         driver = scripts.start_script(
             """

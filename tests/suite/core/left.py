@@ -13,7 +13,7 @@ from colocate.testing.probes.left import Leaves
 class LeftInLoops(left.LeftInLoops):
     """Asyncio tasks that outlive their call."""
 
-    def test_what_is_left_is_cancelled_at_the_end(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_left_task_is_cancelled_at_close(self, spawn: Spawn, tmp_path: Path) -> None:
         """A task that is left at the group's close is cancelled, and may run its cleanup."""
         group = spawn({"leaves": colocate.role(Leaves)})
         group.role("leaves", Leaves).writes_at_its_end(tmp_path / "end")

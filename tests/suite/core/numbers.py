@@ -66,7 +66,7 @@ class RandomNumbers(numbers.RandomNumbers):
 
     @needs(OwnProcess)
     @needs_feature("checkpoints")
-    def test_checkpoints_keep_them(self, torch: Any, tmp_path: Path) -> None:
+    def test_restored_group_continues_the_numbers(self, torch: Any, tmp_path: Path) -> None:
         """A group restored from a checkpoint draws the numbers of the uninterrupted run."""
         roles = {**NEIGHBOURS, "one": colocate.role(Numbers)}
 
@@ -83,7 +83,7 @@ class RandomNumbers(numbers.RandomNumbers):
             group.restore(tmp_path / "saved")
             assert [step(group), step(group)] == expected
 
-    def test_threads_share_them(
+    def test_seeding_shared_generators_is_logged_once(
         self, torch: Any, spawn: Spawn, runtime: colocate.Runtime, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Seeding the generators that threads share is logged once; workers with their own process log nothing."""

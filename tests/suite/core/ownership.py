@@ -135,7 +135,7 @@ class Borrows(ownership.Borrows):
             assert not driver.was_written()
 
     @needs_feature("rows")
-    def test_a_value_goes_with_the_last_of_its_calls(self) -> None:
+    def test_freed_value_is_dropped_after_last_call(self) -> None:
         """A freed resident's value is dropped after its last call, whatever that call was, strict or not."""
         pytest.importorskip("torch")
         roles = {"maker": colocate.role(Mourned), "user": colocate.role(Mourned)}

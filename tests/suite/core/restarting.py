@@ -43,7 +43,7 @@ class Restarting(ExecutorCase):
         return make
 
     @needs(OwnProcess)
-    def test_what_was_pending_is_told_once(self, lasting: Callable[..., ColocatedGroup], spawn: Spawn) -> None:
+    def test_pending_calls_fail_with_one_error(self, lasting: Callable[..., ColocatedGroup], spawn: Spawn) -> None:
         """Calls and residents of the old generation fail with one GroupRestarted, caused by the worker's death.
 
         Residents of the new generation work in other groups that used the old ones.
@@ -74,7 +74,7 @@ class Restarting(ExecutorCase):
     @needs(OwnProcess)
     @needs_feature("pipelines")
     @needs_feature("functions")
-    def test_calls_are_refused_until_somebody_has_asked(self, lasting: Callable[..., ColocatedGroup]) -> None:
+    def test_restarted_group_refuses_calls_until_ready(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """A restarted group refuses calls until `wait_ready` was called."""
         group = lasting()
         role = group.role("lasting", Lasting)
@@ -89,7 +89,7 @@ class Restarting(ExecutorCase):
         assert role.add() == [1, 1]
 
     @needs(OwnProcess)
-    def test_it_is_tried_a_bounded_number_of_times(self, lasting: Callable[..., ColocatedGroup]) -> None:
+    def test_restart_attempts_are_bounded(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """A group whose restarts all fail raises the first error, with the last reason as a note."""
         group = lasting(restarts=2, breaks=9)
         error = kill_and_get_error(group)
@@ -119,7 +119,7 @@ class Restarting(ExecutorCase):
         assert role.add() == [1, 1]
 
     @needs(OwnProcess)
-    def test_closed_while_it_is_restarted(self, lasting: Callable[..., ColocatedGroup]) -> None:
+    def test_close_ends_the_restart(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """Closing a restarting group ends the restart, and `wait_ready` raises ClosedError."""
         with Gate() as gate:
             group = lasting(gate=gate.address)

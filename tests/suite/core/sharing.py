@@ -90,7 +90,7 @@ class Sharing(sharing.Sharing):
         holding_view(one).make.keep(2 * _MIB_FLOATS).wait()
 
     @needs(OwnProcess)
-    def test_a_wake_looks_at_what_other_groups_hold(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    def test_wake_counts_memory_of_other_groups(self, models: tuple[ColocatedGroup, ColocatedGroup]) -> None:
         """A wake is refused while other groups leave no room, and a sleeping role's memory counts as free."""
         one, other = models
         other.sleep("model")

@@ -127,7 +127,7 @@ class Startup(startup.Startup):
         uses[use]()
         assert role.double([1, 2]) == [2, 4]
 
-    def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
+    def test_wait_ready_waits_for_starting_group(self, runtime: Runtime, spawn: Spawn) -> None:
         """`wait_ready` waits for a group that another thread is still starting."""
         with ThreadPoolExecutor(1) as other, Gate() as gate:
             started = other.submit(spawn, {"slow": colocate.role(HangsAtStart, gate.address, (1,))})
@@ -193,7 +193,7 @@ class Templates(startup.Templates):
     """Workers that are forked from a template behave like workers started afresh."""
 
     @needs(OwnProcess)
-    def test_what_it_makes_up(self, spawn: Spawn) -> None:
+    def test_generated_names_are_unique(self, spawn: Spawn) -> None:
         """No two workers, of one group or of two, generate the same names, ids and keys."""
         made_up = [names for _ in range(2) for names in spawn(BORN).role("born", Born).made_up()]
         assert [len(set(column)) for column in zip(*made_up, strict=True)] == [4] * len(made_up[0])

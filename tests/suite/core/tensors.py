@@ -263,7 +263,7 @@ class Transfers(ExecutorCase):
         assert all(_BYTES <= transfer.nbytes <= _BYTES + _MORE for transfer in log.last_call("whole").transfers)
         assert log.last_call("whole").handed_over == {"left_tensors": _BYTES}
 
-    def test_where_it_lies(self, pair: ColocatedGroup, log: _EventLog) -> None:
+    def test_resident_used_in_place_records_no_transfer(self, pair: ColocatedGroup, log: _EventLog) -> None:
         """Using a resident on its own ranks by its own role records no transfer and no handover."""
         tensors = pair.role("tensors", Tensors)
         resident = tensors.make.keep(_ROWS)
@@ -299,7 +299,7 @@ class Transfers(ExecutorCase):
         assert all(item.start <= item.end for item in log.fetches)
 
     @needs(OwnProcess)
-    def test_sleeps_are_told(self, spawn: Spawn, log: _EventLog) -> None:
+    def test_sleeps_and_wakes_are_recorded(self, spawn: Spawn, log: _EventLog) -> None:
         """Requested sleeps, and wakes by a call, are recorded with whether the whole role sleeps."""
         group = spawn({"one": role(Dozing, 1)})
         one = group.role("one", Dozing)

@@ -65,7 +65,7 @@ class Undisturbed(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("raises", [False, True])
-    def test_output_that_nobody_takes(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
+    def test_broken_stderr_stops_no_calls(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
         """With a `sys.stderr` that blocks or raises, calls run, and a dead worker's error has its last output."""
         group = spawn({"talker": colocate.role(Talker), "faulty": colocate.role(Faulty)})
         talker, faulty = group.role("talker", Talker), group.role("faulty", Faulty)

@@ -79,7 +79,9 @@ class UnaskedFailures(unasked.UnaskedFailures):
         assert not caplog.text
 
     @pytest.mark.parametrize("give_up", [*GIVES_UP])
-    def test_who_has_given_up_waiting(self, spawn: Spawn, caplog: pytest.LogCaptureFixture, give_up: str) -> None:
+    def test_failure_after_abandoned_wait_is_logged(
+        self, spawn: Spawn, caplog: pytest.LogCaptureFixture, give_up: str
+    ) -> None:
         """A failure after its caller gave up waiting is logged, unless somebody asks for the error later."""
         faulty = spawn({"faulty": colocate.role(Faulty)}, slots=1).role("faulty", Faulty)
         for asks in (True, False):

@@ -234,7 +234,7 @@ class Debugging(ExecutorCase):
                 assert stays.read_until_prompt() == ""
                 group.close()
 
-    def test_a_terminal_that_is_left_while_it_reads(self, stoppers: ColocatedGroup) -> None:
+    def test_terminal_exits_on_ctrl_d_while_reading(self, stoppers: ColocatedGroup) -> None:
         """`colocate debug` ends on Ctrl-D although one of its threads waits for the driver."""
         call = stoppers.role("stopper", Stopper).step.submit(1)
         terminal = Terminal()
@@ -267,7 +267,7 @@ class Debugging(ExecutorCase):
                 terminal.resume("continue")
             assert call.result(PATIENCE_S) == [111]
 
-    def test_what_was_shown_is_forgotten(self, stoppers: ColocatedGroup) -> None:
+    def test_shown_frame_is_released(self, stoppers: ColocatedGroup) -> None:
         """A debugger keeps no reference to a shown frame once the rank continues."""
         role = stoppers.role("stopper", Stopper)
         for last in ("continue", None):
@@ -310,7 +310,7 @@ class Debugging(ExecutorCase):
         assert time.monotonic() - began < limit + stoppers._node.grace
 
     @pytest.mark.long
-    def test_a_rank_that_hangs_when_it_is_let_go(self, stoppers: ColocatedGroup) -> None:
+    def test_timeout_resumes_after_detach_from_hung_rank(self, stoppers: ColocatedGroup) -> None:
         """A call's timeout resumes as soon as no terminal is attached, even if the rank hangs."""
         role = stoppers.role("stopper", Stopper)
         pid, limit = role.pid()[1], 0.5

@@ -83,7 +83,7 @@ class LedgerSuite(ExecutorCase):
             failing.memory()
         assert "in device_state" in (e.value.remote_traceback or "")
 
-    def test_what_is_no_method_is_the_roles_own(self, spawn: Spawn) -> None:
+    def test_non_method_under_hook_name_is_ignored(self, spawn: Spawn) -> None:
         """Attributes, properties and `__getattr__` under a hook's name aren't taken for hooks."""
         group = spawn({"ported": colocate.role(Ported)}, slots=1)
         assert [role.role for slot in group.memory().slots for role in slot.roles] == ["ported"]
@@ -155,7 +155,7 @@ class LedgerSuite(ExecutorCase):
         assert "(Holding)" in runtime.graph.render("tree")
         assert holding.name in tree
 
-    def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:
+    def test_memory_report_formats(self, holding: ColocatedGroup) -> None:
         """A memory report renders as text, HTML, rows and JSON."""
         report = holding.memory()
         text = str(report)

@@ -64,7 +64,7 @@ class Sleeping(Dozers):
         assert dozing.memory().slots[0].roles[0].asleep == 0
         assert (actor.digest(), actor.objects()) == (before, where)
 
-    def test_what_an_array_was_made_of_stays(self, dozing: ColocatedGroup) -> None:
+    def test_array_sharing_tensor_memory_stays_valid(self, dozing: ColocatedGroup) -> None:
         """An array that shares a tensor's memory stays valid after a sleep: the memory stays in place."""
         actor = dozing.role("actor", Dozing)
         if actor.is_on_gpu()[0]:
@@ -156,7 +156,7 @@ class Sleeping(Dozers):
         after = [{tag: digest for tag, digest in part.items() if tag != "grads"} for part in before]
         assert (actor.parts(), actor.objects()) == (after, where)
 
-    def test_discard_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
+    def test_discard_spares_used_contents(self, dozing: ColocatedGroup) -> None:
         """A discard spares contents that another role or a resident uses."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         resident = actor.caches.keep()
@@ -186,7 +186,7 @@ class Sleeping(Dozers):
             if at_address.is_on_gpu()[0]:
                 assert at_address.addresses() == places
 
-    def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
+    def test_sleep_spares_used_memory(self, dozing: ColocatedGroup) -> None:
         """Memory in use by an awake role or a resident stays, and is reported; without users a sleep frees it."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         other.share("actor")
@@ -248,7 +248,7 @@ class Sleeping(Dozers):
         ]
         assert actor.list_asleep() == [[]] * 2
 
-    def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
+    def test_invalid_sleep_arguments_are_refused(self, dozing: ColocatedGroup) -> None:
         """Unknown roles, tags and options of sleep are refused with the accepted values."""
         with pytest.raises(
             ConfigError, match=r"group .* has no such role: it has actor, other; did you mean 'actor'\?"

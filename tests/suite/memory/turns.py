@@ -46,7 +46,7 @@ class TakingTurns(ExecutorCase):
         for name in ("one", "two", "three"):
             assert turns.role(name, Dozing).digest() == free.role(name, Dozing).digest()
 
-    def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
+    def test_observers_are_notified_of_turns(self, turns: ColocatedGroup, runtime: Runtime) -> None:
         """Observers are notified of sleeps and wakes on all ranks, with bytes, times and reasons."""
         records: list[colocate.MoveRecord] = []
 
@@ -69,7 +69,7 @@ class TakingTurns(ExecutorCase):
             f"room for role '{name}'" for name in ("one", "two", "three")
         }
 
-    def test_who_makes_room(self, spawn: Spawn) -> None:
+    def test_farthest_or_least_recent_role_makes_room(self, spawn: Spawn) -> None:
         """The role whose next turn is farthest makes room if `step` gives the order, else the least recently called."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
@@ -80,7 +80,7 @@ class TakingTurns(ExecutorCase):
             assert group.role(sleeper, Dozing).list_asleep() == [["weights", "grads", "optimizer", "cache"]]
             assert group.role(stays, Dozing).list_asleep() == [[]]
 
-    def test_room_for_what_nobody_knows(self, spawn: Spawn) -> None:
+    def test_other_roles_sleep_before_first_use(self, spawn: Spawn) -> None:
         """All other roles sleep before a role's constructor and before the first run of a method."""
         pytest.importorskip("torch")
         roles: dict[str, RoleSpec[Any]] = {"one": colocate.role(Dozing, 2), "two": colocate.role(Watching, "one", 2)}
@@ -110,7 +110,7 @@ class TakingTurns(ExecutorCase):
             group.close()
         assert most[1] - most[0] < mib * _MIB
 
-    def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
+    def test_method_wakes_only_needed_memory(self, spawn: Spawn) -> None:
         """A method that needs only the weights leaves the rest of its role asleep."""
         pytest.importorskip("torch")
         roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}

@@ -136,7 +136,7 @@ class PausingSuite(ExecutorCase):
 
     @needs_feature("weights")
     @needs_feature("rows")
-    def test_who_waits_by_others_for_a_half_read_stream(self, two_lanes: ColocatedGroup, spawn: Spawn) -> None:
+    def test_wait_behind_stream_elsewhere_is_refused(self, two_lanes: ColocatedGroup, spawn: Spawn) -> None:
         """A wait for a call behind a half-read stream is refused at once, also in another lane or group."""
         pytest.importorskip("torch")
         train, roll = two_lanes.role("train", Beside), two_lanes.role("roll", Beside)
@@ -283,7 +283,7 @@ class PausingSuite(ExecutorCase):
         assert colocate.sync_weights(train, roll).version == 2
 
     @needs_feature("memory")
-    def test_what_is_refused(self, spawn: Spawn, two_lanes: ColocatedGroup) -> None:
+    def test_invalid_options_and_roles_are_refused(self, spawn: Spawn, two_lanes: ColocatedGroup) -> None:
         """Swap residency, wrong options and pauses of foreground roles are refused."""
         with pytest.raises(ConfigError, match=r'residency="swap": .*roll is to run in the background'):
             spawn({"train": colocate.role(Beside), "roll": BACKGROUND}, residency="swap", device_memory="1GiB")

@@ -69,7 +69,7 @@ class Pipelines(ExecutorCase):
         assert log.read() == [["another thread's", "a", "b", "c", "begin d", "end d"]] * 2
 
     @needs_feature("functions")
-    def test_pipeline_what_blocks(self, pair: ColocatedGroup) -> None:
+    def test_pipeline_blocking_call_is_refused(self, pair: ColocatedGroup) -> None:
         """A call that needs an answer inside the block is refused with advice, and the rest of the block is sent."""
         echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
         with pair.pipeline():
@@ -197,7 +197,7 @@ class Pipelines(ExecutorCase):
         assert use.result(PATIENCE_S) == [4, 8]
         assert axes.doubled(ours.ref) == [4, 8]
 
-    def test_pipeline_arguments_as_they_were(self, copying: ColocatedGroup) -> None:
+    def test_pipeline_arguments_keep_call_time_values(self, copying: ColocatedGroup) -> None:
         """An argument arrives as it was when the call was made, not as it is when the block ends."""
         pytest.importorskip("torch")
         import torch

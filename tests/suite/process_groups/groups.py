@@ -142,7 +142,7 @@ class CutProcessGroups(collectives.CutProcessGroups):
     """A failed call ends other ranks' waits in a collective: the group is cut, and made anew."""
 
     @needs(OwnProcess)
-    def test_hold_after_what_nobody_waits_for(self, ring: ColocatedGroup) -> None:
+    def test_hold_withdraws_partly_completed_call(self, ring: ColocatedGroup) -> None:
         """A call that one rank has completed is withdrawn if a failed rank hasn't begun the call.
 
         In the next group the failed rank's operation would meet one of a later call.
@@ -176,7 +176,7 @@ class CutProcessGroups(collectives.CutProcessGroups):
         assert pair.sum(1.0) == [2.0] * 2
 
     @needs(OwnProcess)
-    def test_hold_where_it_failed(self, ring: ColocatedGroup) -> None:
+    def test_hold_ends_async_call_on_failed_rank(self, ring: ColocatedGroup) -> None:
         """A failure also ends an async call on the failed rank that waits for peers."""
         pair = ring.role("pair", Collective)
         with pytest.raises(RoleError):
@@ -216,7 +216,7 @@ class CutProcessGroups(collectives.CutProcessGroups):
             assert ring.sum(1.0) == [2.0, 2.0]
 
     @needs(OwnProcess)
-    def test_what_a_cut_group_has_given(self, spawn: Spawn) -> None:
+    def test_call_ignoring_cut_collective_fails(self, spawn: Spawn) -> None:
         """A call that ignores the end of a cut collective fails all the same."""
         pytest.importorskip("torch")
         careless = spawn({"careless": colocate.role(Careless)}).role("careless", Careless)

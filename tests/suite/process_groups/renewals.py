@@ -138,7 +138,7 @@ class Renewals(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize(("kind", "words"), NOT_RENEWED.items(), ids=NOT_RENEWED)
-    def test_what_can_not_be_renewed(self, spawn: Spawn, kind: Kind, words: str) -> None:
+    def test_unrenewable_model_error_names_alternative(self, spawn: Spawn, kind: Kind, words: str) -> None:
         """The error for FSDP1, or for a model on a role's own process group, names the model and the alternative."""
         pytest.importorskip("torch")
         error = self._fail(spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)}))

@@ -112,7 +112,7 @@ class Profiling(ExecutorCase):
         assert part_seconds(profile, label, "communication") < SLACK_S
 
     @pytest.mark.long
-    def test_what_overlaps_isnt_waited_for(self, two: ColocatedGroup) -> None:
+    def test_overlapped_operation_costs_nothing(self, two: ColocatedGroup) -> None:
         """An operation that overlaps with work costs nothing; only the remaining wait counts."""
         timed = two.role("timed", Timed)
         with colocate.profile(two) as profile:
@@ -312,7 +312,7 @@ class Profiling(ExecutorCase):
             timed.work([0.1, 0.1])
         assert part_seconds(outer, "timed.work", "compute") == approximate(0.2)
 
-    def test_what_cant_be_profiled(self, two: ColocatedGroup) -> None:
+    def test_invalid_profile_arguments_are_refused(self, two: ColocatedGroup) -> None:
         """Wrong roles, ranks and options are refused before the profile begins."""
         with pytest.raises(ConfigError, match=r"no role 'tined'.*timed"), colocate.profile(two, roles="tined"):
             raise AssertionError

@@ -38,7 +38,7 @@ class Recordings(ExecutorCase):
         """Spawn a group of two slots with a player and a critic."""
         return spawn({"player": colocate.role(Player), "critic": colocate.role(Critic)}, name="group")
 
-    def test_what_calls_gave(self, player: ColocatedGroup, tmp_path: Path) -> None:
+    def test_recorded_values_are_of_call_end(self, player: ColocatedGroup, tmp_path: Path) -> None:
         """A recording has each rank's value as of the end of the call, whatever changed the value later."""
         role, runtime = player.role("player", Player), player.owner.owner
         role.buffer()
@@ -119,7 +119,7 @@ class Recordings(ExecutorCase):
         with pytest.raises(ConfigError, match="has no value of rank 0: see its rows"):
             first.value()
 
-    def test_two_roles_and_what_is_refused(self, player: ColocatedGroup, tmp_path: Path) -> None:
+    def test_several_roles_and_refused_recordings(self, player: ColocatedGroup, tmp_path: Path) -> None:
         """Roles are recorded together, each at most once at a time; a taken folder and a non-view are refused."""
         runtime = player.owner.owner
         role, critic = player.role("player", Player), player.role("critic", Critic)
@@ -173,7 +173,7 @@ class Recordings(ExecutorCase):
         with pytest.raises(SerializationError, match=re.escape(f"{file} is damaged at byte 0: ")):
             colocate.load_recording(tmp_path / "it")["player"]
 
-    def test_what_calls_were_given(self, player: ColocatedGroup, tmp_path: Path) -> None:
+    def test_recorded_inputs_are_of_call_start(self, player: ColocatedGroup, tmp_path: Path) -> None:
         """With `inputs=`, a recording has each rank's arguments as they were when the call began."""
         role, critic, runtime = player.role("player", Player), player.role("critic", Critic), player.owner.owner
         prompts = torch.arange(5.0)
@@ -196,7 +196,7 @@ class Recordings(ExecutorCase):
             runtime.record(role, tmp_path / "other", inputs=[critic])
 
     @needs_feature("rows")
-    def test_rows_and_what_they_were_given(self, player: ColocatedGroup, tmp_path: Path) -> None:
+    def test_recorded_rows_have_index_and_inputs(self, player: ColocatedGroup, tmp_path: Path) -> None:
         """Recorded rows have the caller's index, whichever rank ran them, and their inputs."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it", inputs=role):
@@ -214,7 +214,7 @@ class Recordings(ExecutorCase):
         assert [call.joined() for call in (play, produce, produce_async)] == [["a", "b", "c"], [10, 20, 30], [1, 2]]
         assert [produce.inputs(rank) for rank in (0, 1)] == [{"rows": [10, 20]}, {"rows": [30]}]
 
-    def test_what_callers_got(self, player: ColocatedGroup, tmp_path: Path) -> None:
+    def test_joined_values_match_collect(self, player: ColocatedGroup, tmp_path: Path) -> None:
         """`call.joined()` joins the ranks' recorded values as the method's `collect` does, fetched or not."""
         role, runtime = player.role("player", Player), player.owner.owner
         with runtime.record(role, tmp_path / "it"):
@@ -247,7 +247,7 @@ class Recordings(ExecutorCase):
         assert all(value.numel() == 50_000 for call in calls for value in call.values())
         assert sum(path.stat().st_size for path in (tmp_path / "it").rglob("*.calls")) <= 1.5 * 2**20
 
-    def test_what_is_not_recorded(
+    def test_unrecorded_value_is_logged(
         self, player: ColocatedGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """A value that only the code of a class can read is logged as unrecorded, and the call succeeds."""
@@ -264,7 +264,7 @@ class Recordings(ExecutorCase):
             call.value()
 
     @needs_feature("rows")
-    def test_a_recording_whose_block_fails(self, player: ColocatedGroup, tmp_path: Path) -> None:
+    def test_failed_block_ends_the_recording(self, player: ColocatedGroup, tmp_path: Path) -> None:
         """A recording whose block fails doesn't wait for running calls, and records no later calls."""
         role, runtime = player.role("player", Player), player.owner.owner
         with Gate() as gate:
@@ -333,7 +333,7 @@ class Replays(ExecutorCase):
         player = colocate.role(Player, None if marks is None else str(marks)).on(replay=replay)
         return spawn({"player": player, "critic": colocate.role(Critic)}, name="group", **options)
 
-    def test_it_answers_as_the_role_did(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_replayed_role_gives_recorded_values(self, spawn: Spawn, tmp_path: Path) -> None:
         """A replayed role and its consumers give the recorded values, and the role's class is never constructed."""
         before = self._record_player(spawn, tmp_path / "it", _run_steps)
         (marks := tmp_path / "marks").mkdir()
@@ -357,7 +357,9 @@ class Replays(ExecutorCase):
         assert fail(self._replay_player(spawn, tmp_path / "it")) == before
 
     @needs_feature("rows")
-    def test_rows_come_as_they_ended(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_replayed_rows_keep_recorded_order(
+        self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """A replayed stream yields its rows in the recorded order, and a failed row fails again."""
 
         def read(group: ColocatedGroup, order: Sequence[int] | None) -> Any:
@@ -430,7 +432,7 @@ class Replays(ExecutorCase):
         with pytest.raises(ReplayError, match=r"player\.later, call 0 comes where generate, call 0, was recorded"):
             player.later(1)
 
-    def test_it_ends_with_the_recording(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_call_after_the_recording_is_refused(self, spawn: Spawn, tmp_path: Path) -> None:
         """A call after the last recorded one is refused."""
         self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         player = self._replay_player(spawn, tmp_path / "it").role("player", Player)
@@ -438,7 +440,7 @@ class Replays(ExecutorCase):
         with pytest.raises(ReplayError, match=r"call 1 wasn't recorded in .*: it ends with call 0 of that method"):
             player.later(1)
 
-    def test_what_is_refused_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_invalid_replays_are_refused_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
         """A missing recording, an absent role, another number of ranks and a wrong type are refused at once."""
         self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         with pytest.raises(ConfigError, match="is of 2 ranks, and the role has 1"):
@@ -452,7 +454,9 @@ class Replays(ExecutorCase):
 
     @needs_feature("weights")
     @needs_feature("checkpoints")
-    def test_what_is_accepted(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_replayed_role_accepts_checkpoints_and_syncs(
+        self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """A replayed role accepts checkpoints and weight syncs, for which nothing is saved, sent or loaded."""
 
         def do(group: ColocatedGroup) -> Any:
@@ -480,7 +484,7 @@ class Replays(ExecutorCase):
 
     @needs(OwnProcess)
     @needs_feature("memory")
-    def test_it_holds_nothing_and_sleeps(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_replayed_role_holds_no_memory(self, spawn: Spawn, tmp_path: Path) -> None:
         """A replayed role holds no memory, and can sleep and wake."""
         self._record_player(spawn, tmp_path / "it", lambda group: group.role("player", Player).later(1))
         group = self._replay_player(spawn, tmp_path / "it")
@@ -490,7 +494,7 @@ class Replays(ExecutorCase):
 
     @needs_feature("pausing")
     @pytest.mark.parametrize("how", ["wait", "keep", "abort"])
-    def test_it_pauses(self, spawn: Spawn, tmp_path: Path, how: Any) -> None:
+    def test_replayed_role_pauses(self, spawn: Spawn, tmp_path: Path, how: Any) -> None:
         """A pause of a replayed role is accepted, and the answers after the resume are the recorded ones."""
         self._record_player(
             spawn, tmp_path / "it", lambda group: [group["player"].later(number) for number in range(3)]
@@ -553,7 +557,7 @@ class Comparisons(ExecutorCase):
         assert all((row.differ, row.arguments, row.missing) == (0, 0, 0) for row in table.values())
         assert "differs from" not in caplog.text
 
-    def test_what_differs(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_first_difference_is_logged(self, spawn: Spawn, recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
         """The first difference is logged with call, path, count and size; the table counts all differences."""
         group = spawn({"player": colocate.role(Player, bias=2.0).on(compare=recorded)}, name="group")
         self._make_calls(group)
@@ -809,7 +813,7 @@ class OtherRanks(ExecutorCase):
 
     @needs_feature("balance")
     @needs_feature("rows")
-    def test_what_differs_on_other_ranks(
+    def test_first_difference_on_other_ranks_is_reported(
         self, spawn: Spawn, recorded_on_two: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The first difference is reported with call and path in the joined result."""
@@ -844,7 +848,7 @@ class OtherRanks(ExecutorCase):
         assert (double.first, double.calls, double.numbers) == (None, 1, 18)
         assert (mean.first, mean.calls, mean.numbers) == (None, 1, 1)
 
-    def test_what_has_an_item_for_each_rank(
+    def test_per_rank_lists_are_not_comparable(
         self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """A list of ranks' items isn't comparable across numbers of ranks, unless all recorded items are equal."""
@@ -904,7 +908,7 @@ class Restarts(ExecutorCase):
         return tmp_path / "it"
 
     @needs(OwnProcess)
-    def test_a_recording_ends_with_it(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_restart_ends_the_recording(self, spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """A restart ends the group's recording; the log, a later replay and a comparison say so."""
         group = _spawn_restarting(spawn, colocate.role(Player))
         with group.owner.owner.record(group["player"], tmp_path / "it"):

@@ -172,7 +172,7 @@ class Reading(RowsCase):
                 got.append(interrupted(lambda: asyncio.run(first()))[0])
             assert sorted([*got, *(index for index, _ in later)]) == rows
 
-    def test_who_stops_waiting(self, playing: Playing) -> None:
+    def test_cancelled_waiter_takes_no_row(self, playing: Playing) -> None:
         """A task that is cancelled while waiting for a row takes no row."""
         rows, got = list(range(10 * OUT)), list[int]()
 
@@ -192,7 +192,7 @@ class Reading(RowsCase):
         asyncio.run(main())
         assert sorted(got) == rows
 
-    def test_what_was_read_is_told_by_one(self, playing: Playing) -> None:
+    def test_main_thread_reads_start_no_threads(self, playing: Playing) -> None:
         """Reading rows on the main thread while the call is locked starts no thread per row."""
         stream = playing.play.stream(list(range(3 * OUT)))
         call = stream._call  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ class Reading(RowsCase):
         assert sorted([*got, *(index for index, _ in stream)]) == [*range(3 * OUT)]
 
     @pytest.mark.parametrize("how", ["closed", "failed", "yields"])
-    def test_what_swallows_its_cancellation(self, spawn: Spawn, how: str) -> None:
+    def test_swallowed_cancellation_fails_the_group(self, spawn: Spawn, how: str) -> None:
         """A method that swallows its cancellation fails the group after the grace, with its name and row."""
         group = spawn({"playing": colocate.role(Playing), "yielding": colocate.role(Yielding)}, slots=1)
         group._node.grace = 0.2
@@ -235,7 +235,7 @@ class Reading(RowsCase):
         assert where in str(error)
         assert (error.method, error.rank) == ("swallow", 0)
 
-    def test_left_before_it_has_begun(self, spawn: Spawn) -> None:
+    def test_closed_unstarted_stream_fails_nothing(self, spawn: Spawn) -> None:
         """A stream closed behind a long earlier call fails nothing, even past the grace."""
         group = spawn({"playing": colocate.role(Playing)}, slots=1)
         playing, order = group.role("playing", Playing), group._node.order

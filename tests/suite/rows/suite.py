@@ -101,7 +101,7 @@ class Streams(RowsCase):
         """Rows run only on the ranks that a call names."""
         assert {rank for _, rank in playing.play.options(ranks=[1])([1, 2, 3, 4])} == {1}
 
-    def test_nothing_runs_ahead_of_who_reads(self, playing: Playing, streaming: ColocatedGroup) -> None:
+    def test_unread_stream_runs_a_bounded_number_ahead(self, playing: Playing, streaming: ColocatedGroup) -> None:
         """An unread stream begins twice as many rows as there are places, and a batch yields only so far ahead."""
         rows = list(range(10 * OUT))
         stream = playing.play.stream(rows)
@@ -171,7 +171,7 @@ class Streams(RowsCase):
     @needs_feature("memory")
     @needs_feature("checkpoints")
     @needs_feature("functions")
-    def test_who_waits_behind_a_half_read_stream(
+    def test_reader_waiting_behind_own_stream_is_refused(
         self, playing: Playing, streaming: ColocatedGroup, tmp_path: Path
     ) -> None:
         """Waiting behind a stream that the same thread reads raises at once; other threads may wait."""
@@ -211,7 +211,7 @@ class Streams(RowsCase):
         for index, _ in playing.play.stream([1]):  # The stream is read to its end.
             assert playing.logged() == [[1], []], index
 
-    def test_who_reads_a_stream(self, playing: Playing) -> None:
+    def test_only_last_reader_cannot_wait_behind_stream(self, playing: Playing) -> None:
         """Only a stream's last reader can't wait behind the stream: its opener and other threads and tasks can."""
         rows = list(range(10 * OUT))
 
@@ -358,7 +358,7 @@ class Streams(RowsCase):
         error = cancel.options(retry=1).submit(rows).exception(PATIENCE_S)
         assert isinstance(error, RoleError) == (how != "next")
 
-    def test_a_row_that_comes_back_to_its_rank(self, playing: Playing) -> None:
+    def test_row_retried_on_own_rank_succeeds(self, playing: Playing) -> None:
         """A row retried on its own rank gets its result, and the event loop reports no error."""
         for _ in range(10):
             call = playing.flaky.options(ranks=[0], retry=5, on_error="return").submit(list(range(100)))
@@ -376,7 +376,7 @@ class Streams(RowsCase):
             gate.open()
             assert call.result(PATIENCE_S) == [*range(MANY)]
 
-    def test_what_a_row_has_begun_ends_with_it(self, playing: Playing) -> None:
+    def test_registered_ends_run_before_the_value(self, playing: Playing) -> None:
         """A row's registered ends run before its value arrives, the last first, also after a failure."""
         values = playing.begins.options(ranks=[0], on_error="return")(["a", "fail", "b"])
         assert [values[0], values[2]] == ["a", "b"]
@@ -409,7 +409,7 @@ class Streams(RowsCase):
         with pytest.raises(DispatchError, match=r"yielding.wrong yields .* has yielded nothing for 1"):
             yielding.wrong.keep([1, 2, 3, 4], [(0, 0)]).wait(PATIENCE_S)
 
-    def test_what_is_yielded_wrongly(self, streaming: ColocatedGroup) -> None:
+    def test_wrong_yields_fail_the_method(self, streaming: ColocatedGroup) -> None:
         """A method that yields a wrong item, index or number of rows fails, and so does one that raises."""
         yielding = streaming.role("yielding", Yielding)
         words = r"yielding.wrong yields \(index, value\) once for each of the 2 rows that it has got, and has yielded "

@@ -123,7 +123,7 @@ class WeightSyncs(ExecutorCase):
                 assert record.getMessage().startswith("the sync of giver to taker of group ")
                 caplog.clear()
 
-    def test_a_sync_takes_its_place_in_the_order(self, both: ColocatedGroup) -> None:
+    def test_sync_keeps_place_in_call_order(self, both: ColocatedGroup) -> None:
         """Calls sent before a sync run first, and calls sent after the sync see the new weights."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         colocate.sync_weights(giver, taker)
@@ -180,7 +180,7 @@ class WeightSyncs(ExecutorCase):
 
     @needs_feature("memory")
     @needs_feature("checkpoints")
-    def test_who_may_not_use_stale_weights(self, spawn: Spawn, tmp_path: Path) -> None:
+    def test_use_of_stale_weights_is_refused(self, spawn: Spawn, tmp_path: Path) -> None:
         """A sibling role, and a group restored from a checkpoint of stale weights, may not use these weights."""
         pytest.importorskip("torch")
         roles: dict[str, Any] = {
@@ -360,7 +360,7 @@ class WeightSyncs(ExecutorCase):
     @needs_feature("memory")
     @pytest.mark.parametrize("role", ["giver", "taker"])
     @needs_feature("looking")
-    def test_a_failure_amid_a_sync_leaves_it_stale(self, both: ColocatedGroup, role: str) -> None:
+    def test_failed_sync_leaves_target_stale(self, both: ColocatedGroup, role: str) -> None:
         """A failure amid a sync leaves the target stale, also on ranks with all weights, until a complete sync."""
         giver, taker = both.role("giver", Giver), both.role("taker", Taker)
         colocate.sync_weights(giver, taker)
@@ -394,7 +394,7 @@ class WeightSyncs(ExecutorCase):
             ("taker", "leaves", r"returned before it had taken all .* 1 of 4 had come, and 0\.bias is next"),
         ],
     )
-    def test_what_roles_get_wrong_in_a_sync(self, spawn: Spawn, role: str, fault: Any, text: str) -> None:
+    def test_sync_mistakes_have_distinct_errors(self, spawn: Spawn, role: str, fault: Any, text: str) -> None:
         """Each mistake of a role in a sync has its own error message."""
         pytest.importorskip("torch")
         group = spawn({"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}, slots=1)
@@ -406,7 +406,7 @@ class WeightSyncs(ExecutorCase):
             colocate.sync_weights(giver, taker, finite=True)
 
     @pytest.mark.parametrize("elsewhere", [False, True])
-    def test_what_a_target_does_behind_the_back_of_torch(self, elsewhere: bool) -> None:
+    def test_strict_sync_reports_unnoticed_target_writes(self, elsewhere: bool) -> None:
         """With `strict=True` contents are compared: each write through `.data` and each kept tensor is reported."""
         pytest.importorskip("torch")
         roles: dict[str, Any] = {"giver": colocate.role(Giver), "taker": colocate.role(Taker, seed=1)}
@@ -531,7 +531,7 @@ class WeightSyncs(ExecutorCase):
         assert (done.version, done.by) == (1, ("shared", "peers"))
         assert taker.look() == [(_sum_weights(giver)[0], 1), (unsynced, 1)]
 
-    def test_a_target_that_keeps_what_travelled(self, spawn: Spawn) -> None:
+    def test_target_keeping_received_tensors_is_refused(self, spawn: Spawn) -> None:
         """A target on another slot that keeps received tensors is refused: other targets may read the same memory."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver)}, slots=1).role("giver", Giver)
@@ -604,7 +604,7 @@ class WeightSyncsBetween(ExecutorCase):
 
     @mark_executor_part
     @needs(OwnProcess)
-    def test_what_weights_travel_through(self, spawn: Spawn) -> None:
+    def test_transport_files_do_not_accumulate(self, spawn: Spawn) -> None:
         """However a sync ends, the target has no transport file mapped, and the source's files don't accumulate.
 
         No target may write into memory that several targets read.
@@ -639,7 +639,7 @@ class WeightSyncsBetween(ExecutorCase):
         assert _sum_weights(taker) == _sum_weights(giver) * 2
 
     @needs(OwnProcess)
-    def test_what_travels_within_a_machine_is_written_once(self, spawn: Spawn) -> None:
+    def test_weights_are_written_once_per_machine(self, spawn: Spawn) -> None:
         """Within a machine one source rank writes the weights once for all targets."""
         pytest.importorskip("torch")
         giver = spawn({"giver": colocate.role(Giver, width=400)}).role("giver", Giver)
@@ -650,7 +650,7 @@ class WeightSyncsBetween(ExecutorCase):
         assert (first > before[0], second) == (True, before[1])
         assert _sum_weights(taker) == _sum_weights(giver)[:1] * 3
 
-    def test_a_sync_between_groups_has_its_place_at_once(self, spawn: Spawn) -> None:
+    def test_sync_between_groups_is_ordered_at_once(self, spawn: Spawn) -> None:
         """A submitted sync between groups takes its place in both call orders at once, even if the timers are late."""
         pytest.importorskip("torch")
         one = spawn({"giver": colocate.role(Giver)}, slots=1)

@@ -493,7 +493,7 @@ class Watching(DetachedCase):
         with pytest.raises(ConfigError, match=f"no pool '{name}x' is detached"):
             executor.inspect_pool(f"{name}x")
 
-    def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_top_without_cluster_explains_private_jobs(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Without a cluster, `colocate top` says that a private cluster has only the jobs of its driver."""
         assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1
         assert "which cluster? A private one has no jobs but its driver's" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def hang_rank(group: ColocatedGroup, gate: Gate) -> None:
 class Converging(ExecutorCase):
     """A close always ends and frees everything, and only then raises errors."""
 
-    def test_while_it_reserves(self) -> None:
+    def test_close_fails_waiting_reservation(self) -> None:
         """Closing the runtime fails a reservation that is still waiting for slots."""
         runtime = self.connect_privately(cpus=1)
         pool = runtime.reserve(1)

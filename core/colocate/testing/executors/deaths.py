@@ -203,7 +203,7 @@ class Vanishing(ExecutorCase):
 
     @needs(OwnProcess)
     @needs_feature("looking")
-    def test_the_slots_of_what_has_vanished_are_given_back(self, runtime: Runtime) -> None:
+    def test_lost_slots_are_returned(self, runtime: Runtime) -> None:
         """Without restarts, the group of a lost slot fails and can be closed, and the next pool has slots that work."""
         with self.connect() as other_runtime:
             with other_runtime.reserve(2, cpus=0) as pool:
@@ -234,7 +234,7 @@ class Vanishing(ExecutorCase):
             assert self.last_words in str(error)
 
     @needs(OwnProcess)
-    def test_what_answers_nothing_is_ended(self, runtime: Runtime) -> None:
+    def test_stuck_keeper_is_ended(self, runtime: Runtime) -> None:
         """The cluster ends a keeper that can't confirm a kill (`on_stuck`), together with the keeper's workers."""
         with self.connect() as other_runtime:
             pool = other_runtime.reserve(1, cpus=0)

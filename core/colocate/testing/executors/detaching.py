@@ -126,7 +126,7 @@ class Detaching(DetachedCase):
         assert find_published(runtime, name) is None
 
     @needs(Detachable)
-    def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
+    def test_detached_objects_are_closed_for_driver(self, runtime: Runtime, name: str) -> None:
         """After `detach`, the driver's pool, group and residents are closed, and errors say how to attach the pool."""
         pool, view = reserve_counting(runtime)
         group, resident = pool.groups["counting"], view.made.keep()
@@ -144,7 +144,7 @@ class Detaching(DetachedCase):
             assert counting_view(again).still_kept() == [False, False]
 
     @needs(Detachable)
-    def test_what_detach_refuses(self, runtime: Runtime, name: str) -> None:
+    def test_invalid_detach_is_refused(self, runtime: Runtime, name: str) -> None:
         """`detach` is refused for pending calls, a name in use, an invalid `ttl`, or a pool that isn't detachable."""
         with runtime.reserve(1, cpus=0) as plain, pytest.raises(ConfigError, match="detachable=True"):
             plain.detach(name, ttl=TTL_S)

@@ -51,7 +51,7 @@ class LeftInLoops(ExecutorCase):
                     client.sendall(b"hello\n")
                     assert client.makefile().readline() == "HELLO\n"
 
-    def test_a_task_that_fails_is_told(
+    def test_failed_task_is_reported(
         self, spawn: Spawn, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
     ) -> None:
         """The error of a failed task is reported at once, in the way of asyncio."""

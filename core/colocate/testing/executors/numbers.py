@@ -59,7 +59,7 @@ class RandomNumbers(TensorCase):
 
     @needs(OwnProcess)
     @needs_feature("functions")
-    def test_they_can_be_drawn_again(self, torch: Any) -> None:
+    def test_seed_reproduces_random_numbers(self, torch: Any) -> None:
         """Runs with the same seed draw the same numbers, and a run with another seed draws other numbers."""
         draws = []
         for seed in (0, 0, 1):

@@ -320,7 +320,7 @@ class Placement(ExecutorCase):
             runtime.reserve(1, cpus=0, detachable=True)
         assert caught.value.capability == "Detachable"
 
-    def test_capabilities_are_said(self, runtime: Runtime) -> None:
+    def test_plugin_declares_executor_capabilities(self, runtime: Runtime) -> None:
         """The capabilities that the executor's plugin declares (`About`) include all that the executor has."""
         about = about_executor(self.executor)
         if about is None:

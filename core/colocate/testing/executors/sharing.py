@@ -65,7 +65,7 @@ class Sharing(ExecutorCase):
 
     @needs(SharedSlots)
     @needs_feature("looking")
-    def test_each_group_has_workers_of_its_own(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
+    def test_groups_have_separate_workers(self, runtime: Runtime, reserve: Callable[..., Pool]) -> None:
         """Two groups on the same slots run calls independently, and a third group is refused."""
         pool = reserve()
         one, other = pool.spawn(ROLES, name="one"), pool[1].spawn(ROLES, name="other")
@@ -131,7 +131,7 @@ class Sharing(ExecutorCase):
 
     @needs(OwnProcess)
     @needs_feature("functions")
-    def test_an_environment_of_its_own(self, reserve: Callable[..., Pool]) -> None:
+    def test_group_environment_extends_pool_environment(self, reserve: Callable[..., Pool]) -> None:
         """A group's own `env=` is added to the pool's environment before any role is imported."""
         pool = reserve(1, env={"COLOCATE_PROBE": "the pool's", "COLOCATE_OTHER": "the pool's"})
         plain = pool.spawn({"early": colocate.role(Early)})

@@ -41,7 +41,7 @@ class UnaskedFailures(ExecutorCase):
     """The failure of a submitted call is reported even if no caller asks for the outcome."""
 
     @pytest.mark.parametrize("ask", [*QUESTIONS])
-    def test_who_has_asked_is_told_nothing_else(
+    def test_requested_outcome_is_not_logged(
         self, pair: ColocatedGroup, caplog: pytest.LogCaptureFixture, ask: str
     ) -> None:
         """A failure isn't logged if a caller asks for the outcome, before or after the call has failed."""
@@ -59,7 +59,7 @@ class UnaskedFailures(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("asks", [True, False])
-    def test_a_death_amid_a_call_that_nobody_asks_about(self, spawn: Spawn, asks: bool) -> None:
+    def test_unobserved_worker_death_raises_on_close(self, spawn: Spawn, asks: bool) -> None:
         """Closing the group raises `WorkerDied`, unless a caller has asked for the outcome of the call."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         call = group.role("faulty", Faulty).kill.submit()
