@@ -71,9 +71,9 @@ class Leaving:
 
     def __str__(self) -> str:
         if self.until is None:
-            return f"{self.who} is about to go"
+            return f"{self.who} will end soon"
         at = time.strftime("%H:%M:%S", time.localtime(self.until))
-        return f"{self.who} goes at {at}, in {max(0.0, self.until - time.time()):.0f} s"
+        return f"{self.who} will end at {at}, in {max(0.0, self.until - time.time()):.0f} s"
 
 
 @attrs.frozen(repr=False)

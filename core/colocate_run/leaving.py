@@ -86,5 +86,5 @@ class Notices:
         new = [each for each in departures if each.who not in known]
         self.departures, self.last_number = tuple(departures), self.last_number + len(new)
         for each in new:
-            _log.warning("%s: the job is to write a checkpoint", each)
+            _log.warning("%s: the job should write a checkpoint now", each)
             self._on_notice(each)

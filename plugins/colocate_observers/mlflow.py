@@ -42,9 +42,9 @@ class MLflow:
             self._client = MlflowClient(tracking_uri)
         except MlflowException as error:
             raise colocate.ConfigError(
-                f"MLflow has no store for {tracking_uri or 'what it takes when it is told of none'}: say where its "
-                "server is (tracking_uri, or MLFLOW_TRACKING_URI), or install the whole mlflow for a store on this "
-                f"machine ({str(error).strip()})"
+                f"MLflow has no store at {tracking_uri or 'its default address'}: name a server (tracking_uri, or "
+                "MLFLOW_TRACKING_URI), or install the full package mlflow for a store on this machine "
+                f"({str(error).strip()})"
             ) from error
         self._experiment = experiment
         self._run: str | None = None

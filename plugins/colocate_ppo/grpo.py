@@ -76,11 +76,13 @@ def _check_options(
         "max_tokens": "`max_new_tokens` of the job",
         "temperature": "`temperature` of the job",
         "seed": "the run's seed",
-        "stop_token_ids": "`stop` of the actor, which evaluations go by, too,",
+        "stop_token_ids": "`stop` of the actor (evaluations use it, too)",
     }
     for name, decides in instead.items():
         if isinstance(sampling, Mapping) and name in sampling:
-            problems.append(("rollout", f"is a role with a {name} in its `sampling`; here {decides} decides"))
+            problems.append(
+                ("rollout", f"is a role with {name} in its `sampling`: remove it there, and set {decides} instead")
+            )
     return problems
 
 

@@ -89,7 +89,7 @@ class ChildEngine:
         self._missing: str | None = None  # The reason why the weights can't be used.
         if options.get("role") is not None:
             options = _replace_role(ctx, options)
-            self._missing = "none have come yet; colocate.sync_weights brings them"
+            self._missing = "no sync was made yet; call colocate.sync_weights first"
         place = {"device": str(ctx.device), "role": ctx.role, "group": ctx.group, "node": ctx.node}
         self._serve = partial(_serve_engine, engine, dict(options), place)
         self._has_got = False  # Whether a child has ever received weights.
@@ -203,7 +203,7 @@ class ChildEngine:
         if not self._child.alive:
             self._start_child()
             if self._has_got:
-                self._missing = "its process has ended, with those that it had"
+                self._missing = "its process has ended; call colocate.sync_weights again"
         self._call_engine("managed")  # Detect a hung child before sending a message that might fill the pipe.
         self._line.send(("update", (weights.source, dict(weights.specs), version)))
         kind, value = self._await_answer()

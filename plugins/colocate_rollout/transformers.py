@@ -83,7 +83,7 @@ class TransformersEngine:
         # A background role gets a separate model, because the other role may be in a call while this role generates.
         if role is not None and ctx.background:
             model, kind = describe_model(ctx, role)
-            role, self._missing = None, "none have come yet; colocate.sync_weights brings them"
+            role, self._missing = None, "no sync was made yet; call colocate.sync_weights first"
         self._ctx, self._role, self._max_batch_tokens = ctx, role, max_batch_tokens
         self._own_module = None if model is None else _make_own_model(model, getattr(torch, kind), ctx.device)
         self._version = 0
@@ -227,7 +227,7 @@ class TransformersEngine:
                 )
             weights.skip()
         else:
-            before, self._missing = self._missing, "an update of them has failed in the middle"
+            before, self._missing = self._missing, "an update failed halfway; call colocate.sync_weights again"
             try:
                 colocate.torch.load_weights(self._own_module, weights)
             except BaseException:

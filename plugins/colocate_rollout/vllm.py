@@ -158,7 +158,7 @@ class VllmEngine:
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
             kind = import_transformers().AutoModelForCausalLM._model_mapping[type(config)].__name__
             fields = {**config.to_dict(), "architectures": [kind]}
-        self._missing = "none have come yet; colocate.sync_weights brings them"
+        self._missing = "no sync was made yet; call colocate.sync_weights first"
         return config, generation, fields, dtype
 
     def _check_options(self, options: Mapping[str, Any], model: object, dtype: str | None) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class VllmEngine:
                     vars(coordinator).pop("cpu_group", None)
                     coordinator.device_communicator = None
                 self._forget_groups()
-            self._broken, self._missing = True, "its ranks had to part after a failure"
+            self._broken, self._missing = True, "the engine was ended after a failure; call colocate.sync_weights again"
 
     def _forget_groups(self) -> None:
         state: Any = importlib.import_module("vllm.distributed.parallel_state")
@@ -423,7 +423,7 @@ class VllmEngine:
             with self._guest.create_engine():
                 self._end_engine()
             self._make_engine()
-        self._broken, self._missing = True, "an update of them has failed in the middle"
+        self._broken, self._missing = True, "an update failed halfway; call colocate.sync_weights again"
         with self._guest.enter_engine(), torch.no_grad():
             self._engine.model_executor.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": self._repeat_tied(weights)}

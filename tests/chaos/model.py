@@ -161,7 +161,7 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
     return (
         isinstance(error, RoleError)
         and error.rank == fault.rank
-        and "did not come back" in str(error)
+        and "after a failed call; its stack:" in str(error)
         and any(isinstance(cause, CallTimeout) or _ABORTED in str(cause) for cause in chain(error)[1:])
     )
 
@@ -263,7 +263,10 @@ def must_complain(group: PlayedGroup, mine: Applied | None) -> bool:
         and group.generation == group.struck
         and group.closing is not None
         and mine.done < group.closing
-        and not any(isinstance(sent.error, RoleError) and "did not come back" in str(sent.error) for sent in group.sent)
+        and not any(
+            isinstance(sent.error, RoleError) and "after a failed call; its stack:" in str(sent.error)
+            for sent in group.sent
+        )
     )
 
 

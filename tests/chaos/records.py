@@ -173,4 +173,4 @@ def short(error: BaseException | None) -> str:
 
 def _text(error: BaseException) -> str:
     text = str(error)
-    return text if "it is here" in text else text.partition("\n")[0]
+    return text if "its stack:" in text else text.partition("\n")[0]

@@ -64,7 +64,7 @@ def test_the_end_of_a_batch_job(colocate: CommandLine) -> None:
     assert (colocate.folder / "told").read_text() == f"the batch job {ends}"
     assert done.stdout.count("after the batch job False\n") == 2
     assert len(list((colocate.folder / "runs" / "demo" / "checkpoints").iterdir())) == 1
-    assert "the batch job goes at " in (colocate.folder / "runs" / "demo" / "log.txt").read_text()
+    assert "the batch job will end at " in (colocate.folder / "runs" / "demo" / "log.txt").read_text()
 
 
 def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     notices._update_departures({"n1": n1.until, "n2": None})
     assert notices.last_number == 4
     assert told == [n2, n1, n0, n2]
-    assert str(n2) == "node n2 is about to go"
+    assert str(n2) == "node n2 will end soon"
 
 
 def test_executor_without_notices_starts_no_thread(tmp_path: Path) -> None:

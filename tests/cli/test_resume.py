@@ -87,7 +87,7 @@ def test_resume_restores_groups(begun: CommandLine) -> None:
     """
     done = begun("run", "demo.yaml", "--resume")
     assert done.returncode == 1
-    assert "group 'own' has begun anew, though the run was resumed and has a checkpoint of it in " in done.stderr
+    assert "group 'own' wasn't restored, though the resumed run has a checkpoint of this group in " in done.stderr
     assert "step-000002/own" in done.stderr
     done = begun("run", "demo.yaml", "--resume", "--set", "job.with.restores=true")
     assert done.returncode == 0, done.stderr

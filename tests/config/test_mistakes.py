@@ -82,7 +82,7 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
         ("seed: true", "seed: must be an integer, not true"),
         ("seed:", "seed: must be an integer, not null"),
         ("name: 7", "name: must be text, not 7; put it in quotes"),
-        ("name: ../up", "name: is '../up', and files are called so: use letters, digits, '-', '_' and '.'"),
+        ("name: ../up", "name: is '../up', but must be usable as a file name: use letters, digits, '-', '_' and '.'"),
         ("pools: [1]", "pools: must be a mapping, not a list"),
         ("pools: {a: {}}", "pools.a.slots: is missing"),
         ("pools: {a: {slots: 0}}", "pools.a.slots: must be a whole number from 1 to 1,000,000, not 0"),
@@ -226,8 +226,8 @@ def test_a_name_that_no_file_can_have(write: Write, place: str) -> None:
             assert load_config(config)
         else:
             assert only(config) == (
-                f"{place.format(name)}: must be a name of at most 100 bytes, as files are called so; this has "
-                f"{len(name)} letters"
+                f"{place.format(name)}: must be a name of at most 100 bytes, because it is used as a file name; "
+                f"this has {len(name)} letters"
             )
 
 

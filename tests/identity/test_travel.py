@@ -215,8 +215,8 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     file.write_text(file.read_text() + "X = 20\\n")
     importlib.reload(beside)
     assert told(fine)[1] == [
-        f"the driver has imported module 'beside' anew ({file}), with other content than the workers of group 'first' "
-        "have of it. They keep theirs: spawn the group anew"
+        f"the driver has imported module 'beside' again ({file}); its source has changed since the workers of "
+        "group 'first' imported it. The workers keep the old version: spawn the group again"
     ]
     assert told(fine)[1] == []
 """,

@@ -55,7 +55,7 @@ def test_the_trainer_goes_on(runtime: colocate.Runtime) -> None:
     with runtime.reserve(slots=1) as pool:
         group = pool.spawn(roles)
         trainer, here, child = (group.role(name) for name in roles)
-        with pytest.raises(RoleError, match=r"no whole weights: none have come yet; colocate\.sync_weights"):
+        with pytest.raises(RoleError, match=r"no whole weights: no sync was made yet; call colocate\.sync_weights"):
             child.generate(PROMPTS)
         for version in (1, 2):
             trainer.step()

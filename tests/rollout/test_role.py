@@ -355,7 +355,7 @@ def test_in_background() -> None:
     }
     with colocate.spawn(roles) as group:
         trainer, view = group.role("trainer"), group.role("rollout")
-        with pytest.raises(RoleError, match=r"no whole weights: none have come yet; colocate\.sync_weights brings"):
+        with pytest.raises(RoleError, match=r"no whole weights: no sync was made yet; call colocate\.sync_weights"):
             view.generate(PROMPTS)
         trainer.step()
         colocate.sync_weights(trainer, view)

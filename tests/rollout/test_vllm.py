@@ -249,7 +249,7 @@ def check(trainer: Any, found: list[tuple[Row, ...]]) -> None:
 def test_in_a_group(group: colocate.ColocatedGroup) -> None:
     """Rows in a group agree with the trainer after a sync, a timeout and a sleep."""
     engine, trainer = group.role("engine"), group.role("trainer")
-    with pytest.raises(colocate.RoleError, match=r"no whole weights: none have come yet"):
+    with pytest.raises(colocate.RoleError, match=r"no whole weights: no sync was made yet"):
         engine.generate(PROMPTS)
     for version in (1, 2):
         trainer.step()

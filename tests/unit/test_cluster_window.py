@@ -58,5 +58,5 @@ def test_which_is_meant() -> None:
         _choose_view("demo", [one, other], "on this cluster")
     with pytest.raises(ConfigError, match="no job runs on this cluster, and no pool is detached"):
         _choose_view(None, [], "on this cluster")
-    with pytest.raises(ConfigError, match=r"on this machine, .*and a script's is a block of colocate\.record"):
+    with pytest.raises(ConfigError, match=r"on this machine, .*or by colocate\.record\(\.\.\.\) in a script"):
         _choose_view(None, [], "on this machine")

@@ -132,7 +132,7 @@ def test_device_error_belongs_to_causing_call(group: ColocatedGroup, gpu: Gpu) -
     assert isinstance(error, RoleError)
     assert (error.role, error.method) == ("one", "begin")
     assert "CUDA error: misaligned address" in str(error)
-    assert "what one.begin had begun there was waited for" in str(error)
+    assert "during the wait for the work of one.begin" in str(error)
     assert "CUDA_LAUNCH_BLOCKING" in str(error)
     assert second.result() == other.begin() == ["begun"]
 

@@ -116,8 +116,8 @@ def test_amounts(made: RunningGroup) -> None:
 
 
 HALF_A_GPU = (
-    "must be a whole number from 0 to 1,000,000, not 0.5: only its group uses the GPUs of a slot, which several roles "
-    "share by being in one group"
+    "must be a whole number from 0 to 1,000,000, not 0.5: a slot has whole GPUs; to share a GPU, put several roles "
+    "into one group"
 )
 
 

@@ -48,7 +48,7 @@ def test_detaching_while_slots_are_reserved_again() -> None:
         reservation, slots.reservation = slots.reservation, None  # as `_reserve_again` does
         for worker_group.life.recovers, words in (
             (True, r"wait_ready\(\)"),
-            (False, "was given up: close it, and"),
+            (False, "no restart of a group reserves slots again: close the pool, and"),
         ):
             with pytest.raises(colocate.ColocateError, match=rf"can't be detached: it has lost slots .*{words}"):
                 detached._close_all(slots, "a test")

@@ -173,7 +173,7 @@ class Connection(Owned):
                 live_connections.pop(id(self), None)
                 guard.connected_runtimes.discard(id(self))
                 self.life.set_closed()
-        raise_together(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
+        raise_together(f"runtime {self.name!r} was closed with errors", errors)
 
 
 @atexit.register

@@ -203,7 +203,7 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
     failed = [error for group in groups for error in group.residents.unreported_failures()]
     _forget_pool(pool, groups)
     executor.detach(reservation)
-    raise_together(f"pool {pool.name!r} was detached, and this had gone wrong", failed)
+    raise_together(f"pool {pool.name!r} was detached with errors", failed)
 
 
 def _close_all(pool: Slots, by: str) -> list[WorkerGroup]:

@@ -281,5 +281,5 @@ def check_environment(env: Any, what: str) -> dict[str, str]:
     problems = {key: find_variable_problem(key, value) for key, value in variables.items()}
     mistakes = [Mistake(f"env.{key!r}", None, why) for key, why in problems.items() if why is not None]
     if mistakes:
-        raise ConfigError(f"{what} was asked for what can't be", mistakes=tuple(mistakes))
+        raise ConfigError(f"{what} has an invalid environment", mistakes=tuple(mistakes))
     return {key: str(value) for key, value in variables.items()}

@@ -467,4 +467,4 @@ def _check_request(
         if (problem := find_variable_problem(key, value)) is not None:
             mistakes.append(Mistake(f"env.{key!r}", None, problem))
     if mistakes:
-        raise ConfigError("reserve(...) was asked for what can't be", mistakes=tuple(mistakes))
+        raise ConfigError("reserve(...) has invalid arguments", mistakes=tuple(mistakes))

@@ -144,9 +144,9 @@ class Slots(Owned):
                 whom = f"group {holders[0]}" if room == 1 else f"groups {' and '.join(holders)}"
                 rule = "one group at a time" if room == 1 else f"{room} groups at a time (groups={room})"
                 raise ColocateError(
-                    f"slot {full} of pool {self.name!r} is taken by {whom}: it takes {rule}. Put the roles into one "
-                    f"group, close {'the other one' if room == 1 else 'one of these'}, spawn on a part "
-                    f"(pool[a:b].spawn(...)), or reserve for more: reserve(..., groups={room + 1})"
+                    f"slot {full} of pool {self.name!r} is taken by {whom}: a slot has room for {rule}. Put the roles "
+                    f"into one group, close {'that group' if room == 1 else 'one of these'}, spawn on other slots "
+                    f"(pool[a:b].spawn(...)), or reserve more room: reserve(..., groups={room + 1})"
                 )
             return self.place_group(indices, declared, name, restarts)
 
@@ -378,12 +378,10 @@ class Slots(Owned):
     def unreserved_error(self, what: str = "") -> ColocateError:
         """Return the error for a use of a pool without reserved slots, with `what` in the text. Call under the lock."""
         if any(worker_group.life.recovers for worker_group in self.worker_groups):
-            then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
+            then = "; its group's restart reserves slots again: call group.wait_ready(), or reserve another pool"
         else:
-            then = "and the restart of its group, which does that, was given up: close it, and reserve another pool"
-        return ColocateError(
-            f"pool {self.name!r} {what}has lost slots with their node and has to be reserved anew, {then}"
-        )
+            then = ", and no restart of a group reserves slots again: close the pool, and reserve another"
+        return ColocateError(f"pool {self.name!r} {what}has lost slots with their node{then}")
 
     def release_slots(self, worker_group: WorkerGroup) -> None:
         """Remove a closed group from the pool's slots."""
@@ -443,7 +441,7 @@ class Slots(Owned):
                     self._spares_thread.join(THREAD_ENDS_WITHIN_S)
                 self.disown()
                 self.life.set_closed()
-        raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
+        raise_together(f"pool {self.name!r} was closed with errors", errors)
 
     def abandon(self, by: str) -> None:
         """Close the pool at once, because the user interrupted its creation. An attached pool stays alive."""

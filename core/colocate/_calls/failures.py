@@ -119,7 +119,7 @@ def _describe_other_ranks(call: PendingCall, failed: int) -> str:
     done = [str(call.rank_of(slot)) for slot in other_slots if slot not in missing]
     busy = [str(call.rank_of(slot)) for slot in other_slots if slot in missing]
     parts = ([f"done on rank {', '.join(done[:16])}"] if done else []) + (
-        [f"not back from rank {', '.join(busy[:16])}"] if busy else []
+        [f"not done on rank {', '.join(busy[:16])}"] if busy else []
     )
     return f" [{'; '.join(parts)}]"
 
@@ -149,8 +149,8 @@ def timeout_error(link: WorkerGroup, call: PendingCall, timeout: float, stacks: 
     by_rank = {call.rank_of(slot): stack for slot, stack in stacks.items()}
     paused = f"; role {call.lane!r} is paused until group.resume({call.lane!r})" if link.is_paused(call.lane) else ""
     return CallTimeout(
-        f"{call.label} of group {link.name!r} isn't done after {timeout} s: rank "
-        f"{', '.join(str(rank) for rank in by_rank)} of {len(call.targets)} late{paused}",
+        f"{call.label} of group {link.name!r} isn't done after {timeout} s on rank "
+        f"{', '.join(str(rank) for rank in by_rank)} (of {len(call.targets)} ranks){paused}",
         group=link.name,
         role=call.role,
         method=call.method,
@@ -165,10 +165,10 @@ def hung_error(
     link: WorkerGroup, slot: int, phase: tuple[str, float] | None, cause: ColocateError | None, stack: str
 ) -> ColocateError:
     """Return a group's error about a rank that didn't stop after a failed call, or hangs in a phase of the hold."""
-    duration = f"{link.grace:g} s" if phase is None else f"{phase[1]:g} s from {phase[0]}"
+    missed = f"stop within {link.grace:g} s" if phase is None else f"finish {phase[0]} within {phase[1]:g} s"
     error = RoleError(
-        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {duration} "
-        f"after a failed call; it is here:\n{stack}",
+        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not {missed} "
+        f"after a failed call; its stack:\n{stack}",
         group=link.name,
         rank=slot,
         node=link.node(slot),

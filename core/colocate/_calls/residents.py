@@ -298,7 +298,9 @@ class Residents:
         if len(errors) == 1:
             raise errors[0]
         if errors:
-            raise BaseExceptionGroup(f"kept calls of group {self.link.name!r} failed and were never used", errors)
+            raise BaseExceptionGroup(
+                f"calls of group {self.link.name!r} made by .keep failed, and their residents were never used", errors
+            )
 
     def unreported_failures(self) -> list[BaseException]:
         """Return failures of `.keep` calls with unused results, except for the group's own failure."""
@@ -385,7 +387,7 @@ class Residents:
             # The failure is logged now, and raised later by the end of a scope, a checkpoint or a close.
             text = (
                 f"{kept.source.label} of group {link.name!r}, kept at {call.line[0]}:{call.line[1]}, has failed, and "
-                f"nobody has used its resident (freed by {kept.freed_by}): {error}"
+                f"its resident was freed by {kept.freed_by} without a use: {error}"
             )
             link.services.printer.call_soon(lambda: _log.error(text))
 

@@ -507,6 +507,6 @@ def refuse_inside(label: str, group: str) -> None:
     if (inside := context.current()) is not None and inside.hosted:
         caller = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
         raise ColocateError(
-            f"{caller} called {label} of group {group!r} from inside a worker: it would wait for a lane that waits "
-            "for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
+            f"{caller} called {label} of group {group!r} from inside a worker: the call could wait for its own "
+            "worker for ever. Make the call from the driver; for a role of this slot use ctx.sibling(...)"
         )

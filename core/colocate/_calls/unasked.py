@@ -60,9 +60,13 @@ class UnaskedLog:
         counts = Counter(f"{call.label}{_describe_line(call)}" for call in calls if call.handle is not None)
         if counts:
             text = "; ".join(label if count == 1 else f"{label} ({count} times)" for label, count in counts.items())
-            name, by = self._link.name, self._link.closed_by
-            words = "group %r was closed by %s before these calls had ended, which nobody has asked about: %s"
-            _log.warning(words, name, by, text)
+            _log.warning(
+                "group %r was closed by %s while these submitted calls were unfinished, "
+                "and their results were never asked for: %s",
+                self._link.name,
+                self._link.closed_by,
+                text,
+            )
 
     def _log_failure(self, call: PendingCall, error: BaseException) -> None:
         if call.handle is None:
@@ -72,8 +76,13 @@ class UnaskedLog:
             if error._is_reported:  # Another call has already reported this error.
                 return
             error._is_reported = True
-        name, where, text = self._link.name, _describe_line(call), get_message(error)
-        _log.error("%s of group %r%s, has failed, and nobody has asked about it: %s", call.label, name, where, text)
+        _log.error(
+            "%s of group %r%s: the call has failed, and its result was never asked for: %s",
+            call.label,
+            self._link.name,
+            _describe_line(call),
+            get_message(error),
+        )
 
 
 def _describe_line(call: PendingCall) -> str:

@@ -293,8 +293,8 @@ def get_advice(culprit: Any, usual: str) -> str:
     if _get_module_name(type(culprit)).partition(".")[0] != "colocate":
         return usual
     return (
-        "What a method needs of the driver it is given as an argument: a value, or a resident; a role finds the others "
-        "of its worker by ctx.sibling(name, cls)"
+        "Pass what the method needs as an argument: a value, or a resident; inside a worker, ctx.sibling(name, cls) "
+        "returns another role"
     )
 
 

@@ -289,8 +289,8 @@ class ShippedModules:
             self._specs[name] = spec  # Recording the spec prevents a second warning.
             if spec is not None and (file := _find_other_file(name, self.contents[name][1])) is not None:
                 text = (
-                    f"the driver has imported module {name!r} anew ({file}), with other content than the workers of "
-                    f"group {self._group!r} have of it. They keep theirs: spawn the group anew"
+                    f"the driver has imported module {name!r} again ({file}); its source has changed since the workers "
+                    f"of group {self._group!r} imported it. The workers keep the old version: spawn the group again"
                 )
                 warnings.warn_explicit(text, RuntimeWarning, *line)
 

@@ -40,7 +40,7 @@ class DriverObject:
 
     __slots__ = ()
 
-    _instead: ClassVar[str] = "A role finds the others of its worker by ctx.sibling(name, cls)"
+    _instead: ClassVar[str] = "Inside a worker, ctx.sibling(name, cls) returns another role"
     """Advice for a user who gives such an object to a role."""
     _unsent: ClassVar[str] = "; in a worker use ctx.sibling(name, cls)"
     """Advice for a user who pickles such an object."""
@@ -165,7 +165,7 @@ class CallFuture(Flag):
 
     def _wait(self, timeout: float | None) -> None:
         if not self.is_set and not self.wait(timeout):
-            raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
+            raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call continues")
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         """Raise if waiting would deadlock because the current code must send the call first, as in a pipeline."""
@@ -355,7 +355,7 @@ def make_finished_call(label: str, value: Any = None, error: BaseException | Non
 
 
 def _log_unasked(label: str, error: BaseException, _: object) -> None:
-    _log.error("%s has failed, and nobody has asked about it: %s", label, get_message(error))
+    _log.error("%s has failed, and its result was never asked for: %s", label, get_message(error))
 
 
 def wait(calls: Iterable[Call[C]], timeout: float | None = None) -> tuple[set[Call[C]], set[Call[C]]]:
@@ -422,7 +422,7 @@ class _CompletedCalls(Iterator[Call[C]]):
                     raise StopIteration
                 if self._deadline.is_over:
                     count = len(self._pending)
-                    raise TimeoutError(f"{count} calls aren't done after {self._timeout} s; they go on")
+                    raise TimeoutError(f"{count} calls aren't done after {self._timeout} s; the calls continue")
                 self._arrivals.wait_for_item(self._deadline.limit_wait(SLICE_S))
             self._pending.discard(mine[0])
             return mine[0]

@@ -65,7 +65,7 @@ find_step_problem = partial(find_amount_problem, whole=True, most=2**63 - 1)
 def find_gpus_problem(value: Any) -> str | None:
     problem = find_amount_problem(value, whole=True)
     if isinstance(value, float) and 0 < value < _MOST and not value.is_integer():
-        return f"{problem}: only its group uses the GPUs of a slot, which several roles share by being in one group"
+        return f"{problem}: a slot has whole GPUs; to share a GPU, put several roles into one group"
     return problem
 
 
@@ -99,10 +99,11 @@ def find_name_problem(name: object) -> str | None:
         return f"must be text, not {format_value(name)}"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
         return (
-            f"must be a name of at most {_LONGEST_NAME} bytes, as files are called so; this has {len(name):,} letters"
+            f"must be a name of at most {_LONGEST_NAME} bytes, because it is used as a file name; this has "
+            f"{len(name):,} letters"
         )
     if re.fullmatch(r"\w[\w.-]*", name) is None:
-        return f"is {format_value(name)}, and files are called so: use letters, digits, '-', '_' and '.'"
+        return f"is {format_value(name)}, but must be usable as a file name: use letters, digits, '-', '_' and '.'"
     return None
 
 

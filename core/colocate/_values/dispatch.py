@@ -401,11 +401,10 @@ class Scatter(_Named):
             ranks = f"{format_count(count, 'rank')} along {axis!r}"
             reason = f"the parameter {first!r} has {format_count(total, 'row')}{sets} for {ranks}"
         else:
-            reason = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {first!r} "
-            reason += "where they lie now"
+            reason = f"some of the {count} ranks along {axis!r} hold none of the {total} rows of {first!r}"
         pads = total and of == 1 and self.balance is None
         hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if pads else "")
-        return DispatchError(f"{reason}, and no rank is skipped: {hint}", parameter=first)
+        return DispatchError(f"{reason}, and each rank needs at least one row: {hint}", parameter=first)
 
     def _split_own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
         """Return one mapping for all ranks if all scattered arguments are residents split alike; None otherwise.

@@ -95,9 +95,9 @@ class DefinitionPublisher:
             self._sent.pop(name, None)  # Another thread may have removed the name already.
         self._warned.update(changed)
         text = (
-            f"the script has bound {', '.join(changed)} anew since the workers of group {self._link.name!r} were sent "
-            "code that names it. That code goes on with what it was then: pass such a value as an argument, define "
-            "anew what uses it, or spawn the group anew"
+            f"the script has assigned {', '.join(changed)} again since the workers of group {self._link.name!r} "
+            "received code that uses the old value. The workers keep the old value: pass the new value as an argument, "
+            "define that code again, or spawn the group again"
         )
         warnings.warn_explicit(text, RuntimeWarning, *call.line)
 

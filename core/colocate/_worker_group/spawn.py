@@ -226,9 +226,9 @@ def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> No
     names = list_rebound(info.cls for info in declared.infos.values())
     if names:
         text = (
-            f"the workers of group {group!r} import the modules of its roles, and don't hear of names that were set "
-            f"after that: {'; '.join(names)}. Pass such a value to the role's constructor, or set it where the module "
-            "says it"
+            f"the workers of group {group!r} import the modules of its roles, and don't get values that the driver has "
+            f"set after its own import: {'; '.join(names)}. Pass such a value to the role's constructor, or set it in "
+            "the module's source"
         )
         warnings.warn_explicit(text, RuntimeWarning, *line)
 

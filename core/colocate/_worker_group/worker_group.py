@@ -137,8 +137,8 @@ class Restarts:
         blamed = f"\n{words}" if (words := self._record_deaths([cause])) else ""
         source = "as constructed" if found_source is None else f"as of {found_source}"
         restart_error = GroupRestarted(
-            f"{cause.message}{blamed}\ngroup {name!r} is being restarted; its calls are refused until "
-            f"group.wait_ready() has returned, with roles {source}",
+            f"{cause.message}{blamed}\ngroup {name!r} is being restarted, with its roles {source}: "
+            "call group.wait_ready() before the next call",
             **facts,
         )
         restart_error.__cause__ = cause
@@ -628,7 +628,7 @@ class WorkerGroup(Owned):
             self.life.set_closed()
         errors += failed
         self.services.notify_observers("colocate_group_closed", self.name)
-        raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
+        raise_together(f"group {self.name!r} was closed with errors", errors)
 
     def _detach_borrowed(self, by: str) -> None:
         """Close this driver's use of a group that continues to run in a borrowed pool."""
@@ -638,7 +638,7 @@ class WorkerGroup(Owned):
         failed = [error for part in self.parts.values() for error in part.finish_background(0.0)]
         failed += self.residents.unreported_failures()
         self.detach()
-        raise_together(f"group {self.name!r} was closed, and this had gone wrong", failed)
+        raise_together(f"group {self.name!r} was closed with errors", failed)
 
     def detach(self) -> None:
         """Stop using a group that no longer belongs to this driver; the workers continue to run."""

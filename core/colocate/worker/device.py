@@ -81,8 +81,8 @@ class Device:
             self._synchronize(module)
         except RuntimeError as error:
             error.add_note(
-                f"{self._name} told this when what {label} had begun there was waited for. To see which operation it "
-                'was, run it once with env={"CUDA_LAUNCH_BLOCKING": "1"} in the pool'
+                f"{self._name} reported this error during the wait for the work of {label}. To find the failing "
+                'operation, run once with env={"CUDA_LAUNCH_BLOCKING": "1"} in the pool'
             )
             raise
         if before is not None and self._is_peak_valid and self.peaks is not None:

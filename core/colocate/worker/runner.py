@@ -416,7 +416,7 @@ class Runner:
             self._list_writes(work, role)
 
 
-_CURE = "a role method changes neither its arguments nor what it has returned: clone it first"
+_CURE = "a role method must not change its arguments or returned values: clone the value first"
 
 
 def _make_write_error(label: str, maker: str, key: int) -> RoleError:

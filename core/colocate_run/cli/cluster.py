@@ -59,8 +59,8 @@ class Cluster:
         if name is None or options.get(joining_option(name)) is None:
             which = name if name is not None and joining_option(name) else next(iter(_joining_executors()), "NAME")
             raise ConfigError(
-                f"which cluster? A private one has no {lacks}: `colocate {command} --executor {which} --address ...`, "
-                "or a config whose executor has an address"
+                f"name a cluster (a private one has no {lacks}): `colocate {command} --executor {which} --address "
+                "...`, or a config with an executor's address"
             )
         return connect(name, **options)
 

@@ -62,7 +62,7 @@ def _show_job(name: str | None, cluster: Cluster, once: bool, every: float, json
         _show_view(_choose_view(name, [_local_view(job) for job in list_jobs()], _ON_THIS_MACHINE), once, every, json)
         return
     call = " ".join(filter(None, ("top", name)))
-    with cluster.connect(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
+    with cluster.connect(call, "jobs besides its driver's, which `colocate top` shows on that machine") as runtime:
         driver = Driver(runtime)
         driver.require(Watchable, "say which jobs run on its cluster")
         executor = driver.executor
@@ -132,8 +132,8 @@ def _choose_view(name: str | None, found: Sequence[JobView], where: str) -> JobV
     listing = ", ".join(map(str, found))
     if not found:
         on_cluster = "no job runs on this cluster, and no pool is detached"
-        none = "no job runs on this machine, or it is still starting" if where == _ON_THIS_MACHINE else on_cluster
-        raise ConfigError(f"{none}: `colocate run FILE` starts one, and a script's is a block of colocate.record")
+        none = "no job runs on this machine, or the job is still starting" if where == _ON_THIS_MACHINE else on_cluster
+        raise ConfigError(f"{none}: start one by `colocate run FILE`, or by colocate.record(...) in a script")
     if matching:
         raise ConfigError(f"which job? These run {where}: {listing}. Say its number: colocate top {matching[0].ids[0]}")
     raise ConfigError(

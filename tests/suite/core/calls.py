@@ -40,7 +40,7 @@ class Calls(calls.Calls):
             call = log.add_at.submit(gate.address, "x")
             gate.wait_for(2)
             assert not call.done()
-            with pytest.raises(TimeoutError, match=r"log\.add_at isn't done after 0 s; the call goes on"):
+            with pytest.raises(TimeoutError, match=r"log\.add_at isn't done after 0 s; the call continues"):
                 call.result(0)
             with pytest.raises(TimeoutError):
                 call.exception(timeout=0)

@@ -98,7 +98,7 @@ class Definitions(definitions.Definitions):
             assert worker.limit() == [1, 1]
             script.LIMIT = 2
             if not runtime._node.services.executor.in_process:
-                with pytest.warns(RuntimeWarning, match="has bound LIMIT anew"):
+                with pytest.warns(RuntimeWarning, match="has assigned LIMIT again"):
                     assert worker.limit() == [1, 1]
                 assert worker.limit() == [1, 1]
             exec("def limit(ctx):\n    return LIMIT\n", script.__dict__)

@@ -52,7 +52,7 @@ class Order(order.Order):
             error = get_error(call)
             assert isinstance(error, RoleError)
             assert (error.rank, error.role, error.method) == (1, "log", "at")
-            assert "not back from rank 0" in str(error)
+            assert "not done on rank 0" in str(error)
 
     def test_hold(self, pair: ColocatedGroup) -> None:
         """After a failure no rank begins another call until all ranks are back; then the queued calls run."""
@@ -163,7 +163,7 @@ class Order(order.Order):
             error = get_error(queued)
             assert isinstance(error, ColocateError)
             assert "slot 0" in str(error)
-            assert "did not come back within 0.1 s" in str(error)
+            assert "did not stop within 0.1 s" in str(error)
             assert "pass_gate" in str(error)
             assert error.rank == 0
             assert error.__cause__ == root

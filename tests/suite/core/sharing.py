@@ -62,7 +62,7 @@ class Sharing(sharing.Sharing):
         for outcome in (resident, first):
             outcome.wait()
         too_much = (
-            r"after model\.make, 4\.5 MiB of .* are in use, and the pool's slots may have 4 MiB .*Who has it: model "
+            r"after model\.make, 4\.5 MiB of .* are in use, and the pool's slots may have 4 MiB .*Held by: model "
             r"2\.5 MiB \(.*\); of group 'other': model 2 MiB \(parameters 1 MiB, buffers 4 KiB, residents 1 MiB\)\. "
         )
         refused = holding_view(one).make.keep(_MIB_FLOATS)

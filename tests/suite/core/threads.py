@@ -56,7 +56,7 @@ class Undisturbed(ExecutorCase):
             with Gate() as gate:
                 stuck = faulty.wait.submit(gate.address)
                 gate.wait_for(2)
-                with pytest.raises(ExceptionGroup, match="had gone wrong") as ended:
+                with pytest.raises(ExceptionGroup, match="closed with errors") as ended:
                     group.close(grace=0.6)
                 assert "pass_gate" in str(ended.value.exceptions[0])
                 assert isinstance(stuck.exception(PATIENCE_S), ColocateError)

@@ -47,8 +47,8 @@ class UnaskedFailures(unasked.UnaskedFailures):
 
         def told(where: tuple[str, int], after: int, label: str = "faulty.fail", kind: str = "a plain one") -> None:
             wait_until(lambda: kind in caplog.text, "the failure is logged")
-            (record,) = (log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage())
-            at = f"submitted at {where[0]}:{where[1] + after}, has failed, and nobody has asked"
+            (record,) = (log_record for log_record in caplog.records if "never asked for" in log_record.getMessage())
+            at = f"submitted at {where[0]}:{where[1] + after}: the call has failed, and its result was never asked for"
             assert record.getMessage().startswith(f"{label} of group {group.name!r}, {at}")
             assert record.levelno == logging.ERROR
             caplog.clear()
@@ -97,7 +97,7 @@ class UnaskedFailures(unasked.UnaskedFailures):
             del call
         gc.collect()  # asyncio's exceptions keep the call in a cycle
         wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")
-        (record,) = (log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage())
+        (record,) = (log_record for log_record in caplog.records if "never asked for" in log_record.getMessage())
         assert record.getMessage().startswith("faulty.fail of group ")
 
     @needs_feature("standalone")
@@ -108,7 +108,7 @@ class UnaskedFailures(unasked.UnaskedFailures):
         assert not caplog.text
         faulty.fail.submit()
         (record,) = caplog.records
-        assert record.getMessage().startswith("Faulty.fail has failed, and nobody has asked about it: ")
+        assert record.getMessage().startswith("Faulty.fail has failed, and its result was never asked for: ")
         assert "a plain one" in record.getMessage()
 
     def test_calls_that_a_close_has_ended(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:

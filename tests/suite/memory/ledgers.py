@@ -138,7 +138,7 @@ class LedgerSuite(ExecutorCase):
         pid = group.role("echo", Echo).place()[1][0]
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not said in time"):
+            with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not reported its memory use in time"):
                 group.memory(timeout=0.5)
             answers, why = cast("Any", group._node.get_part("memory")).ask_each(Deadline(0.5))
             assert [*answers] == [0]

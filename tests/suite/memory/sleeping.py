@@ -221,7 +221,7 @@ class Sleeping(Dozers):
             dozing.wake("actor")
         assert caught.value.remote_traceback is None
         assert "memory of group" in caught.value.__notes__[0]
-        with pytest.raises(SleepingError, match=r"actor\.digest needs memory of its role that sleeps.*are needed"):
+        with pytest.raises(SleepingError, match=r"actor\.digest needs sleeping memory of its role.*are needed"):
             actor.digest()
         assert actor.list_asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
         actor.lack_room(None)

@@ -198,7 +198,7 @@ class PausingSuite(ExecutorCase):
             running = roll.do.submit("running", gate.address)
             gate.wait_for(2)
             with pytest.raises(
-                TimeoutError, match=r"role 'roll' .* isn't paused after 0\.1 s, and goes on: .*slot 0, 1"
+                TimeoutError, match=r"role 'roll' .* isn't paused after 0\.1 s, and keeps running: .*slot 0, 1"
             ):
                 two_lanes.pause("roll", timeout=0.1)
             queued = roll.do.submit("queued")
@@ -250,7 +250,7 @@ class PausingSuite(ExecutorCase):
             two_lanes.pause("roll", how="keep", timeout=PATIENCE_S)
             with pytest.raises(ColocateError, match=r"role 'roll' .* was paused anew by another thread"):
                 waits.result(PATIENCE_S)
-            with pytest.raises(TimeoutError, match=r"isn't paused after 0\.1 s, and is as it was"):
+            with pytest.raises(TimeoutError, match=r"isn't paused after 0\.1 s, and is unchanged"):
                 two_lanes.pause("roll", timeout=0.1)
             assert colocate.sync_weights(train, roll, timeout=PATIENCE_S).version == 1
             assert not running.done()

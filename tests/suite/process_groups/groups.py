@@ -91,7 +91,7 @@ class ProcessGroups(collectives.ProcessGroups):
             ({"world_size": 3}, r"world_size=3 \(there it is 2\)"),
             ({"backend": "mpi"}, r"backend='mpi' \(there: gloo"),
         ):
-            with pytest.raises(RoleStartError, match=f"that isn't what was asked for: {problem}"):
+            with pytest.raises(RoleStartError, match=f"that group doesn't match: {problem}"):
                 spawn({"launched": colocate.role(Launched, **options).on(env="torchrun")})
         with pytest.raises(ConfigError, match=r"of all 2 slots of the group \(WORLD_SIZE\), and the role is on 1 of"):
             spawn({"launched": colocate.role(Launched).on(slots=[1], env="torchrun")})

@@ -284,8 +284,8 @@ class Streams(RowsCase):
     ) -> None:
         """A submitted call's unasked failure is logged with the failed row."""
         playing.fail.submit(["fail"])
-        wait_until(lambda: "nobody has asked" in caplog.text, "the failure is logged")
-        (record,) = (log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage())
+        wait_until(lambda: "never asked for" in caplog.text, "the failure is logged")
+        (record,) = (log_record for log_record in caplog.records if "never asked for" in log_record.getMessage())
         assert record.getMessage().startswith(f"playing.fail of group {streaming.name!r}, submitted at ")
         assert "row 0" in record.getMessage()
 

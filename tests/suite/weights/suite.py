@@ -118,7 +118,7 @@ class WeightSyncs(ExecutorCase):
                 del sync
                 wait_until(lambda: "none to be had" in caplog.text, "it is logged")
                 (record,) = (
-                    log_record for log_record in caplog.records if "nobody has asked" in log_record.getMessage()
+                    log_record for log_record in caplog.records if "never asked for" in log_record.getMessage()
                 )
                 assert record.getMessage().startswith("the sync of giver to taker of group ")
                 caplog.clear()
@@ -333,7 +333,7 @@ class WeightSyncs(ExecutorCase):
         assert behind() == 1
         colocate.sync_weights(source, target, staleness=1)
         assert behind() == 0
-        words = "come of weights that are 2 updates"
+        words = "were computed with weights that are 2 updates"
         assert words not in caplog.text
         source.update()
         source.update()
@@ -341,7 +341,7 @@ class WeightSyncs(ExecutorCase):
         source.update()
         assert behind() == 3
         wait_until(lambda: words in caplog.text, "a warning")
-        assert caplog.text.count("come of weights that are") == 1
+        assert caplog.text.count("were computed with weights that are") == 1
 
     def test_a_target_that_takes_too_little(self, spawn: Spawn) -> None:
         """A `load_weights` with too few parameters is refused with the expected signature."""
@@ -483,7 +483,7 @@ class WeightSyncs(ExecutorCase):
         assert colocate.sync_weights(giver, taker).version == 1
         assert taker.look() == [[1.0, 1.0]]
         group.sleep(role, ["cache"], on_call="fail")
-        with pytest.raises(SleepingError, match=rf"role '{role}' sleeps|memory of its role that sleeps \(cache\)"):
+        with pytest.raises(SleepingError, match=rf"role '{role}' sleeps|sleeping memory of its role \(cache\)"):
             colocate.sync_weights(giver, taker)
         if role == "giver":
             group, giver, taker = both(colocate.role(Declared))
@@ -503,7 +503,7 @@ class WeightSyncs(ExecutorCase):
         giver, taker = group.role("giver", Giver), group.role("taker", Taker)
         with pytest.raises(StaleWeightsError, match="from sync"):
             taker.generate()
-        assert "no weights yet, not in sync: it was declared" in show_tree(group)
+        assert "no weights yet, not in sync: the role has no weights" in show_tree(group)
         assert colocate.sync_weights(giver, taker).version == 1
         group.checkpoint(tmp_path / "saved")
         group.restore(tmp_path / "saved")

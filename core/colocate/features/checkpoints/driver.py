@@ -414,9 +414,9 @@ def _check_resumed(worker_group: WorkerGroup) -> None:
     folder = worker_group.services.resumed.get(worker_group.name)
     if folder is not None and get_checkpoints(worker_group).checkpoint is None:
         raise ConfigError(
-            f"group {worker_group.name!r} has begun anew, though the run was resumed and has a checkpoint of it in "
-            f"{folder}: call group.restore(folder) with that folder (it lies in run.resumed), or pass "
-            "spawn(restore=folder). A group that is meant to begin anew needs another name"
+            f"group {worker_group.name!r} wasn't restored, though the resumed run has a checkpoint of this group in "
+            f"{folder}: call group.restore(folder) with that folder (in run.resumed), or pass spawn(restore=folder). "
+            "To start the group from scratch, give it another name"
         )
 
 

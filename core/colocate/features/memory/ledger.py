@@ -288,16 +288,16 @@ class Accounts:
         ]
         holders_text = "; ".join(filter(None, holders))
         if not limit.device:
-            cure = "What sleeps counts, too: let go of something, or allow more"
+            cure = "Sleeping memory counts, too: free memory, or raise the budget"
         elif limit.role is not None or self.budgets.swap or self._worker_context.in_process:  # A sleep is no cure.
-            cure = "Let go of something, or allow more"
+            cure = "Free memory, or raise the budget"
         else:
-            turns = "have a role sleep (group.sleep), let roles take turns (residency='swap')"
-            cure = f"Let go of something, {turns}, or allow more"
+            turns = "put a role to sleep (group.sleep), let roles take turns (residency='swap')"
+            cure = f"Free memory, {turns}, or raise the budget"
         return MemoryBudgetError(
             f"{what}, {format_size(used)} of {place} are in use, and {limit.owner} may have "
             f"{format_size(limit.nbytes)} "
-            f"({limit.word}): {format_size(used + more - limit.nbytes)} too much. Who has it: "
+            f"({limit.word}): {format_size(used + more - limit.nbytes)} too much. Held by: "
             f"{holders_text or 'nobody'}. {cure}"
         )
 

@@ -36,8 +36,8 @@ class LedgerRequests:
 
     def _timeout_text(self, owing: str) -> str:
         return (
-            f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
-            "stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine has too much to do"
+            f"worker {owing} of group {self._link.name!r} has not reported its memory use in time: the process is "
+            "stopped, or C code holds the GIL, or a role's device_state() still runs, or the machine is overloaded"
         )
 
     def request_each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:

@@ -448,19 +448,17 @@ class Sleeper:
         asleep = [tag for tag in self.asleep.sleeping_tags(role.name) if spec.awake is None or tag in spec.awake]
         if asleep:
             why = self.asleep.reasons.get(role.name or "")
-            how = f", and that could not be woken: {why}" if why else f": group.wake({role.name!r}) has it be there"
-            raise SleepingError(
-                f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
-            )
+            how = f", which could not be woken: {why}" if why else f": call group.wake({role.name!r}) first"
+            raise SleepingError(f"{role.label(spec.name)} needs sleeping memory of its role ({', '.join(asleep)}){how}")
         if spec.awake == () or role.name is None:  # Functions, which have no role name, store no siblings.
             return
         for name in sorted(role.ctx._asked_siblings & self._worker_context.roles.keys()):
             asleep = list(self.asleep.sleeping_tags(name))
             if asleep and search(role.instance, apart=[self._worker_context.roles[name].instance]).has_met_excluded:
                 raise SleepingError(
-                    f"{role.label(spec.name)} might use role {name!r}, of which memory sleeps ({', '.join(asleep)}): "
-                    f"role {role.name!r} keeps the object that it has got by ctx.sibling(). Wake it with "
-                    f"group.wake({name!r}), or keep none, and ask for it in the methods that use it"
+                    f"{role.label(spec.name)} might use role {name!r}, whose memory sleeps ({', '.join(asleep)}), "
+                    f"because role {role.name!r} has stored an object from ctx.sibling(). Call group.wake({name!r}) "
+                    "first; or don't store the object, and call ctx.sibling() in the methods that use it"
                 )
 
     def check_sibling_awake(self, role: str, tags: Collection[str] = _ALL) -> None:

@@ -196,7 +196,7 @@ class GroupMemory:
             for role in slot.roles:
                 if role.kept_awake:
                     parts = ", ".join(f"{format_size(size)} {why}" for why, size in role.kept_awake.items())
-                    again = f"group.sleep({role.role!r}) again has that go which is free by now"
+                    again = f"call group.sleep({role.role!r}) again to move memory that is no longer in use"
                     lines.append(f"slot {slot.slot}: role {role.role!r} sleeps but for {parts}; {again}")
         return lines
 

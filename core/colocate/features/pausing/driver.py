@@ -87,8 +87,8 @@ def _check_background(worker_group: WorkerGroup, role: str, what: str) -> None:
         return
     if role in worker_group.roles:
         raise ConfigError(
-            f"group.{what}({role!r}): of group {worker_group.name!r} this is no background role, so that nothing of it "
-            "goes on beside other calls: what can be paused was declared with .on(background=True)"
+            f"group.{what}({role!r}): this role of group {worker_group.name!r} is no background role, and only "
+            "background roles can be paused: declare the role with .on(background=True)"
         )
     names = ", ".join(worker_group.background) or "none"
     raise ConfigError(

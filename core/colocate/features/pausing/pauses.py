@@ -76,10 +76,10 @@ class Pauses:
             self._restore_former(role, pause)
             if not isinstance(error, TimeoutError):
                 raise
-            owing, on = ", ".join(map(str, pause.request.owing)), "goes on" if former is None else "is as it was"
+            owing, on = ", ".join(map(str, pause.request.owing)), "keeps running" if former is None else "is unchanged"
             raise TimeoutError(
                 f"role {role!r} of group {link.name!r} isn't paused after {timeout} s, and {on}: a call still runs on "
-                f"slot {owing}. With how='keep' it stops where its method calls ctx.pause_point(); 'abort' gives it up"
+                f"slot {owing}. how='keep' waits only for its next ctx.pause_point(); how='abort' fails the call"
             ) from None
         finally:
             self._requests.drop_request(pause.request)

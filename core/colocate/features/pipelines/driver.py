@@ -50,16 +50,16 @@ class Pipeline(UnsentCalls):
         """Refuse a wait inside the block, because the call is sent only when the block ends."""
         if self.is_here if awaits else self._creator.is_current_thread:
             raise PipelineError(
-                f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
-                "ask for it after the block (a signal's handler: set a flag, and look at it there)"
+                f"{label} is sent when the block of group.pipeline() at {self._line} ends, so its result isn't known "
+                "before: ask for it after the block (in a signal handler, set a flag, and check it after the block)"
             )
 
     def refuse_call(self, label: str, how: str = "") -> None:
         """Refuse a blocking call. `how` is an optional hint for the error text, which must end in ", or "."""
         raise PipelineError(
-            f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
-            f"when it ends: {how}call it before or after the block (a signal's handler: set a flag, and look at it "
-            "there)"
+            f"{label} would wait for its result, but calls inside the block of group.pipeline() at {self._line} are "
+            f"sent when the block ends: {how}call it before or after the block (in a signal handler, set a flag, and "
+            "check the flag after the block)"
         )
 
     # -- recording

@@ -38,10 +38,10 @@ def holders_error(link: WorkerGroup, slot: int, names: Sequence[str], cause: Col
     holder = "a role" if role is None else f"role {role!r}"
     group_text = "torch's default group" if name == "default" else f"the process group {name!r}"
     error = RenewalError(
-        f"group {link.name!r} failed: on slot {slot} {holder} still holds {group_text} of before the failed "
-        f"call, which had "
-        "to be cut and is of no use now. Ask ctx.process_group() in each call; a role that keeps a group, a mesh or a "
-        f"wrapped model has a method renew(self) that does without: colocate.torch.renew(...){_cause_clause(cause)}",
+        f"group {link.name!r} failed: on slot {slot} {holder} still holds {group_text}, which was cut after "
+        "the failed call and can't be used any more. Call ctx.process_group() in each method; if the role stores a "
+        "group, a mesh or a wrapped model, give it a method renew(self) that replaces them: "
+        f"colocate.torch.renew(...){_cause_clause(cause)}",
         group=link.name,
         role=role,
         rank=slot,

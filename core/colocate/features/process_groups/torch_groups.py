@@ -247,9 +247,9 @@ def _check_matches(
         problems.append("pg_options")
     if problems:
         raise ConfigError(
-            "init_process_group() takes up torch's default process group that colocate has made over the slots of the "
-            f"group, and that isn't what was asked for: {', '.join(problems)}. Leave that out; who needs another group "
-            "makes it inside that one, by torch.distributed.new_group()"
+            "init_process_group() uses torch's default process group that colocate has made over the slots of the "
+            f"group, and that group doesn't match: {', '.join(problems)}. Leave these arguments out; for a different "
+            "group call torch.distributed.new_group()"
         )
 
 

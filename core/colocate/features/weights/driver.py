@@ -102,11 +102,10 @@ class WeightsOfGroup(GroupFeature):
             if count > source_updates.staleness and call.role not in self._warned_roles:
                 self._warned_roles.add(call.role)
                 words = (
-                    f"rows of {call.label} (group {self._worker_group.name!r}) come of weights that are "
-                    f"{format_count(count, 'update')} of {source_updates.source} behind, and "
-                    f"{source_updates.staleness} may be: call "
-                    "colocate.sync_weights after each update, or say sync_weights(staleness=...). The metric "
-                    "weights_behind has it for all steps"
+                    f"rows of {call.label} (group {self._worker_group.name!r}) were computed with weights that are "
+                    f"{format_count(count, 'update')} of {source_updates.source} behind, with "
+                    f"{source_updates.staleness} allowed: call colocate.sync_weights after each update, or allow more "
+                    "by sync_weights(staleness=...). The metric weights_behind has the number for each step"
                 )
                 self._worker_group.services.printer.call_soon(lambda: _log.warning("%s", words))
 
@@ -118,7 +117,7 @@ class WeightsOfGroup(GroupFeature):
     def role_configs(self) -> Mapping[str, tuple[int, str]]:
         """Return, for each role that needs a sync, the number of syncs so far and the reason for staleness."""
         versions = {
-            name: (0, "it was declared to have none before the first sync (weights='from sync')")
+            name: (0, "the role has no weights before the first sync (weights='from sync')")
             for name, spec in self._worker_group.declared.specs.items()
             if spec.weights is not None
         }

@@ -250,10 +250,10 @@ class ReceivedWeights:
             self.stale, self.since = _WRITTEN, time.time()  # `shared` is kept for the next sync.
         if self.stale is not None:
             at = time.strftime("%H:%M:%S", time.localtime(self.since))
-            last = f"version {self.version} was the last whole one" if self.version else "no sync has brought them yet"
+            last = f"the last complete version is {self.version}" if self.version else "there was no sync yet"
             raise StaleWeightsError(
                 f"{label} can't run: the weights of role {role!r} are stale since {at} ({last}): {self.stale}. "
-                "colocate.sync_weights(source, target) brings them"
+                "Call colocate.sync_weights(source, target) first"
             )
 
 

@@ -496,7 +496,7 @@ class Watching(DetachedCase):
     def test_top_without_cluster_explains_private_jobs(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Without a cluster, `colocate top` says that a private cluster has only the jobs of its driver."""
         assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1
-        assert "which cluster? A private one has no jobs but its driver's" in capsys.readouterr().err
+        assert "a private one has no jobs besides its driver's" in capsys.readouterr().err
 
 
 def as_watchable(runtime: Runtime) -> Watchable:

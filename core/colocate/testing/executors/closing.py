@@ -40,7 +40,7 @@ class Closing(ExecutorCase):
                     gate.wait_for()
                     if hang is Faulty.hold_the_gil:
                         gate.open()
-                    with pytest.raises(ExceptionGroup, match="gone wrong"):
+                    with pytest.raises(ExceptionGroup, match="closed with errors"):
                         group.close(grace=0.05)
                     processes.wait_all()
                     processes.release_all()

@@ -62,5 +62,5 @@ class Failures(ExecutorCase):
         assert error.__cause__.args == ("a plain one", 42)
         assert f"faulty.fail raised ValueError on rank 1 of group {pair.name!r}" in str(error)
         assert "Traceback in the worker:" in str(error)
-        assert "[done on rank 0]" in str(error) or "[not back from rank 0]" in str(error)
+        assert "[done on rank 0]" in str(error) or "[not done on rank 0]" in str(error)
         assert str(error.called_at).rpartition(":")[0] == __file__

@@ -284,7 +284,7 @@ class Placement(ExecutorCase):
 
     def test_parts_of_a_gpu(self, runtime: Runtime) -> None:
         """A fraction of a GPU is refused with the reason, before anything is reserved."""
-        for amount, why in ((0.5, "only its group uses the GPUs of a slot"), (1.0, "must be a whole number")):
+        for amount, why in ((0.5, "a slot has whole GPUs"), (1.0, "must be a whole number")):
             with pytest.raises(ConfigError, match=why) as caught:
                 runtime.reserve(1, amount)  # type: ignore[arg-type]
             assert [mistake.path for mistake in caught.value.mistakes] == ["gpus"]

@@ -76,7 +76,7 @@ class Sharing(ExecutorCase):
             assert other.role("echo", Echo).noop() == [None]
             with pytest.raises(
                 ColocateError,
-                match=r"slot 1 of pool .* is taken by groups 'one' and 'other': it takes 2 groups at a time",
+                match=r"slot 1 of pool .* is taken by groups 'one' and 'other': a slot has room for 2 groups at a time",
             ):
                 pool[1:].spawn(ROLES, name="third")
             assert not runtime.audit()
