@@ -41,7 +41,7 @@ LONGEST = (
 HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         for marker in item.iter_markers("in_make_test"):
             if item.callspec.id not in marker.args:  # type: ignore[attr-defined]
@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
 
     items.sort(key=turn)
-    for item in items:  # one process runs all tests of a file, which share fixtures
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        # One process runs all tests of a file, which share fixtures. The environments beside `.venv` have no xdist.
         item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).as_posix()))
 
 
