@@ -108,7 +108,7 @@ class TestPrivateNames:
         source = Path(home.__file__).read_text()
         assert "self._check_resource_available()" in source
         assert "parallel_put" in inspect.getsource(decorator.dispatch_nd_compute)
-        assert verl.utils.ray_utils.parallel_put([1])[0].value() == 1
+        assert verl.utils.ray_utils.parallel_put([1])[0].wait_value() == 1
         found = re.search(r"env_vars = \{(.*?)\}", source, re.DOTALL)
         assert found is not None
         assert set(re.findall(r'"([A-Z_]+)":', found[1])) == set(private.PROTECTED)
