@@ -145,7 +145,9 @@ def test_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.001)
     found.close()
     files = list_logs(tmp_path)
-    assert [(each.group, each.slot, each.older) for each in files] == [("policy", 0, older) for older in (3, 2, 1, 0)]
+    assert {(each.group, each.slot) for each in files} == {("policy", 0)}
+    # The last written lines may have filled their file, which then has a number.
+    assert [each.older for each in files] in ([3, 2, 1, 0], [3, 2, 1])
     lines = [int(text.split()[-1]) for each in files for text in texts(each.path)]
     assert lines == [*range(lines[0], 200)]
     assert all(each.path.stat().st_size < 20_000 for each in files)

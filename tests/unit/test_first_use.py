@@ -14,7 +14,7 @@ import colocate
 
 CORE = Path(colocate.__file__).parents[1]
 ROLES = """
-import os, resource, shutil, signal, sys, threading
+import itertools, os, resource, shutil, signal, sys, threading
 import colocate
 from colocate import First, Role, method
 
@@ -95,8 +95,9 @@ def pipeline():
     return call.result() > 0
 
 def pause():
-    group.pause("other")
-    group.resume("other")
+    name = next(names)  # The handler may run while the outer pause waits, so each has a role of its own.
+    group.pause(name)
+    group.resume(name)
     return True
 
 USES = {{
@@ -108,7 +109,7 @@ USES = {{
     "weights/comparing": lambda: colocate.compare_weights is not None,
     "profiling/driver": lambda: colocate.profile is not None,
 }}
-armed = []
+armed, names = [], itertools.cycle(["other", "third"])
 
 def hook(event, args):
     if event == "exec" and armed and getattr(args[0], "co_filename", "").endswith(armed[0]):
@@ -117,7 +118,8 @@ def hook(event, args):
 
 sys.addaudithook(hook)
 with colocate.connect() as runtime, runtime.reserve() as pool:
-    roles = {{"counter": colocate.role(Counter), "other": colocate.role(Counter).on(background=True)}}
+    background = {{name: colocate.role(Counter).on(background=True) for name in ("other", "third")}}
+    roles = {{"counter": colocate.role(Counter), **background}}
     group = pool.spawn(roles)
     counter = group["counter"]
     for name, use in USES.items():

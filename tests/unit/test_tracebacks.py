@@ -73,7 +73,7 @@ def test_lines_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         colocate.library("built_on_nothing")
 
 
-def test_contextlib_frames_belong_to_context_owner() -> None:
+def test_library_frames_belong_to_context_owner() -> None:
     """A contextlib frame belongs to the framework in its context managers, and to the user otherwise."""
     config = colocate.load_config({"pools": {"main": {"slots": 1}}})
     with pytest.raises(OSError, match="mine") as caught, colocate.launch(config):

@@ -289,7 +289,7 @@ class Serialization(definitions.Serialization):
         def calls() -> Any:
             return copying
 
-        driver = "it is given as an argument: a value, or a resident; a role finds the others"
+        driver = "as an argument: a value, or a resident; inside a worker, ctx.sibling(name, cls) returns another role"
         for value, words in (
             (Held(), "Held.things['a'][1] is a _thread.lock"),
             (Closes(), "the variable lock of it is a _thread.lock"),
