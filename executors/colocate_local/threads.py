@@ -39,7 +39,7 @@ class LocalThreads(Machine):
         host = ThreadHost(self, boot, events)
         self._hosts[boot.group, boot.slot] = host
         try:
-            host.start_thread()
+            host.send_hello()
         except BaseException:  # A signal handler may have raised the error.
             host.kill()
             raise
@@ -103,7 +103,7 @@ class ThreadHost(Host):
             on_end=lambda: self._on_exit(None),
         )
 
-    def start_thread(self) -> None:
+    def send_hello(self) -> None:
         """Report the worker's hello message to the driver."""
         self._send_to_driver(create_hello(), None)
 

@@ -175,7 +175,7 @@ class Desk:
         self._retry_timer = Timer(None)
         self._display_pause = contextlib.ExitStack()  # Hides progress bars on the driver's terminal during stops.
         self._listener: socket.socket | None = None
-        self._socket_stack: threading.Thread | None = None  # The thread that accepts terminals' connections.
+        self._accept_thread: threading.Thread | None = None  # The thread that accepts terminals' connections.
 
     def add_stop(self, stop: Stop) -> None:
         """Schedule the registration of a new stop."""
@@ -353,8 +353,8 @@ class Desk:
             listener.close()
             raise
         self._listener = wire.track_socket(listener)
-        self._socket_stack = Thread(target=self._accept, args=(listener,), name="colocate-debug-door")
-        self._socket_stack.start()
+        self._accept_thread = Thread(target=self._accept, args=(listener,), name="colocate-debug-door")
+        self._accept_thread.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -376,8 +376,8 @@ class Desk:
         listener, self._listener = self._listener, None
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
-        if self._socket_stack is not None:
-            self._socket_stack.join()  # A thread in `accept` would keep the address, which the next stop needs.
+        if self._accept_thread is not None:
+            self._accept_thread.join()  # A thread in `accept` would keep the address, which the next stop needs.
         listener.close()
 
 

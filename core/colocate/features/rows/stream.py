@@ -218,8 +218,7 @@ class Stream(RowStream[Any]):
 
     def close(self) -> None:
         """Stop reading, withdraw the call, and notify all waiting readers (see `RowStream.close`)."""
-        # In a forked child, a thread of the parent may hold the locks.
-        if self._is_closed or self._arrivals.is_over or self._request.worker_group.is_forked:
+        if self._is_closed or self._arrivals.is_over:
             return
         # This precedes `_detach_call`, because a restart checks the flag after sending a new call.
         self._is_closed = True
@@ -230,6 +229,8 @@ class Stream(RowStream[Any]):
         """Withdraw a call that nobody reads any more, and log a failure of the call."""
         worker_group = self._request.worker_group
         blocked_calls.pop(call, None)
+        if worker_group.is_forked:
+            return
         if not call.done():
             worker_group.services.timers.call_soon(call.withdraw)
         call._add_callback(partial(_report_failure, worker_group))
